@@ -1,0 +1,1 @@
+"""The `qcfuse` command."""

@@ -1,0 +1,1 @@
+"""The demonstration behind `qcfuse demo`: a small invented corpus and a run over it."""

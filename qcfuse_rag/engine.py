@@ -1,0 +1,165 @@
+"""The engine: one model, one store, one prompt template; warm passages, answer questions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.prefill import Prefilled, prefill
+from qcfuse_rag.fuse.self_check import check_exact
+from qcfuse_rag.generate.decode import Generation, TextStream
+from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.ingest.base import FRAMED, Base
+from qcfuse_rag.ingest.warm import Progress, WarmSummary, warm
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.open import open_store
+
+
+class FusionEngine:
+    """Answers questions over passages whose keys and values were computed beforehand.
+
+    Safe to use from several threads: a request's state is its own.
+
+    Args:
+        lm: the model.
+        store: where passages' keys and values are kept; the engine does not close it.
+        template: wording of the prompt.
+        method: what to reuse and what to recompute when a request does not say.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        store: KVStore,
+        *,
+        template: PromptTemplate | None = None,
+        method: Method | None = None,
+    ) -> None:
+        self.lm = lm
+        self.store = store
+        self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
+        self.method = method or make_method("qcfuse", base=FRAMED)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        store: str | Path | KVStore | None = None,
+        template: PromptTemplate | None = None,
+        method: Method | None = None,
+        device: str | None = None,
+        dtype: str | None = None,
+        check: bool = True,
+    ) -> FusionEngine:
+        """Load a model and open a store.
+
+        Args:
+            model: Hugging Face id, local folder or GGUF file.
+            store: a folder, an open store, or None to keep passages in memory only.
+            template: wording of the prompt.
+            method: default method; QCFuse over framed caches if None.
+            device: such as `cpu` or `cuda:0`; a GPU if there is one.
+            dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
+            check: compare the engine with the model's own code on a few tokens before trusting it.
+
+        Raises:
+            ModelNotFound: if the model cannot be loaded.
+            UnsupportedModel: if reuse would not be right for it, or the check fails.
+            StoreError: if the store cannot be opened.
+        """
+        kept = store if isinstance(store, KVStore) else open_store(store)
+        lm = LanguageModel.load(model, device=device, dtype=dtype)
+        if check:
+            check_exact(lm)
+        return cls(lm, kept, template=template, method=method)
+
+    def warm(
+        self, texts: Iterable[str], *, bases: Iterable[Base] | None = None, progress: Progress | None = None
+    ) -> WarmSummary:
+        """Prefill passages into the store, leaving alone those that are there.
+
+        Args:
+            texts: passages, exactly as they will be given to `prompt`.
+            bases: under which bases; by default the one the engine's method reads.
+            progress: called with `(done, total)` after every passage.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
+        ids = (self.prompts.chunk_ids(text) for text in texts)
+        return warm(self.lm, self.store, self.prompts.frame, ids, bases=chosen, progress=progress)
+
+    def prefetch(self, texts: Iterable[str], *, method: Method | None = None) -> None:
+        """Start bringing passages into the store's nearest tier; returns at once."""
+        base = (method or self.method).base
+        if base is not None:
+            frame = self.prompts.frame
+            keys = [base.key(self.lm.fingerprint, frame, self.prompts.chunk_ids(text)) for text in texts]
+            self.store.prefetch(keys)
+
+    def prompt(self, question: str, passages: Sequence[str] = (), history: Sequence[Message] = ()) -> Prompt:
+        """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
+        return self.prompts.build(question, passages, history)
+
+    def prefill(self, prompt: Prompt, *, method: Method | None = None, room: int = 0) -> Prefilled:
+        """Bring a prompt to its first token; for measuring, and for decoding by other means.
+
+        Raises:
+            PromptTooLong: if prompt and room exceed the context window.
+        """
+        return prefill(self.lm, self.store, prompt, method or self.method, room=room)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        method: Method | None = None,
+        cancel: threading.Event | None = None,
+    ) -> TextStream:
+        """Prefill now and return the answer as an iterator of pieces of text.
+
+        Args:
+            prompt: from `prompt`.
+            sampling: how to choose tokens; greedy by default.
+            method: instead of the engine's own.
+            cancel: set it, from any thread, to end the answer before its next token.
+
+        Raises:
+            PromptTooLong: if prompt and answer exceed the context window.
+        """
+        params = sampling or SamplingParams()
+        return TextStream(self.lm, self.prefill(prompt, method=method, room=params.max_new_tokens), params, cancel)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        method: Method | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Generation:
+        """Answer a prompt; like `stream`, all at once."""
+        return self.stream(prompt, sampling, method=method, cancel=cancel).result()
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

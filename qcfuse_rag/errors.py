@@ -1,0 +1,35 @@
+"""The errors a user can meet. Each message says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+
+class QCFuseError(Exception):
+    """Base of every error this library raises on purpose; the CLI prints it as one line."""
+
+
+class ModelNotFound(QCFuseError):
+    """The model name is neither a folder, nor a GGUF file, nor an id that can be fetched."""
+
+
+class UnsupportedModel(QCFuseError):
+    """Reusing this model's keys and values would not be right; the message names the reason."""
+
+
+class PromptTooLong(QCFuseError):
+    """The prompt and the tokens to generate do not fit the model's context window."""
+
+
+class InvalidTemplate(QCFuseError):
+    """A prompt template from which the fixed head, the passages and the question cannot be told apart."""
+
+
+class UnknownMethod(QCFuseError):
+    """No method of that name, or it does not take that parameter."""
+
+
+class StoreError(QCFuseError):
+    """The store cannot be opened or written; reading never raises it, a bad entry is a miss."""
+
+
+class CorruptEntry(QCFuseError):
+    """Stored bytes fail their checks. Caught by the engine: the chunk is recomputed."""

@@ -1,0 +1,1 @@
+"""Online: place stored keys and values, probe, select, recompute."""

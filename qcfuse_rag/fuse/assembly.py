@@ -1,0 +1,128 @@
+"""A prompt with the chunks the store had, placed: the state that probes, selection and recomputation share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
+from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.prompt.segments import Prompt, Role, Span
+from qcfuse_rag.report.fusion import Lookup
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import KVStore, Miss
+from qcfuse_rag.store.key import ChunkKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A stored chunk at its place; `exact` if it was prefilled behind the very ids that precede it here."""
+
+    span: Span
+    chunk: ChunkKV
+    exact: bool
+
+
+@dataclass(slots=True, eq=False)
+class Assembly:
+    """Keys and values of a prompt as far as the store had them.
+
+    Attributes:
+        lm: the model.
+        prompt: the prompt.
+        ids: `[T]` int64 token ids on the model's device.
+        buffer: rotated keys and values; meaningful where `known`.
+        known: `[T]` bool, positions that hold stored keys and values.
+        placed: what was placed, the head included.
+        lookups: what became of every segment that could have been stored.
+        bytes_loaded: bytes copied from the store.
+        load_s: seconds spent finding, checking, copying and rotating.
+    """
+
+    lm: LanguageModel
+    prompt: Prompt
+    ids: Tensor
+    buffer: KVBuffer
+    known: Tensor
+    placed: list[Placed] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    bytes_loaded: int = 0
+    load_s: float = 0.0
+
+    @classmethod
+    def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
+        """Start with nothing known and room for `capacity` tokens."""
+        ids = torch.tensor(prompt.ids, dtype=torch.int64, device=lm.device)
+        buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
+        return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
+
+    @classmethod
+    def from_store(cls, lm: LanguageModel, store: KVStore, prompt: Prompt, base: Base, capacity: int) -> Assembly:
+        """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown."""
+        started = time.perf_counter()
+        assembly = cls.empty(lm, prompt, capacity)
+        for span in prompt.spans:
+            if span.segment.role is Role.HEAD:
+                assembly._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
+            elif span.segment.role is Role.CHUNK:
+                assembly._load(store, span, base)
+        if assembly.placed:
+            rotate_buffer(assembly.buffer, lm.ropes, assembly.placed[0].span.start, assembly.placed[-1].span.stop)
+        assembly.load_s = time.perf_counter() - started
+        return assembly
+
+    @property
+    def placed_chunks(self) -> list[Placed]:
+        """The placed passages, without the head."""
+        return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
+
+    def probe_rows(self, *, suffix: bool) -> Tensor:
+        """Return the rows that ask: the question if it comes after the last chunk, else all text after it.
+
+        Args:
+            suffix: take all text after the last chunk in any case.
+
+        Returns:
+            `[R]` int64 ascending positions, never empty.
+        """
+        after = max((span.stop for span in self.prompt.chunks), default=0)
+        later = [span for span in self.prompt.spans if span.start >= after and span.segment.role is not Role.HEAD]
+        questions = [i for i, span in enumerate(later) if span.segment.role is Role.QUESTION]
+        stop = len(self.prompt) if suffix or not questions else later[questions[-1]].stop
+        return torch.arange(later[0].start, stop, device=self.ids.device)
+
+    def _load(self, store: KVStore, span: Span, base: Base) -> None:
+        frame = self.prompt.frame
+        key = base.key(self.lm.fingerprint, frame, span.segment.ids)
+        found = store.get(key)
+        copied = 0
+        if isinstance(found, ChunkKV):
+            found, copied = self._copy(store, key, span, found)
+        hit = isinstance(found, ChunkKV)
+        if isinstance(found, ChunkKV):
+            exact = self.prompt.ids[: span.start] == base.prefix(frame)
+            self.placed.append(Placed(span, found, exact))
+            self.known[span.start : span.stop] = True
+            self.bytes_loaded += copied
+        self.lookups.append(
+            Lookup(span.segment.role, span.start, len(span), hit, None if isinstance(found, ChunkKV) else found.reason)
+        )
+
+    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV) -> tuple[ChunkKV | Miss, int]:
+        if chunk.n_tokens != len(span) or chunk.n_layers != self.lm.n_layers:
+            reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
+            store.discard(key, reason)
+            return Miss(reason), 0
+        try:
+            return chunk, copy_chunk(self.buffer, span.start, chunk)
+        except CorruptEntry as error:
+            store.discard(key, str(error))
+            return Miss(str(error)), 0
+        except (OSError, RuntimeError, KeyError) as error:
+            return Miss(f"cannot be read: {error}"), 0

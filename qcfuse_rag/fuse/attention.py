@@ -1,0 +1,159 @@
+"""The attention function that transformers models call: sparse rows against the request's keys and values.
+
+Registered with transformers under the name `qcfuse`. The plan of a pass arrives through the forward's keyword
+arguments, so nothing is kept between calls and requests cannot meet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from qcfuse_rag.fuse.rows import RowBlock, RowsPlan
+
+NAME = "qcfuse"
+
+
+def register() -> None:
+    """Make `attn_implementation="qcfuse"` known to transformers; harmless to repeat."""
+    AttentionInterface.register(NAME, rows_attention)
+    # Without a mask function of its own, transformers would hand out no mask and compute wrong results silently.
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def rows_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    fusion: RowsPlan | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the rows of a plan; without one, do what transformers' own attention does.
+
+    Args:
+        module: the calling attention layer.
+        query: `[1, Hq, R, D]`, rotated.
+        key: `[1, Hkv, length, D]`, rotated, every position of the prompt so far.
+        value: `[1, Hkv, length, Dv]`.
+        attention_mask: unused with a plan, which knows better.
+        scaling: factor on the scores; `D ** -0.5` if None.
+        fusion: the plan.
+        sliding_window: this layer's window in tokens, passed by models that have one.
+        softcap: cap on scores through tanh (Gemma 2).
+        s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
+        **kwargs: whatever else the model passes on.
+
+    Returns:
+        `[1, R, Hq, Dv]`, and None for the weights.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if fusion is None:
+        if softcap is None and s_aux is None:
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+            )
+        mask = _causal(query, key) if attention_mask is None else attention_mask[:, 0]
+        return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2), None
+
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if fusion.observe is not None:
+        fusion.observe(layer, query, key, scaling, softcap, sliding_window)
+    visible = fusion.visible_at(layer)
+    if visible is not None:
+        key, value = key.index_select(2, visible), value.index_select(2, visible)
+    plain = softcap is None and s_aux is None
+    outputs = []
+    for block in fusion.blocks(layer, sliding_window):
+        q = query[:, :, block.start : block.stop]
+        k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
+        if plain:
+            outputs.append(_fast_attention(q, k, v, block, scaling))
+        else:
+            mask = _causal(q, k) if block.causal else block.mask
+            outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, s_aux))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return out.transpose(1, 2), None
+
+
+def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
+    """Run torch's fused attention on one block, without repeating keys over the heads of a group."""
+    if block.causal:
+        grouped = query.shape[1] != key.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+    batch, heads, rows, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    # The heads of a group become further rows of their key head: fused kernels take no mask together with grouping.
+    folded = query.reshape(batch, kv_heads, groups * rows, dim)
+    mask = None if block.mask is None else block.mask.repeat(groups, 1)
+    out = functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(batch, heads, rows, value.shape[-1])
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend step by step in float32: the slow path of unusual models, and the reference the fast path is tested by.
+
+    Args:
+        query: `[1, Hq, R, D]`.
+        key: `[1, Hkv, T, D]`.
+        value: `[1, Hkv, T, Dv]`.
+        mask: broadcastable to `[1, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
+        scaling: factor on the scores.
+        softcap: cap on scores, or None.
+        sinks: `[Hq]` extra logits of the softmax, or None.
+
+    Returns:
+        `[1, Hq, R, Dv]` in the dtype of `query`.
+    """
+    scores = attention_scores(query, key, scaling, softcap)
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        else:
+            scores = scores + mask
+    if sinks is not None:
+        extra = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    batch, heads, rows, keys = weights.shape
+    grouped = weights.reshape(batch, value.shape[1], -1, keys) @ value.float()
+    return grouped.reshape(batch, heads, rows, value.shape[-1]).to(query.dtype)
+
+
+def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Return `[1, Hq, R, T]` float32 scores before masking and softmax."""
+    batch, heads, rows, dim = query.shape
+    folded = query.reshape(batch, key.shape[1], -1, dim).float()
+    scores = (folded @ key.float().transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return scores.reshape(batch, heads, rows, key.shape[2])
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    rows, keys = query.shape[2], key.shape[2]
+    return torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)

@@ -1,0 +1,26 @@
+"""Budgets: how many reused tokens a method may recompute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRatio:
+    """A fixed share of the reused passage tokens.
+
+    Attributes:
+        ratio: fraction in [0, 1].
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ratio <= 1:
+            raise ValueError(f"ratio must be a fraction in [0, 1], got {self.ratio}")
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return how many of `reused_tokens` to recompute: at least one unless the ratio is 0."""
+        if self.ratio == 0 or reused_tokens == 0:
+            return 0
+        return max(1, int(self.ratio * reused_tokens))

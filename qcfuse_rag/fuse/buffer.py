@@ -1,0 +1,88 @@
+"""A request's keys and values, one preallocated pair per layer, and the transformers cache that writes into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.model.rope import KVShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVBuffer:
+    """Rotated keys and values of a prompt and the answer to come.
+
+    Index in the buffer equals position in the prompt. Memory is not cleared: a position holds nothing until it has
+    been placed or computed as a row.
+
+    Attributes:
+        keys: per layer `[1, Hkv, capacity, D]`.
+        values: per layer `[1, Hkv, capacity, Dv]`.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, shapes: tuple[KVShape, ...], capacity: int, *, dtype: torch.dtype, device: torch.device
+    ) -> KVBuffer:
+        """Reserve room for `capacity` tokens."""
+
+        def new(shape: KVShape, channels: int) -> Tensor:
+            return torch.empty(1, shape.kv_heads, capacity, channels, dtype=dtype, device=device)
+
+        return cls(tuple(new(s, s.key_dim) for s in shapes), tuple(new(s, s.value_dim) for s in shapes))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens there is room for."""
+        return self.keys[0].shape[2]
+
+    def cache(self, plan: RowsPlan) -> Cache:
+        """Return a transformers cache through which one pass over the plan's rows writes here."""
+        rows = plan.rows
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        at = slice(start, stop) if stop - start == len(rows) else rows
+        return Cache(layers=[RowsLayer(k, v, at, plan.length) for k, v in zip(self.keys, self.values, strict=True)])
+
+
+class RowsLayer(CacheLayerMixin):
+    """Writes a pass's fresh keys and values at their positions and returns everything up to the plan's length."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, at: slice | Tensor, length: int) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.at, self.length = at, length
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffer exists before the pass."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Scatter `[1, Hkv, R, D]` fresh keys and values to their rows; return `[1, Hkv, length, D]` views."""
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, self.at] = key_states
+        self.values[:, :, self.at] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys there are and where they start."""
+        return self.length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of keys before the pass's last row."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return the buffer's capacity."""
+        assert self.keys is not None
+        return self.keys.shape[2]

@@ -1,0 +1,58 @@
+"""Run a model over the rows of a plan."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.model.language_model import LanguageModel
+
+
+@torch.inference_mode()
+def forward_rows(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
+    """Compute the plan's rows through all layers, writing their keys and values into the buffer.
+
+    Args:
+        lm: the model.
+        ids: `[R]` int64 token ids of the rows.
+        plan: the rows and what they see.
+        buffer: must hold keys and values at every position a row sees that is not itself a row.
+
+    Returns:
+        `[vocabulary]` float32 logits after the last row.
+    """
+    logits = lm.model(**_inputs(ids, plan, buffer), logits_to_keep=1).logits
+    return logits[0, -1].float()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def forward_hidden(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int) -> None:
+    """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries."""
+    _first_layers(lm.model.get_decoder(), depth)(**_inputs(ids, plan, buffer))
+
+
+def _inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
+    return {
+        "input_ids": ids[None],
+        "position_ids": plan.rows[None],
+        # A 4-D mask is handed through unread, which keeps transformers from building one of its own.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
+        "past_key_values": buffer.cache(plan),
+        "use_cache": True,
+        "fusion": plan,
+    }
+
+
+def _first_layers(decoder: nn.Module, depth: int) -> nn.Module:
+    """Return the decoder cut off after `depth` layers, sharing the weights; the original is not touched."""
+    layers = decoder._modules["layers"]
+    assert isinstance(layers, nn.ModuleList)
+    if depth == len(layers):
+        return decoder
+    view = copy.copy(decoder)
+    view._modules = {**decoder._modules, "layers": layers[:depth]}
+    return view

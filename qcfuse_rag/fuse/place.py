@@ -1,0 +1,59 @@
+"""Place stored chunks in a prompt: copy their keys and values to their positions and rotate the keys there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.model.rope import LayerRope, angles, rotate
+from qcfuse_rag.store.chunk import ChunkKV
+
+
+@torch.inference_mode()
+def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
+    """Copy a chunk's unrotated keys and its values to positions `start ...`; the keys must be rotated afterwards.
+
+    Returns:
+        Bytes copied.
+
+    Raises:
+        CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
+    """
+    copied = 0
+    for layer in range(chunk.n_layers):
+        keys, values = chunk.layer(layer)
+        buffer.keys[layer][0, :, start : start + chunk.n_tokens] = keys.to(buffer.keys[layer].device, non_blocking=True)
+        buffer.values[layer][0, :, start : start + chunk.n_tokens] = values.to(
+            buffer.values[layer].device, non_blocking=True
+        )
+        copied += keys.nbytes + values.nbytes
+    return copied
+
+
+@torch.inference_mode()
+def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop: int, *, back: bool = False) -> None:
+    """Rotate the keys at positions `start <= p < stop` in place, each by its own position.
+
+    Positions that hold nothing yet may be inside the range: they stay without meaning.
+
+    Args:
+        buffer: the request's keys.
+        ropes: rotation of each layer.
+        start: first position.
+        stop: position after the last.
+        back: rotate backwards, from prompt positions to the unrotated form that is stored.
+    """
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
+    for keys, rope in zip(buffer.keys, ropes, strict=True):
+        if rope.inv_freq is None:
+            continue
+        table = tables.get(id(rope.inv_freq))
+        if table is None:
+            positions = torch.arange(start, stop, device=keys.device)
+            table = angles(rope.inv_freq.to(keys.device), -positions if back else positions)
+            tables[id(rope.inv_freq)] = table
+        part = keys[0, :, start:stop]
+        part.copy_(rotate(part, *table, interleaved=rope.interleaved))

@@ -1,0 +1,110 @@
+"""Rows: the token positions a forward pass computes, against a buffer that holds everybody else's keys and values.
+
+Full prefill is all rows, naive reuse is the question's rows, one decode step is one row. This is the one idea the
+engine rests on; see docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROWS_PER_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Neighbouring rows that share one attention call, and the keys that call needs.
+
+    Attributes:
+        start, stop: the rows' range within the plan.
+        first_key, last_key: range of key positions (or of indices into the visible keys) any of the rows may see.
+        mask: `[stop - start, last_key - first_key]` bool, True where a row sees a key; None if every row sees every
+            key of the range, or if `causal` says it all.
+        causal: the rows are the last of the range and each sees the keys up to itself.
+    """
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+    mask: Tensor | None
+    causal: bool
+
+
+@dataclass(slots=True, eq=False)
+class RowsPlan:
+    """One forward pass: which rows it computes and which keys they may see.
+
+    A row at position p sees the keys at positions <= p, and in a layer with a sliding window of W only those > p - W.
+
+    Attributes:
+        rows: `[R]` int64, ascending positions.
+        length: keys at positions >= length do not exist yet.
+        visible: per layer, `[V]` int64 ascending positions that may be seen at all, or None for every position.
+        observe: called in every layer before attention, with the layer's queries and keys; a probe's eye.
+    """
+
+    rows: Tensor
+    length: int
+    visible: Sequence[Tensor | None] | None = None
+    observe: Observer | None = None
+    _blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Tensor) -> RowsPlan:
+        """Plan a pass over `rows`, ascending and not empty, that see every key up to their own position."""
+        return cls(rows, length=int(rows[-1]) + 1)
+
+    def visible_at(self, layer: int) -> Tensor | None:
+        """Return the positions layer `layer` may see, or None for all."""
+        return None if self.visible is None else self.visible[layer]
+
+    def blocks(self, layer: int, window: int | None) -> list[RowBlock]:
+        """Split the rows for attention. Computed once per set of visible keys and window, then shared by layers."""
+        visible = self.visible_at(layer)
+        key = (0 if visible is None else id(visible), window)
+        if key not in self._blocks:
+            self._blocks[key] = split_rows(self.rows, self.length, visible, window)
+        return self._blocks[key]
+
+
+Observer = Callable[[int, Tensor, Tensor, float, "float | None", "int | None"], None]
+"""`(layer, queries [1, Hq, R, D], keys [1, Hkv, length, D], scaling, softcap, window) -> None`."""
+
+
+def split_rows(rows: Tensor, length: int, visible: Tensor | None, window: int | None) -> list[RowBlock]:
+    """Cut rows into blocks so that no block reads keys beyond its last row's position.
+
+    Args:
+        rows: `[R]` int64 ascending positions.
+        length: number of keys.
+        visible: `[V]` int64 ascending positions of the keys if only some may be seen; key ranges then index into it.
+        window: sliding window in tokens, or None.
+    """
+    positions = torch.arange(length, device=rows.device) if visible is None else visible
+    listed = rows.tolist()
+    if window is not None and window >= length:
+        window = None
+    everything = visible is None and window is None and listed == list(range(length))
+    size = len(listed) if everything else ROWS_PER_BLOCK
+    blocks = []
+    for start in range(0, len(listed), size):
+        stop = min(start + size, len(listed))
+        first_row, last_row = listed[start], listed[stop - 1]
+        last_key = int(torch.searchsorted(positions, last_row, right=True))
+        first_key = 0 if window is None else int(torch.searchsorted(positions, first_row - window, right=True))
+        mask = None if everything else _mask(rows[start:stop], positions[first_key:last_key], window)
+        blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=everything))
+    return blocks
+
+
+def _mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor | None:
+    distance = rows[:, None] - keys[None, :]
+    mask = distance >= 0
+    if window is not None:
+        mask &= distance < window
+    return None if bool(mask.all()) else mask

@@ -1,0 +1,57 @@
+"""How much attention a pass's rows pay to each key: the raw material of every query-aware method."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.attention import attention_scores
+
+MAX_SCORE_BYTES = 256 << 20
+
+
+@torch.inference_mode()
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    known: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduce: str = "mean",
+) -> Tensor:
+    """Return the attention each key gets, pooled over rows and heads.
+
+    The softmax runs over everything a row can see (head, passages and its own segment), so a weight says what share of
+    the row's whole attention a key got.
+
+    Args:
+        query: `[1, Hq, R, D]`, rotated.
+        key: `[1, Hkv, T, D]`, rotated; positions that are not `known` may hold anything.
+        rows: `[R]` int64 positions of the queries.
+        known: `[T]` bool, positions that hold a key.
+        scaling, softcap, window: the layer's attention parameters.
+        reduce: `mean` or `max` over rows and heads.
+
+    Returns:
+        `[T]` float32, on the device of `query`.
+    """
+    length = key.shape[2]
+    positions = torch.arange(length, device=key.device)
+    total = torch.zeros(length, dtype=torch.float32, device=key.device)
+    step = max(1, MAX_SCORE_BYTES // (4 * query.shape[1] * length))
+    for start in range(0, query.shape[2], step):
+        part = rows[start : start + step]
+        distance = part[:, None] - positions[None, :]
+        seen = (distance >= 0) & known[None, :]
+        if window is not None:
+            seen &= distance < window
+        scores = attention_scores(query[:, :, start : start + step], key, scaling, softcap)
+        weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)[0]  # [Hq, r, T]
+        if reduce == "max":
+            total = torch.maximum(total, weights.amax((0, 1)))
+        else:
+            total += weights.sum((0, 1)) / (query.shape[1] * query.shape[2])
+    return total

@@ -1,0 +1,1 @@
+"""From the first token's logits to the answer."""

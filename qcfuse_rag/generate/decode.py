@@ -1,0 +1,146 @@
+"""Decode: continue a prefilled prompt token by token."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.prefill import Prefilled
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.generate.sampling import Sampler, SamplingParams
+from qcfuse_rag.generate.text import TextAssembler
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.report.fusion import FusionReport
+
+FinishReason = Literal["end", "stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: the answer.
+        ids: its tokens, the end token included.
+        finish_reason: `end` of the text by the model, a `stop` string, the `length` limit, or `cancelled`.
+        report: what the prefill did.
+        decode_s: seconds from the first token's logits to the last token.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    report: FusionReport
+    decode_s: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "text": self.text,
+            "tokens": len(self.ids),
+            "finish_reason": self.finish_reason,
+            "decode_s": self.decode_s,
+            "usage": asdict(self.usage),
+            "report": self.report.to_dict(),
+        }
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of the request."""
+        report = self.report
+        return Usage(report.prompt_tokens, len(self.ids), report.reused_tokens, len(report.selected))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts: the prompt's, the answer's, those reused from the store, those recomputed though stored."""
+
+    input_tokens: int
+    output_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+
+
+class TextStream(Iterator[str]):
+    """An answer in the making: iterate for pieces of text, then read `generation`.
+
+    Stopping to iterate is all it takes to abandon it; nothing runs in the background.
+
+    Attributes:
+        report: what the prefill did; there from the start.
+        generation: the finished answer; None until the last piece has been taken.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        prefilled: Prefilled,
+        params: SamplingParams,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.report = prefilled.report
+        self.generation: Generation | None = None
+        self._pieces = self._decode(lm, prefilled, params, cancel or threading.Event())
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def result(self) -> Generation:
+        """Take all remaining pieces and return the answer."""
+        for _ in self:
+            pass
+        assert self.generation is not None
+        return self.generation
+
+    def _decode(
+        self, lm: LanguageModel, prefilled: Prefilled, params: SamplingParams, cancel: threading.Event
+    ) -> Iterator[str]:
+        started = time.perf_counter()
+        sampler = Sampler(params, lm.device)
+        assembler = TextAssembler(lm.tokenizer.backend_tokenizer, params.stop)
+        ends = end_tokens(lm)
+        pieces: list[str] = []
+        ids: list[int] = []
+        logits, position = prefilled.logits, prefilled.report.prompt_tokens
+        reason: FinishReason = "length"
+        while True:
+            if cancel.is_set():
+                reason = "cancelled"
+                break
+            token = sampler(logits)
+            ids.append(token)
+            if token in ends:
+                reason = "end"
+                break
+            piece = assembler.push(token)
+            if piece:
+                pieces.append(piece)
+                yield piece
+            if assembler.stopped:
+                reason = "stop"
+                break
+            if len(ids) == params.max_new_tokens:
+                break
+            row = torch.tensor([position], device=lm.device)
+            logits = forward_rows(lm, torch.tensor([token], device=lm.device), RowsPlan.of(row), prefilled.buffer)
+            position += 1
+        rest = assembler.flush()
+        if rest:
+            pieces.append(rest)
+            yield rest
+        elapsed = time.perf_counter() - started
+        self.generation = Generation("".join(pieces), tuple(ids), reason, self.report, elapsed)
+
+
+def end_tokens(lm: LanguageModel) -> frozenset[int]:
+    """Return the tokens that end an answer, by the model's generation settings and its tokenizer."""
+    config = lm.model.generation_config
+    listed = config.eos_token_id if config is not None else None
+    ends = set(listed) if isinstance(listed, list) else {listed}
+    return frozenset(token for token in ends | {lm.tokenizer.eos_token_id} if token is not None)

@@ -1,0 +1,1 @@
+"""Offline: from text to stored keys and values."""

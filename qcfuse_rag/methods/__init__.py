@@ -1,0 +1,47 @@
+"""Published methods, one small file each, and the table they are found in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from qcfuse_rag.errors import UnknownMethod
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.methods.epic import epic
+from qcfuse_rag.methods.full import full
+from qcfuse_rag.methods.prophetkv import prophetkv
+from qcfuse_rag.methods.qcfuse import qcfuse
+from qcfuse_rag.methods.random import random
+from qcfuse_rag.methods.reuse import reuse
+
+METHODS: dict[str, Callable[..., Method]] = {
+    "full": full,
+    "reuse": reuse,
+    "random": random,
+    "epic": epic,
+    "prophetkv": prophetkv,
+    "qcfuse": qcfuse,
+}
+
+
+def make_method(name: str, **parameters: Any) -> Method:
+    """Build a method by name.
+
+    Args:
+        name: a key of `METHODS`.
+        **parameters: of the method's function; those that are None are left at their defaults.
+
+    Raises:
+        UnknownMethod: if there is no such method, or it does not take a parameter.
+        ValueError: if a parameter is out of range.
+    """
+    if name not in METHODS:
+        raise UnknownMethod(f"no method {name!r}; there are {', '.join(METHODS)}")
+    given = {key: value for key, value in parameters.items() if value is not None}
+    accepted = inspect.signature(METHODS[name]).parameters
+    wrong = [key for key in given if key not in accepted]
+    if wrong:
+        takes = ", ".join(accepted) or "no parameters"
+        raise UnknownMethod(f"method {name!r} does not take {', '.join(wrong)}; it takes {takes}")
+    return METHODS[name](**given)

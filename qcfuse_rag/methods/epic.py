@@ -1,0 +1,22 @@
+"""EPIC's LegoLink (Hu et al., arXiv 2410.15332): recompute where each chunk grew a sink of its own."""
+
+from __future__ import annotations
+
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.select import ChunkHeads
+from qcfuse_rag.ingest.base import BLIND, Base
+
+
+def epic(ratio: float | None = None, base: Base = BLIND, n_tokens: int = 16) -> Method:
+    """Recompute the first tokens of every chunk but one that starts the prompt, whatever the question.
+
+    Args:
+        ratio: share of each chunk, for comparison with other methods at equal cost; None for a fixed number of tokens.
+        base: which stored caches to start from; the paper's are blind.
+        n_tokens: LegoLink-k's k; the paper tries 2 to 32. Used if `ratio` is None.
+    """
+    if ratio is None:
+        # The number of rows is the selector's; a full budget only says that there is something to select.
+        return Method("epic", base=base, selector=ChunkHeads(n_tokens), budget=FixedRatio(1.0))
+    return Method("epic", base=base, selector=ChunkHeads(None), budget=FixedRatio(ratio))

@@ -1,0 +1,19 @@
+"""ProphetKV (arXiv 2602.02579): let the question choose, over the whole cache and all layers."""
+
+from __future__ import annotations
+
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.select import TopTokens
+from qcfuse_rag.ingest.base import BLIND, Base
+
+
+def prophetkv(ratio: float = 0.2, base: Base = BLIND) -> Method:
+    """Recompute the passage tokens the question attends to most.
+
+    The paper sums attention over the question's rows and averages over heads and layers; a mean over rows gives the
+    same order.
+    """
+    probe = QuestionProbe(layers="all", anchor_ratio=1.0)
+    return Method("prophetkv", base=base, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))

@@ -1,0 +1,33 @@
+"""QCFuse (arXiv 2606.05875): the question probes a digest of the cache, three middle layers choose."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.select import TopTokens
+from qcfuse_rag.ingest.base import BLIND, Base
+
+
+def qcfuse(
+    ratio: float = 0.5,
+    base: Base = BLIND,
+    anchor_ratio: float = 0.15,
+    layers: Literal["critical"] | tuple[int, ...] = "critical",
+) -> Method:
+    """Recompute the passage tokens that the question attends to in the critical layers.
+
+    The defaults are those of the published code of September 2026: blind caches, anchors of 15 %, three critical
+    layers, mean over the question's rows, heads and layers, one global choice of half the tokens.
+
+    Args:
+        ratio: share of the passage tokens to recompute.
+        base: which stored caches to start from.
+        anchor_ratio: share of each chunk that the question sees while probing.
+        layers: critical layers; by default three around the middle of the depth, since the published lists cover five
+            models only.
+    """
+    probe = QuestionProbe(layers=layers, anchor_ratio=anchor_ratio)
+    return Method("qcfuse", base=base, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))

@@ -1,0 +1,13 @@
+"""Random rows: the control for every method that claims to choose well."""
+
+from __future__ import annotations
+
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.select import RandomTokens
+from qcfuse_rag.ingest.base import FRAMED, Base
+
+
+def random(ratio: float = 0.15, base: Base = FRAMED, seed: int = 0) -> Method:
+    """Recompute a random share of the passage tokens."""
+    return Method("random", base=base, selector=RandomTokens(seed), budget=FixedRatio(ratio))

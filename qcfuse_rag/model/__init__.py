@@ -1,0 +1,1 @@
+"""A transformers model and what fusion needs to know about it."""

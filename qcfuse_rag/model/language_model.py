@@ -1,0 +1,94 @@
+"""A transformers model made ready for fusion: measured, fingerprinted, with our attention switched on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from qcfuse_rag.fuse import attention
+from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
+from qcfuse_rag.model.load import load_pretrained
+from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
+from qcfuse_rag.model.support import ContextWindow, refuse_unsupported
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModel:
+    """What the engine knows about a model.
+
+    Attributes:
+        model: the transformers model, in evaluation mode, with the `qcfuse` attention switched on.
+        tokenizer: its fast tokenizer.
+        name: how the user called it; for reports only.
+        ropes: each layer's measured rotation.
+        shapes: each layer's cache sizes.
+        window: how many tokens fit.
+        fingerprint: identity of everything stored keys and values depend on.
+        stock_attention: the attention implementation it came with, used to check ours against.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    ropes: tuple[LayerRope, ...]
+    shapes: tuple[KVShape, ...]
+    window: ContextWindow
+    fingerprint: Fingerprint
+    stock_attention: str
+
+    @classmethod
+    def load(cls, name: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
+        """Load a model by id, folder or GGUF file; see `load_pretrained` for arguments and errors."""
+        model, tokenizer = load_pretrained(name, device=device, dtype=dtype)
+        return cls.wrap(model, tokenizer, name=name)
+
+    @classmethod
+    def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> LanguageModel:
+        """Make an already loaded model ready.
+
+        The model's attention is switched to `qcfuse`, which computes what its own did, so that it stays usable for
+        anything else. Later changes to its weights are not noticed: wrap it again after them.
+
+        Raises:
+            UnsupportedModel: with the property that makes reuse wrong.
+        """
+        window = refuse_unsupported(model)
+        ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
+        stock = str(model.config._attn_implementation)
+        attention.register()
+        model.set_attn_implementation(attention.NAME)
+        return cls(
+            model=model.eval(),
+            tokenizer=tokenizer,
+            name=name or str(model.config._name_or_path),
+            ropes=ropes,
+            shapes=shapes,
+            window=window,
+            fingerprint=fingerprint_model(model, tokenizer, ropes),
+            stock_attention="sdpa" if stock == attention.NAME else stock,
+        )
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.shapes)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embeddings, where prompts start."""
+        weight = self.model.get_input_embeddings().weight
+        assert isinstance(weight, torch.Tensor)
+        return weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that keys and values are computed and stored in."""
+        return self.model.dtype
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that the keys and values of one token take, over all layers."""
+        channels = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.shapes)
+        return channels * torch.empty(0, dtype=self.dtype).element_size()

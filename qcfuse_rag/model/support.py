@@ -1,0 +1,65 @@
+"""Which models reuse can be right for, decided by what a model does rather than by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from qcfuse_rag.errors import UnsupportedModel
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class ContextWindow:
+    """How many tokens a prompt and its answer may have together, and why it is that many."""
+
+    tokens: int
+    reason: str
+
+
+def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
+    """Check what can be told from the configuration, before anything is run.
+
+    Returns:
+        The usable context window: the model's own, or less where its RoPE changes beyond some length.
+
+    Raises:
+        UnsupportedModel: naming the property that makes reuse wrong.
+    """
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
+    layer_types, _ = get_layer_types_and_kwargs(config)
+    other = sorted(set(layer_types) - SUPPORTED_LAYERS)
+    if other:
+        raise UnsupportedModel(
+            f"layers of type {', '.join(other)} keep a state that depends on everything before, so a chunk's part "
+            "cannot be cut out and moved; only full and sliding attention can"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModel("tokens attend to later tokens, so a chunk's keys depend on what follows it")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{type(model).__name__} does not take attention functions from outside")
+    if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
+        raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
+    window = int(config.max_position_embeddings)
+    for kind in _rope_types(config):
+        if kind == "dynamic":
+            raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
+        if kind == "longrope":
+            original = config.rope_parameters.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", window
+            )
+            return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
+    return ContextWindow(window, "the model's own limit")
+
+
+def _rope_types(config: PreTrainedConfig) -> set[str]:
+    """Return the RoPE types in use; models with several layer types nest one dictionary per type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    return {str(p.get("rope_type", "default")) for p in nested}

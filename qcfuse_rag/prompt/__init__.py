@@ -1,0 +1,1 @@
+"""Prompts as segments of token ids."""

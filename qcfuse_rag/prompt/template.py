@@ -1,0 +1,140 @@
+"""Turn a question and passages into a prompt whose segment boundaries are known.
+
+The chat template is rendered once around markers and cut there, so the fixed head, the passages and the question are
+tokenised apart and no boundary is ever searched for in tokens.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedTokenizerBase
+
+from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.prompt.segments import Prompt, Role, Segment
+
+MARKERS = {"context": "[[qcfuse:context]]", "question": "[[qcfuse:question]]"}
+
+Message = tuple[str, str]
+"""`(role, content)` of a chat message; roles as in chat templates: system, user, assistant."""
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """The wording of a RAG prompt.
+
+    Attributes:
+        messages: chat messages; exactly one `{context}` and one `{question}` among their contents. Literal braces are
+            doubled, as in `str.format`.
+        chunk: how a passage is written into the context; contains `{text}`. What separates passages belongs here, so
+            that it is part of the chunk.
+
+    Raises:
+        InvalidTemplate: if a placeholder is missing, repeated or unknown.
+    """
+
+    messages: tuple[Message, ...] = (
+        ("system", "Answer the question from the passages. Give only the answer, as short as you can."),
+        ("user", "Passages:\n\n{context}Question: {question}\nAnswer:"),
+    )
+    chunk: str = "{text}\n\n"
+
+    def __post_init__(self) -> None:
+        fields = [field for _, content in self.messages for field in _fields(content)]
+        if sorted(fields) != ["context", "question"]:
+            raise InvalidTemplate(
+                "a prompt template needs {context} and {question} once each and nothing else in braces, found: "
+                + (", ".join("{" + field + "}" for field in fields) or "none")
+            )
+        if _fields(self.chunk) != ["text"]:
+            raise InvalidTemplate("the template of a chunk needs {text} once and nothing else in braces")
+
+    def format_chunk(self, text: str) -> str:
+        """Return a passage as it stands in the prompt: exactly what is warmed."""
+        return self.chunk.format(text=text)
+
+
+@dataclass(frozen=True)
+class PromptBuilder:
+    """Builds prompts for one tokenizer and one template.
+
+    Raises:
+        InvalidTemplate: if the tokenizer's chat template rewrites the messages so that they cannot be cut apart.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: PromptTemplate
+
+    @cached_property
+    def frame(self) -> tuple[int, ...]:
+        """Token ids of the fixed text before the passages; empty if the question comes before them."""
+        parts = self._parts(())
+        return self._encode(parts[0][1], special=True) if parts[1][0] == "context" else ()
+
+    def chunk_ids(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a passage as it stands in every prompt."""
+        return self._encode(self.template.format_chunk(text), special=False)
+
+    def build(self, question: str, chunks: Sequence[str], history: Sequence[Message] = ()) -> Prompt:
+        """Assemble a prompt.
+
+        Args:
+            question: the user's question.
+            chunks: retrieved passages, in the order they shall have; may be empty.
+            history: earlier turns of the conversation, placed after a leading system message; never stored.
+
+        Returns:
+            Segments: head, chunks, question, answer header, in the template's order.
+        """
+        parts = self._parts(history)
+        segments: list[Segment] = []
+        fixed = not history and parts[1][0] == "context"
+        for index, (kind, text) in enumerate(parts):
+            if kind == "context":
+                segments += [
+                    Segment(Role.CHUNK, self.chunk_ids(chunk), self.template.format_chunk(chunk)) for chunk in chunks
+                ]
+            elif kind == "question":
+                segments.append(Segment(Role.QUESTION, self._encode(question, special=False), question))
+            else:
+                role = Role.HEAD if index == 0 and fixed else Role.TEXT
+                segments.append(Segment(role, self._encode(text, special=True), text))
+        return Prompt(tuple(segments), frame=self.frame)
+
+    def plain(self, messages: Sequence[Message] | str) -> Prompt:
+        """Build a prompt without passages from chat messages, or from finished text."""
+        text = messages if isinstance(messages, str) else self._render(messages)
+        return Prompt((Segment(Role.TEXT, self._encode(text, special=True), text),), frame=self.frame)
+
+    def _parts(self, history: Sequence[Message]) -> list[tuple[str, str]]:
+        """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
+        messages = [(role, content.format(**MARKERS)) for role, content in self.template.messages]
+        lead = 1 if messages[0][0] == "system" else 0
+        rendered = self._render([*messages[:lead], *history, *messages[lead:]])
+        places = sorted((rendered.find(marker), name) for name, marker in MARKERS.items())
+        if any(rendered.count(marker) != 1 for marker in MARKERS.values()):
+            raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
+        parts, at = [], 0
+        for place, name in places:
+            parts += [("literal", rendered[at:place]), (name, "")]
+            at = place + len(MARKERS[name])
+        return [*parts, ("literal", rendered[at:])]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        if self.tokenizer.chat_template is None:
+            start = self.tokenizer.bos_token or ""
+            return start + "\n\n".join(content for _, content in messages)
+        turns = [{"role": role, "content": content} for role, content in messages]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """Tokenise one segment. Only the template's own text may contain special tokens: a passage cannot end a turn."""
+        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return tuple(encoded["input_ids"])
+
+
+def _fields(template: str) -> list[str]:
+    return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]

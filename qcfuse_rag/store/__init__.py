@@ -1,0 +1,1 @@
+"""Where keys and values are kept between ingestion and questions."""
