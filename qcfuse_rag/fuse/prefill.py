@@ -67,8 +67,8 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
     _synchronize(lm)
     probed = time.perf_counter()
-    selected = method.selector.select(candidates, scores, budget).to(lm.device)
     is_row = ~assembly.known
+    selected = method.selector.select(candidates, scores, budget).to(lm.device) if budget else is_row[:0].nonzero()[:, 0]
     is_row[selected] = True
     rows = is_row.nonzero()[:, 0]
     chosen = time.perf_counter()

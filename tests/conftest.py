@@ -1,0 +1,59 @@
+"""Shared models and stores. Nothing here or in the tests reaches for the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from tests.families import FAMILIES, build_model, build_tokenizer
+
+torch.set_num_threads(2)
+
+PASSAGES = [
+    "The ferry to the island leaves at seven. Its captain is called Orla, and its hull is green.",
+    "A green hull is repainted every spring by the harbour school. The paint is kept in the old mill.",
+    "The old mill belongs to the council, which meets on Mondays; nobody else has a key to it.",
+]
+QUESTION = "Who keeps the paint of the ferry?"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(lambda: [*PASSAGES, QUESTION])
+
+
+@pytest.fixture(scope="session", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    """Return a tiny model of each family in turn."""
+    return LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
+
+
+@pytest.fixture(scope="session")
+def llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    return LanguageModel.wrap(build_model("llama"), tokenizer, name="llama")
+
+
+@pytest.fixture
+def engine(llama: LanguageModel) -> FusionEngine:
+    """Return an engine over a tiny Llama and an empty store."""
+    return FusionEngine(llama, MemoryStore())
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[LanguageModel]:
+    """Return the real SmolLM2-135M-Instruct that the demo uses."""
+    from qcfuse_rag.demo.assets import default_model
+
+    yield LanguageModel.load(default_model(), device="cpu")
+
+
+@pytest.fixture
+def corpus_file(tmp_path: Path) -> Path:
+    path = tmp_path / "harbour.md"
+    path.write_text("\n\n".join(PASSAGES))
+    return path

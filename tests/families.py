@@ -1,0 +1,119 @@
+"""Tiny random models of many families: real transformers classes, weights drawn on the spot, no files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
+
+VOCABULARY = 320
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    # Wide enough that attention is far from even, so that a wrong position or mask shows.
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * 2
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa-tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "mistral-sliding": ("mistral", {"sliding_window": 60}),
+    "qwen2-bias": ("qwen2", {}),
+    "qwen2-sliding": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": SLIDING_AND_FULL},
+    ),
+    "qwen3-qk-norm": ("qwen3", {}),
+    "gemma2-softcap": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": SLIDING_AND_FULL}),
+    "gemma3-two-ropes": (
+        "gemma3_text",
+        {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": SLIDING_AND_FULL},
+    ),
+    "phi3-partial-rotary": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "cohere2-interleaved": ("cohere2", {"sliding_window": 24, "layer_types": SLIDING_AND_FULL, "logit_scale": 1.0}),
+    "smollm3-nope": ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+    "granite-multipliers": ("granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "gpt-oss-sinks": (
+        "gpt_oss",
+        {
+            "sliding_window": 24,
+            "layer_types": SLIDING_AND_FULL,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "rope_parameters": YARN,
+        },
+    ),
+}
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>\n{{ message['content'] | trim }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Draw a tiny model of a family; the same seed gives the same weights."""
+    model_type, differences = FAMILIES[name]
+    config = CONFIG_MAPPING[model_type](**{**SIZES, **differences, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=stock_attention(name))
+    for parameter in model.parameters():
+        # Norm weights and biases start as ones and zeros: move them, so that leaving one out shows.
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def stock_attention(name: str) -> str:
+    """Return the family's own attention that covers all it does."""
+    return "eager" if "softcap" in name or "sinks" in name else "sdpa"
+
+
+def build_tokenizer(texts: Callable[[], list[str]]) -> PreTrainedTokenizerFast:
+    """Train a small byte-level BPE with a chat template."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts(), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=CHAT_TEMPLATE,
+    )

@@ -1,0 +1,147 @@
+"""What fusion must be, for every model family: exact at both ends, and right in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import BLIND, FRAMED, Base, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.self_check import check_exact, naive_concatenation, stock_attention
+from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.ingest.warm import warm
+from tests import references
+from tests.conftest import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def warmed(family: LanguageModel) -> FusionEngine:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    return engine
+
+
+@pytest.fixture
+def prompt(warmed: FusionEngine) -> Prompt:
+    return warmed.prompt(QUESTION, PASSAGES)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new buffers with NaN, so that reading a position that nobody wrote cannot go unnoticed."""
+    allocate = KVBuffer.allocate.__func__  # type: ignore[attr-defined]
+
+    def poisoned(cls: type[KVBuffer], *args: object, **kwargs: object) -> KVBuffer:
+        buffer: KVBuffer = allocate(cls, *args, **kwargs)
+        for tensor in (*buffer.keys, *buffer.values):
+            tensor.fill_(float("nan"))
+        return buffer
+
+    monkeypatch.setattr(KVBuffer, "allocate", classmethod(poisoned))
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def test_all_rows_equal_the_models_own_forward(warmed: FusionEngine, prompt: Prompt) -> None:
+    logits, table = references.plain_forward(warmed.lm, prompt.ids)
+    done = warmed.prefill(prompt, method=make_method("full"))
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+    for layer, (keys, values) in enumerate(table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+
+
+def test_recomputing_every_reused_token_equals_full_prefill_too(warmed: FusionEngine, prompt: Prompt) -> None:
+    logits, _ = references.plain_forward(warmed.lm, prompt.ids)
+    for base in (BLIND, FRAMED):
+        done = warmed.prefill(prompt, method=make_method("random", ratio=1.0, base=base))
+        assert done.report.reused_tokens > 0  # the head is never recomputed
+        assert error(done.logits, logits[-1]) <= TOLERANCE
+
+
+def test_greedy_continuation_is_the_models_own(warmed: FusionEngine, prompt: Prompt) -> None:
+    expected = references.greedy_continuation(warmed.lm, prompt.ids, 32)
+    answer = warmed.generate(prompt, SamplingParams(max_new_tokens=32), method=make_method("full"))
+    ended = answer.finish_reason == "end"
+    assert list(answer.ids) == expected[: len(answer.ids)]
+    assert ended or len(answer.ids) == 32
+
+
+def test_question_rows_equal_naive_concatenation(warmed: FusionEngine, prompt: Prompt) -> None:
+    pieces = [torch.tensor(span.segment.ids) for span in prompt.spans if span.stop <= prompt.chunks[-1].stop]
+    asked = torch.tensor(prompt.ids[prompt.chunks[-1].stop :])
+    with torch.inference_mode(), stock_attention(warmed.lm):
+        naive = naive_concatenation(warmed.lm, [*pieces, asked])[-1]
+        full = warmed.lm.model(torch.tensor([prompt.ids])).logits[0, -1]
+    done = warmed.prefill(prompt, method=make_method("reuse", base=BLIND))
+    assert done.report.rows == len(asked)
+    assert error(done.logits, naive) <= TOLERANCE
+    assert error(full, naive) > 100 * TOLERANCE, "reuse must matter here, or this test could not fail"
+
+
+@pytest.mark.parametrize("base", [BLIND, FRAMED], ids=lambda base: base.name)
+@pytest.mark.parametrize("method", ["random", "epic", "prophetkv", "qcfuse"])
+def test_selected_rows_equal_one_token_at_a_time(
+    warmed: FusionEngine, prompt: Prompt, method: str, base: Base
+) -> None:
+    done = warmed.prefill(prompt, method=make_method(method, ratio=0.3, base=base))
+    table = stored_table(warmed.lm, prompt, base)
+    rows = [*done.report.selected, *range(prompt.chunks[-1].stop, len(prompt))]
+    assert 0 < len(done.report.selected) < done.report.context_tokens
+    logits, completed = references.sequential_fusion(warmed.lm, prompt.ids, rows, table)
+    assert error(done.logits, logits) <= TOLERANCE
+    for layer, (keys, values) in enumerate(completed):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+
+
+def stored_table(lm: LanguageModel, prompt: Prompt, base: Base) -> references.Table:
+    """Assemble head and chunks as their base says, by the model's own forward; the rest stays zero."""
+    tables = []
+    for span in prompt.spans:
+        before = base.prefix(prompt.frame) if span.segment.role == "chunk" else ()
+        tables.append(references.alone_at(lm, span.segment.ids, span.start, before=before))
+    return [
+        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
+        for layer in range(lm.n_layers)
+    ]
+
+
+def test_a_framed_chunk_right_after_the_head_is_exact(warmed: FusionEngine) -> None:
+    prompt = warmed.prompt(QUESTION, PASSAGES[:1])
+    logits, _ = references.plain_forward(warmed.lm, prompt.ids)
+    done = warmed.prefill(prompt, method=make_method("reuse", base=FRAMED))
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+    chosen = warmed.prefill(prompt, method=make_method("qcfuse", ratio=0.5, base=FRAMED))
+    assert chosen.report.selected == (), "nothing exact is recomputed"
+
+
+@pytest.mark.parametrize("method", [make_method("full"), make_method("random", ratio=0.5)], ids=lambda m: m.name)
+def test_changing_a_token_leaves_every_earlier_row_unchanged(warmed: FusionEngine, prompt: Prompt, method: Method) -> None:
+    """The mask bug of sparse prefill: rows that see later tokens."""
+    last = prompt.chunks[-1]
+    at = last.start + len(last) // 2
+    other_ids = list(last.segment.ids)
+    other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3
+    other_chunk = replace(last.segment, ids=tuple(other_ids))
+    warm(warmed.lm, warmed.store, prompt.frame, [other_chunk.ids], bases=(FRAMED,))
+    changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
+    one, other = (warmed.prefill(p, method=method) for p in (prompt, changed))
+    assert one.report.selected == other.report.selected
+    for layer in range(warmed.lm.n_layers):
+        assert error(one.buffer.keys[layer][:, :, :at], other.buffer.keys[layer][:, :, :at]) <= 1e-5
+        assert error(one.buffer.values[layer][:, :, :at], other.buffer.values[layer][:, :, :at]) <= 1e-5
+    assert error(one.logits, other.logits) > TOLERANCE
+
+
+def test_the_engines_own_check_passes(family: LanguageModel) -> None:
+    check = check_exact(family)
+    assert check.all_rows < 1e-4
+    assert check.question_rows < 1e-4
