@@ -1,32 +1,39 @@
-"""RAG answers without re-reading the library every time: stored KV caches, fused per question."""
+"""RAG answers without re-reading the library every time: stored KV caches, fused per question.
 
-from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.errors import (
-    CorruptEntry,
-    InvalidTemplate,
-    ModelNotFound,
-    PromptTooLong,
-    QCFuseError,
-    StoreError,
-    UnknownMethod,
-    UnsupportedModel,
-)
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import Prefilled
-from qcfuse_rag.generate.decode import Generation, TextStream, Usage
-from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED, Base
-from qcfuse_rag.ingest.warm import WarmSummary
-from qcfuse_rag.methods import METHODS, make_method
-from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-from qcfuse_rag.prompt.template import PromptTemplate
-from qcfuse_rag.report.fusion import FusionReport
-from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
-from qcfuse_rag.store.disk import DiskStore
-from qcfuse_rag.store.memory import MemoryStore
-from qcfuse_rag.store.open import open_store
-from qcfuse_rag.store.tiered import TieredStore
+Names are imported when they are first used: `import qcfuse_rag` loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qcfuse_rag.engine import FusionEngine
+    from qcfuse_rag.errors import (
+        CorruptEntry,
+        InvalidTemplate,
+        ModelNotFound,
+        PromptTooLong,
+        QCFuseError,
+        StoreError,
+        UnknownMethod,
+        UnsupportedModel,
+    )
+    from qcfuse_rag.fuse.method import Method
+    from qcfuse_rag.fuse.prefill import Prefilled
+    from qcfuse_rag.generate.decode import Generation, TextStream, Usage
+    from qcfuse_rag.generate.sampling import SamplingParams
+    from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED, Base
+    from qcfuse_rag.ingest.warm import WarmSummary
+    from qcfuse_rag.methods import METHODS, choose_method, make_method
+    from qcfuse_rag.model.language_model import LanguageModel
+    from qcfuse_rag.prompt.segments import Prompt, Role, Segment
+    from qcfuse_rag.prompt.template import PromptTemplate
+    from qcfuse_rag.report.fusion import FusionReport
+    from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
+    from qcfuse_rag.store.disk import DiskStore
+    from qcfuse_rag.store.memory import MemoryStore
+    from qcfuse_rag.store.open import open_store
+    from qcfuse_rag.store.tiered import TieredStore
 
 __version__ = "0.1.0"
 
@@ -64,6 +71,53 @@ __all__ = [
     "UnsupportedModel",
     "Usage",
     "WarmSummary",
+    "choose_method",
     "make_method",
     "open_store",
 ]
+
+_HOMES = {
+    "BASES": "qcfuse_rag.ingest.base",
+    "BLIND": "qcfuse_rag.ingest.base",
+    "Base": "qcfuse_rag.ingest.base",
+    "CorruptEntry": "qcfuse_rag.errors",
+    "DiskStore": "qcfuse_rag.store.disk",
+    "FRAMED": "qcfuse_rag.ingest.base",
+    "FusionEngine": "qcfuse_rag.engine",
+    "FusionReport": "qcfuse_rag.report.fusion",
+    "Generation": "qcfuse_rag.generate.decode",
+    "InvalidTemplate": "qcfuse_rag.errors",
+    "KVStore": "qcfuse_rag.store.contract",
+    "LanguageModel": "qcfuse_rag.model.language_model",
+    "METHODS": "qcfuse_rag.methods",
+    "MemoryStore": "qcfuse_rag.store.memory",
+    "Method": "qcfuse_rag.fuse.method",
+    "Miss": "qcfuse_rag.store.contract",
+    "ModelNotFound": "qcfuse_rag.errors",
+    "Prefilled": "qcfuse_rag.fuse.prefill",
+    "Prompt": "qcfuse_rag.prompt.segments",
+    "PromptTemplate": "qcfuse_rag.prompt.template",
+    "PromptTooLong": "qcfuse_rag.errors",
+    "QCFuseError": "qcfuse_rag.errors",
+    "Role": "qcfuse_rag.prompt.segments",
+    "SamplingParams": "qcfuse_rag.generate.sampling",
+    "Segment": "qcfuse_rag.prompt.segments",
+    "StoreError": "qcfuse_rag.errors",
+    "StoreStats": "qcfuse_rag.store.contract",
+    "TextStream": "qcfuse_rag.generate.decode",
+    "TieredStore": "qcfuse_rag.store.tiered",
+    "UnknownMethod": "qcfuse_rag.errors",
+    "UnsupportedModel": "qcfuse_rag.errors",
+    "Usage": "qcfuse_rag.generate.decode",
+    "WarmSummary": "qcfuse_rag.ingest.warm",
+    "choose_method": "qcfuse_rag.methods",
+    "make_method": "qcfuse_rag.methods",
+    "open_store": "qcfuse_rag.store.open",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module it lives in."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

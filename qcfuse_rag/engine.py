@@ -15,7 +15,7 @@ from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.warm import Progress, WarmSummary, warm
-from qcfuse_rag.methods import make_method
+from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
@@ -46,7 +46,7 @@ class FusionEngine:
         self.lm = lm
         self.store = store
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
-        self.method = method or make_method("qcfuse", base=FRAMED)
+        self.method = method or choose_method()
 
     @classmethod
     def load(
@@ -66,7 +66,7 @@ class FusionEngine:
             model: Hugging Face id, local folder or GGUF file.
             store: a folder, an open store, or None to keep passages in memory only.
             template: wording of the prompt.
-            method: default method; QCFuse over framed caches if None.
+            method: default method; see `choose_method` for what None means.
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
             check: compare the engine with the model's own code on a few tokens before trusting it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,11 +44,11 @@ def engine(llama: LanguageModel) -> FusionEngine:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[LanguageModel]:
+def smollm2() -> LanguageModel:
     """Return the real SmolLM2-135M-Instruct that the demo uses."""
     from qcfuse_rag.demo.assets import default_model
 
-    yield LanguageModel.load(default_model(), device="cpu")
+    return LanguageModel.load(default_model(), device="cpu")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 320
 SIZES = {
@@ -56,10 +56,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": SLIDING_AND_FULL},
     ),
-    "phi3-partial-rotary": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
+    "phi3-partial-rotary": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "cohere2-interleaved": ("cohere2", {"sliding_window": 24, "layer_types": SLIDING_AND_FULL, "logit_scale": 1.0}),
     "smollm3-nope": ("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
-    "granite-multipliers": ("granite", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}),
+    "granite-multipliers": (
+        "granite",
+        {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
+    ),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
     "gpt-oss-sinks": (
         "gpt_oss",

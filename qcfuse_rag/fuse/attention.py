@@ -62,9 +62,10 @@ def rows_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if fusion is None:
         if softcap is None and s_aux is None:
-            return sdpa_attention_forward(
+            out, _ = sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
             )
+            return out, None
         mask = _causal(query, key) if attention_mask is None else attention_mask[:, 0]
         return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2), None
 
@@ -82,8 +83,8 @@ def rows_attention(
         if plain:
             outputs.append(_fast_attention(q, k, v, block, scaling))
         else:
-            mask = _causal(q, k) if block.causal else block.mask
-            outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, s_aux))
+            seen = _causal(q, k) if block.causal else block.mask
+            outputs.append(explicit_attention(q, k, v, seen, scaling, softcap, s_aux))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2), None
 
@@ -130,10 +131,7 @@ def explicit_attention(
     """
     scores = attention_scores(query, key, scaling, softcap)
     if mask is not None:
-        if mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, float("-inf"))
-        else:
-            scores = scores + mask
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         extra = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]

@@ -53,7 +53,7 @@ class KVBuffer:
         return Cache(layers=[RowsLayer(k, v, at, plan.length) for k, v in zip(self.keys, self.values, strict=True)])
 
 
-class RowsLayer(CacheLayerMixin):
+class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
     """Writes a pass's fresh keys and values at their positions and returns everything up to the plan's length."""
 
     is_sliding = False
@@ -69,7 +69,8 @@ class RowsLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Scatter `[1, Hkv, R, D]` fresh keys and values to their rows; return `[1, Hkv, length, D]` views."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

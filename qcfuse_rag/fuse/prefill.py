@@ -68,7 +68,9 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
     _synchronize(lm)
     probed = time.perf_counter()
     is_row = ~assembly.known
-    selected = method.selector.select(candidates, scores, budget).to(lm.device) if budget else is_row[:0].nonzero()[:, 0]
+    selected = (
+        method.selector.select(candidates, scores, budget).to(lm.device) if budget else is_row[:0].nonzero()[:, 0]
+    )
     is_row[selected] = True
     rows = is_row.nonzero()[:, 0]
     chosen = time.perf_counter()

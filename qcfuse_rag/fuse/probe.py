@@ -91,9 +91,7 @@ class QuestionProbe:
         forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=depth)
         return total / len(wanted)
 
-    def _visible(
-        self, assembly: Assembly, rows: Tensor, known: Tensor, depth: int
-    ) -> Sequence[Tensor | None] | None:
+    def _visible(self, assembly: Assembly, rows: Tensor, known: Tensor, depth: int) -> Sequence[Tensor | None] | None:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
         if self.anchor_ratio == 1:
             return None if bool(known.all()) else [known.nonzero()[:, 0]] * depth
@@ -102,7 +100,10 @@ class QuestionProbe:
             outside[placed.span.start : placed.span.stop] = False
         always = outside.nonzero()[:, 0]
         anchors = [
-            [placed.chunk.anchors(layer, self.anchor_ratio).to(rows.device) + placed.span.start for layer in range(depth)]
+            [
+                placed.chunk.anchors(layer, self.anchor_ratio).to(rows.device) + placed.span.start
+                for layer in range(depth)
+            ]
             for placed in assembly.placed_chunks
         ]
         return [torch.cat([always, *(chunk[layer] for chunk in anchors)]).sort().values for layer in range(depth)]

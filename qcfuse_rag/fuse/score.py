@@ -32,7 +32,9 @@ def attention_weights(
         key: `[1, Hkv, T, D]`, rotated; positions that are not `known` may hold anything.
         rows: `[R]` int64 positions of the queries.
         known: `[T]` bool, positions that hold a key.
-        scaling, softcap, window: the layer's attention parameters.
+        scaling: the layer's factor on scores.
+        softcap: its cap on scores, or None.
+        window: its sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
 
     Returns:

@@ -8,6 +8,7 @@ from typing import Any
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.ingest.base import BASES, FRAMED
 from qcfuse_rag.methods.epic import epic
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.methods.prophetkv import prophetkv
@@ -23,6 +24,29 @@ METHODS: dict[str, Callable[..., Method]] = {
     "prophetkv": prophetkv,
     "qcfuse": qcfuse,
 }
+
+
+DEFAULT_METHOD = "qcfuse"
+DEFAULT_RATIO = 0.15
+
+
+def choose_method(name: str | None = None, *, ratio: float | None = None, base: str | None = None) -> Method:
+    """Build the method a user names in settings or on the command line.
+
+    Args:
+        name: a key of `METHODS`; None is the default, QCFuse at 15 % over framed caches. A name alone is the method as
+            published.
+        ratio: share of reused tokens to recompute.
+        base: `framed` or `blind`.
+
+    Raises:
+        UnknownMethod: if there is no such method or base, or the method does not take the setting.
+    """
+    if base is not None and base not in BASES:
+        raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
+    if name is None:
+        name, ratio, base = DEFAULT_METHOD, DEFAULT_RATIO if ratio is None else ratio, base or FRAMED.name
+    return make_method(name, ratio=ratio, base=BASES[base] if base else None)
 
 
 def make_method(name: str, **parameters: Any) -> Method:

@@ -78,14 +78,14 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         """Device of the embeddings, where prompts start."""
-        weight = self.model.get_input_embeddings().weight
-        assert isinstance(weight, torch.Tensor)
-        return weight.device
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that keys and values are computed and stored in."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -131,7 +131,7 @@ class PromptBuilder:
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """Tokenise one segment. Only the template's own text may contain special tokens: a passage cannot end a turn."""
+        """Tokenise one segment. Only the template's own text may hold special tokens: a passage cannot end a turn."""
         encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
         return tuple(encoded["input_ids"])
 

@@ -39,7 +39,9 @@ class MemoryStore(KVStore):
         size = chunk.nbytes
         if size > self._limit:
             raise StoreError(f"a chunk of {size:,} bytes does not fit a memory store of {self._limit:,} bytes")
-        copied = ChunkKV(chunk.n_tokens, chunk.n_layers, {n: chunk.blocks[n].to("cpu", copy=True) for n in chunk.names()})
+        copied = ChunkKV(
+            chunk.n_tokens, chunk.n_layers, {n: chunk.blocks[n].to("cpu", copy=True) for n in chunk.names()}
+        )
         with self._lock:
             self._remove(key.address)
             while self._size + size > self._limit:

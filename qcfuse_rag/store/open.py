@@ -10,9 +10,7 @@ from qcfuse_rag.store.memory import MemoryStore
 from qcfuse_rag.store.tiered import TieredStore
 
 
-def open_store(
-    folder: str | Path | None = None, *, disk_bytes: int = 64 << 30, memory_bytes: int = 2 << 30
-) -> KVStore:
+def open_store(folder: str | Path | None = None, *, disk_bytes: int = 64 << 30, memory_bytes: int = 2 << 30) -> KVStore:
     """Open a store.
 
     Args:

@@ -88,9 +88,7 @@ def test_question_rows_equal_naive_concatenation(warmed: FusionEngine, prompt: P
 
 @pytest.mark.parametrize("base", [BLIND, FRAMED], ids=lambda base: base.name)
 @pytest.mark.parametrize("method", ["random", "epic", "prophetkv", "qcfuse"])
-def test_selected_rows_equal_one_token_at_a_time(
-    warmed: FusionEngine, prompt: Prompt, method: str, base: Base
-) -> None:
+def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: Prompt, method: str, base: Base) -> None:
     done = warmed.prefill(prompt, method=make_method(method, ratio=0.3, base=base))
     table = stored_table(warmed.lm, prompt, base)
     rows = [*done.report.selected, *range(prompt.chunks[-1].stop, len(prompt))]
@@ -124,7 +122,9 @@ def test_a_framed_chunk_right_after_the_head_is_exact(warmed: FusionEngine) -> N
 
 
 @pytest.mark.parametrize("method", [make_method("full"), make_method("random", ratio=0.5)], ids=lambda m: m.name)
-def test_changing_a_token_leaves_every_earlier_row_unchanged(warmed: FusionEngine, prompt: Prompt, method: Method) -> None:
+def test_changing_a_token_leaves_every_earlier_row_unchanged(
+    warmed: FusionEngine, prompt: Prompt, method: Method
+) -> None:
     """The mask bug of sparse prefill: rows that see later tokens."""
     last = prompt.chunks[-1]
     at = last.start + len(last) // 2

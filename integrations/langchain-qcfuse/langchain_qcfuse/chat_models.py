@@ -1,0 +1,192 @@
+"""A local chat model whose prefill reuses stored documents."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from pydantic import ConfigDict, Field, PrivateAttr
+
+from qcfuse_rag import (
+    FusionEngine,
+    Generation,
+    Prompt,
+    PromptTemplate,
+    SamplingParams,
+    TextStream,
+    WarmSummary,
+    choose_method,
+)
+
+ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
+
+
+class ChatQCFuse(BaseChatModel):
+    """A transformers model in this process, with qcfuse-rag's engine around it.
+
+    Without documents it is a local chat model like any other. With `documents` as a keyword argument, the last message
+    is the question, the documents are put before it by the RAG prompt, and those that were warmed are not prefilled
+    again.
+
+    Example:
+        ```python
+        from langchain_qcfuse import ChatQCFuse
+
+        chat = ChatQCFuse(model="HuggingFaceTB/SmolLM2-135M-Instruct", store="kv")
+        chat.warm(documents)
+        print(chat.invoke("Who keeps the key?", documents=documents).content)
+        ```
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    model_name: str = Field(alias="model", description="Hugging Face id, local folder or GGUF file.")
+    store: str | None = Field(default=None, description="Folder of stored documents; None keeps them in memory only.")
+    method: str | None = Field(default=None, description="What to reuse and recompute; None: the library's default.")
+    ratio: float | None = Field(
+        default=None, description="Share of reused tokens to recompute; None: the method's own."
+    )
+    base: str | None = Field(default=None, description="How documents are stored, framed or blind.")
+    rag_messages: list[tuple[str, str]] | None = Field(
+        default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
+    )
+    max_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
+    temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
+    top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
+    stop: list[str] | None = Field(default=None, description="Strings that end an answer.")
+    device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
+    dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
+
+    _engine: FusionEngine | None = PrivateAttr(default=None)
+    _loading: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+
+    @classmethod
+    def from_engine(cls, engine: FusionEngine, **options: Any) -> ChatQCFuse:
+        """Wrap an engine that is already loaded; its method and prompt template are used."""
+        chat = cls(model=engine.lm.name, **options)
+        chat._engine = engine
+        return chat
+
+    @property
+    def engine(self) -> FusionEngine:
+        """The engine; the model is loaded on first use."""
+        with self._loading:
+            if self._engine is None:
+                self._engine = FusionEngine.load(
+                    self.model_name,
+                    store=self.store,
+                    template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
+                    method=choose_method(self.method, ratio=self.ratio, base=self.base),
+                    device=self.device,
+                    dtype=self.dtype,
+                )
+            return self._engine
+
+    @property
+    def _llm_type(self) -> str:
+        return "qcfuse"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"model": self.model_name, "method": self.method, "ratio": self.ratio, "base": self.base}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=stop, **kwargs)
+        params["ls_provider"] = "qcfuse"
+        params["ls_model_name"] = kwargs.get("model", self.model_name)
+        return params
+
+    def warm(self, documents: Iterable[Document]) -> WarmSummary:
+        """Prefill documents into the store; those that are there cost nothing."""
+        return self.engine.warm(document.page_content for document in documents)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        generation = self._open(messages, stop, kwargs).result()
+        message = AIMessage(
+            content=generation.text,
+            response_metadata=self._metadata(generation),
+            usage_metadata=usage_metadata(generation),
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        stream = self._open(messages, stop, kwargs)
+        for piece in stream:
+            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+            if run_manager is not None:
+                run_manager.on_llm_new_token(piece, chunk=chunk)
+            yield chunk
+        generation = stream.result()
+        last = ChatGenerationChunk(
+            message=AIMessageChunk(
+                content="",
+                response_metadata=self._metadata(generation),
+                usage_metadata=usage_metadata(generation),
+                chunk_position="last",
+            )
+        )
+        if run_manager is not None:
+            run_manager.on_llm_new_token("", chunk=last)
+        yield last
+
+    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> TextStream:
+        documents: Sequence[Document] | None = kwargs.get("documents")
+        sampling = SamplingParams(
+            max_new_tokens=kwargs.get("max_tokens", self.max_tokens),
+            temperature=kwargs.get("temperature", self.temperature),
+            top_p=kwargs.get("top_p", self.top_p),
+            stop=tuple(stop or self.stop or ()),
+            seed=kwargs.get("seed"),
+        )
+        return self.engine.stream(self._prompt(messages, documents), sampling)
+
+    def _prompt(self, messages: list[BaseMessage], documents: Sequence[Document] | None) -> Prompt:
+        turns = [(role_of(message), str(message.text)) for message in messages]
+        if documents is None:
+            return self.engine.prompts.plain(turns)
+        *history, (_, question) = turns
+        return self.engine.prompt(question, [document.page_content for document in documents], history)
+
+    def _metadata(self, generation: Generation) -> dict[str, Any]:
+        return {
+            "model_name": self.model_name,
+            "finish_reason": generation.finish_reason,
+            "fusion": generation.report.to_dict(),
+        }
+
+
+def role_of(message: BaseMessage) -> str:
+    """Return a message's role as chat templates name it."""
+    return message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
+
+
+def usage_metadata(generation: Generation) -> UsageMetadata:
+    """Return token counts: `cache_read` are reused prompt tokens, `cache_creation` those computed."""
+    usage = generation.usage
+    return UsageMetadata(
+        input_tokens=usage.input_tokens,
+        output_tokens=usage.output_tokens,
+        total_tokens=usage.input_tokens + usage.output_tokens,
+        input_token_details=InputTokenDetails(
+            cache_read=usage.reused_tokens, cache_creation=usage.input_tokens - usage.reused_tokens
+        ),
+    )

@@ -1,0 +1,29 @@
+"""Start loading what was retrieved."""
+
+from __future__ import annotations
+
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+
+from llama_index.llms.qcfuse.base import QCFuseLLM
+
+
+class QCFusePostprocessor(BaseNodePostprocessor):
+    """Hands retrieved nodes to the engine, which brings their caches into memory while later postprocessors run.
+
+    Put it first: before a reranker, loading costs no time of its own. The nodes pass through unchanged.
+    """
+
+    llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the class's name in LlamaIndex."""
+        return "QCFusePostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        self.llm.engine.prefetch([node.node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes])
+        return nodes

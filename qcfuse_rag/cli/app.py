@@ -1,0 +1,168 @@
+"""The `qcfuse` command: its subcommands, options and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, size
+from qcfuse_rag.errors import QCFuseError
+
+app = typer.Typer(
+    help="RAG answers without re-reading the library every time. With --debug anywhere, errors show a traceback.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
+models_app = typer.Typer(help="Look at models.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+app.add_typer(models_app, name="models")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Model = Annotated[str | None, typer.Option(help="Hugging Face id, folder or GGUF file; SmolLM2-135M if not given.")]
+Store = Annotated[Path, typer.Option(help="Folder of the store.")]
+EmbedderName = Annotated[str | None, typer.Option(help="sentence-transformers id or folder; MiniLM if not given.")]
+MethodName = Annotated[str | None, typer.Option(help="See `qcfuse methods`; qcfuse at 0.15, framed, if not given.")]
+Ratio = Annotated[float | None, typer.Option(help="Share of reused tokens to recompute, 0 to 1.")]
+BaseName = Annotated[str | None, typer.Option(help="How passages are stored: framed or blind.")]
+Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16; float32 on a CPU.")]
+
+
+@app.command()
+def demo(
+    model: Model = None,
+    embedder: EmbedderName = None,
+    store: Annotated[Path | None, typer.Option(help="Keep the store here; a temporary folder if not given.")] = None,
+    question: Annotated[str | None, typer.Option(help="Ask this instead of the built-in question.")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="Passages to retrieve.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Times to measure each method.")] = 5,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Ingest and warm a small corpus with LlamaIndex, ask a question, and compare methods side by side."""
+    from qcfuse_rag.demo.run import run_demo
+
+    run_demo(model, embedder, store, question, top_k, repeats, device, dtype, as_json=as_json)
+
+
+@app.command()
+def warm(
+    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
+    store: Store,
+    model: Model = None,
+    embedder: EmbedderName = None,
+    base: BaseName = None,
+    max_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a passage.")] = 384,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Split documents into passages, index them, and prefill each into the store; run again to resume or add."""
+    from qcfuse_rag.cli.library import warm_library
+
+    warm_library(paths, store, model, embedder, base, max_tokens, device, dtype, as_json=as_json)
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    store: Store,
+    model: Model = None,
+    embedder: EmbedderName = None,
+    method: MethodName = None,
+    ratio: Ratio = None,
+    base: BaseName = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Passages to retrieve.")] = 6,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question over warmed documents and say what was reused."""
+    from qcfuse_rag.cli.library import ask_library
+
+    ask_library(
+        question, store, model, embedder, method, ratio, base, top_k, max_new_tokens, device, dtype, as_json=as_json
+    )
+
+
+@store_app.command("stats")
+def store_stats(folder: Annotated[Path, typer.Argument(help="Folder of the store.")], as_json: Json = False) -> None:
+    """Show what a store holds."""
+    from qcfuse_rag.cli.library import KV_FOLDER
+    from qcfuse_rag.store.disk import DiskStore
+
+    place = folder / KV_FOLDER if (folder / KV_FOLDER).is_dir() else folder
+    if not (place / "cache.db").is_file():
+        raise QCFuseError(f"no store in {folder}; `qcfuse warm` makes one")
+    with DiskStore(place) as opened:
+        stats, models = opened.stats()[0], opened.models()
+    if as_json:
+        print_json({**stats.to_dict(), "models": list(models.values())})
+        return
+    OUT.print(f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes)}, in {place}")
+    for digest, fields in models.items():
+        OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
+
+
+@app.command()
+def methods(as_json: Json = False) -> None:
+    """List methods and their parameters."""
+    from qcfuse_rag.cli.tables import describe_methods, methods_table
+
+    if as_json:
+        print_json({"methods": describe_methods()})
+    else:
+        OUT.print(methods_table())
+
+
+@models_app.command("check")
+def models_check(
+    model: Annotated[str, typer.Argument(help="Hugging Face id, folder or GGUF file.")],
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether reuse is right for a model, and prove it on a few tokens; exits with 1 if not."""
+    from qcfuse_rag.cli.tables import check_model
+
+    report = check_model(model, device, dtype)
+    if as_json:
+        print_json(report)
+    elif report["supported"]:
+        OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {report['dtype']}")
+        OUT.print(f"  positions: {'; '.join(report['rope'])}")
+        OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
+        OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} a token")
+        OUT.print(f"  all rows against the model's own forward: {report['check']['all_rows']:.2g}")
+        OUT.print(f"  reused rows against caches computed in place: {report['check']['question_rows']:.2g}")
+        OUT.print(f"  (largest logit difference in standard deviations; allowed {report['check']['tolerance']:g})")
+    else:
+        ERR.print(f"[red]not supported[/red]: {report['reason']}", highlight=False)
+    if not report["supported"]:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line: errors are one line and exit code 1, tracebacks only with `--debug`."""
+    quiet_libraries()
+    debug = "--debug" in sys.argv
+    try:
+        app(args=[argument for argument in sys.argv[1:] if argument != "--debug"])
+    except Exception as error:
+        if debug:
+            raise
+        known = isinstance(error, (QCFuseError, ValueError, OSError))
+        text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
+        ERR.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        ERR.print("interrupted; what was stored is kept")
+        sys.exit(130)

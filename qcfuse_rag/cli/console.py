@@ -1,0 +1,71 @@
+"""What every command shares: output for people or as JSON, progress bars, errors in one line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+OUT = Console()
+ERR = Console(stderr=True)
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Write one JSON object to standard output and nothing else."""
+    print(json.dumps(data, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error, so that it never mixes with results; yields `(done, total) -> None`."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=ERR) as progress:
+        task = progress.add_task(title, total=None)
+
+        def advance(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        yield advance
+
+
+@contextmanager
+def status(title: str) -> Iterator[None]:
+    """Show a spinner on standard error while something of unknown length runs."""
+    with ERR.status(title):
+        yield
+    ERR.print(f"[green]done[/green] {title}", highlight=False)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' bars and notices off the terminal; to be called before they are imported."""
+    for name, value in {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+def size(count: float) -> str:
+    """Write bytes for people."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

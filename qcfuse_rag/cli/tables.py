@@ -1,0 +1,63 @@
+"""Descriptions of methods and models."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from rich.table import Table
+
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.fuse.self_check import measure_exactness
+from qcfuse_rag.ingest.base import Base
+from qcfuse_rag.methods import METHODS
+from qcfuse_rag.model.language_model import LanguageModel
+
+
+def describe_methods() -> list[dict[str, Any]]:
+    """Return each method's name, source, first sentence and parameters with their defaults."""
+    described = []
+    for name, make in METHODS.items():
+        module = inspect.getmodule(make)
+        source = (inspect.getdoc(module) or "").splitlines()[0]
+        parameters = {
+            key: value.default.name if isinstance(value.default, Base) else value.default
+            for key, value in inspect.signature(make).parameters.items()
+        }
+        summary = (inspect.getdoc(make) or "").splitlines()[0]
+        described.append({"name": name, "source": source, "does": summary, "parameters": parameters})
+    return described
+
+
+def methods_table() -> Table:
+    """Return the methods as a table."""
+    table = Table("method", "what it does", "parameters", "source", title="Methods")
+    for method in describe_methods():
+        parameters = ", ".join(f"{key}={value}" for key, value in method["parameters"].items())
+        table.add_row(method["name"], method["does"], parameters, method["source"])
+    return table
+
+
+def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Load a model, measure it, and return plain data; `supported` is False with a `reason` if reuse is not right."""
+    try:
+        lm = LanguageModel.load(name, device=device, dtype=dtype)
+    except UnsupportedModel as error:
+        return {"model": name, "supported": False, "reason": str(error)}
+    check = measure_exactness(lm)
+    report: dict[str, Any] = {
+        "model": name,
+        "supported": check.passed,
+        "architecture": type(lm.model).__name__,
+        "layers": lm.n_layers,
+        "dtype": lm.fingerprint.dtype,
+        "rope": sorted({rope.describe() for rope in lm.ropes}),
+        "context_window": lm.window.tokens,
+        "context_window_reason": lm.window.reason,
+        "kv_bytes_per_token": lm.kv_bytes_per_token,
+        "fingerprint": lm.fingerprint.fields(),
+        "check": check.to_dict(),
+    }
+    if not check.passed:
+        report["reason"] = "the engine's logits differ from the model's own by more than its dtype allows"
+    return report

@@ -1,0 +1,33 @@
+"""Embed texts with sentence-transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from sentence_transformers import SentenceTransformer
+
+from qcfuse_rag.errors import ModelNotFound
+
+
+class Embedder:
+    """Texts to unit vectors.
+
+    Args:
+        name: a sentence-transformers id or folder.
+
+    Raises:
+        ModelNotFound: if it cannot be loaded.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            self._model = SentenceTransformer(name, device="cpu")
+        except (OSError, ValueError) as error:
+            raise ModelNotFound(f"cannot load the embedding model {name!r}: {error}") from error
+
+    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return `[N, D]` float32, rows of length 1."""
+        vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
+        return np.asarray(vectors, dtype=np.float32)
