@@ -1,0 +1,111 @@
+"""What cannot be right is refused with the reason; what can is taken whatever its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, ModelNotFound, UnsupportedModel, make_method
+from qcfuse_rag.fuse.self_check import check_exact
+from qcfuse_rag.model.support import refuse_unsupported
+from tests.families import SIZES, build_model
+
+
+def test_dynamic_rope_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="dynamic RoPE changes its frequencies"):
+        refuse_unsupported(build_model("llama", rope_parameters=rope))
+
+
+def test_longrope_is_held_to_the_length_below_its_switch() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    window = refuse_unsupported(build_model("llama", rope_parameters=rope))
+    assert window.tokens == 128
+    assert "longrope" in window.reason
+
+
+def test_recurrent_layers_are_refused() -> None:
+    config = Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8)
+    with pytest.raises(UnsupportedModel):
+        refuse_unsupported(AutoModelForCausalLM.from_config(config))
+
+
+def test_linear_attention_layers_are_refused_by_name() -> None:
+    model = build_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(UnsupportedModel, match="layers of type linear_attention keep a state"):
+        refuse_unsupported(model)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16}
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        refuse_unsupported(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def test_the_self_check_catches_attention_that_is_not_what_it_seems(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("llama"), tokenizer)
+    monkeypatch.setattr(
+        "qcfuse_rag.fuse.place.angles",
+        lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
+    )
+    with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):
+        check_exact(lm)
+
+
+def test_a_wrapped_model_still_works_on_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    for family in ("llama", "gemma2-softcap"):
+        expected = build_model(family).generate(ids, max_new_tokens=8, do_sample=False)
+        lm = LanguageModel.wrap(build_model(family), tokenizer)
+        assert torch.equal(lm.model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_a_model_saved_to_a_folder_is_loaded_and_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("qwen3-qk-norm").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = FusionEngine.load(str(tmp_path), store=MemoryStore(), device="cpu")
+    assert engine.generate(engine.prompt("Who?"), method=make_method("full")).report.rows > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "no model folder at"),
+        ("./nothing.gguf", "no GGUF file at"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_clear_error(name: str, message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        LanguageModel.load(name)
+
+
+def test_an_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFound, match="cannot load 'nobody/nothing'"):
+        LanguageModel.load("nobody/nothing")
+
+
+def test_sizes_are_measured_from_the_cache(llama: LanguageModel) -> None:
+    assert isinstance(llama.model.config, LlamaConfig)
+    shape = llama.shapes[0]
+    assert (shape.kv_heads, shape.key_dim, shape.value_dim) == (SIZES["num_key_value_heads"], 16, 16)
+    assert llama.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4
