@@ -1,0 +1,30 @@
+"""What importing costs: no framework in the core, nothing heavy until it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import qcfuse_rag
+
+
+def modules_after(statement: str) -> set[str]:
+    program = f"{statement}\nimport sys; print(' '.join({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert modules_after("import qcfuse_rag") & {"torch", "transformers", "numpy", "diskcache"} == set()
+
+
+def test_the_core_imports_no_framework() -> None:
+    everything = "import qcfuse_rag\nfor name in qcfuse_rag.__all__: getattr(qcfuse_rag, name)"
+    loaded = modules_after(everything)
+    assert "torch" in loaded
+    assert loaded & {"llama_index", "langchain_core", "langchain", "sentence_transformers", "ray"} == set()
+
+
+def test_every_public_name_exists_and_is_listed_once() -> None:
+    assert all(getattr(qcfuse_rag, name) is not None for name in qcfuse_rag.__all__)
+    assert set(qcfuse_rag.__all__) == set(qcfuse_rag._HOMES)

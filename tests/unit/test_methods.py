@@ -1,0 +1,229 @@
+"""Methods: their published parameters, what they select, and probes against a slow independent reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from qcfuse_rag import (
+    BLIND,
+    FRAMED,
+    METHODS,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    Prompt,
+    UnknownMethod,
+    choose_method,
+    make_method,
+)
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.probe import QuestionProbe, default_critical_layers
+from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, TopTokens
+from qcfuse_rag.model.language_model import LanguageModel as Model
+from qcfuse_rag.store.chunk import ChunkKV
+from tests import references
+from tests.conftest import PASSAGES, QUESTION
+
+
+@pytest.fixture
+def warmed(llama: LanguageModel) -> FusionEngine:
+    engine = FusionEngine(llama, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    return engine
+
+
+@pytest.fixture
+def prompt(warmed: FusionEngine) -> Prompt:
+    return warmed.prompt(QUESTION, PASSAGES)
+
+
+def question_rows(prompt: Prompt) -> list[int]:
+    """From the end of the last chunk to the end of the question, without the answer's header."""
+    return list(range(prompt.chunks[-1].stop, prompt.spans[-2].stop))
+
+
+def blind_table(lm: LanguageModel, prompt: Prompt) -> references.Table:
+    tables = [references.alone_at(lm, span.segment.ids, span.start) for span in prompt.spans]
+    return [
+        (torch.cat([t[layer][0] for t in tables], 2), torch.cat([t[layer][1] for t in tables], 2))
+        for layer in range(lm.n_layers)
+    ]
+
+
+@torch.inference_mode()
+def attention_of_question(lm: Model, prompt: Prompt, seen: Sequence[Sequence[int]], layers: Sequence[int]) -> Tensor:
+    """Run the question one layer's cache at a time with eager attention and score it against all keys.
+
+    Returns:
+        `[T]`, mean over layers, heads and question rows of the softmax over everything before a row.
+    """
+    table, rows = blind_table(lm, prompt), question_rows(prompt)
+    captured: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def capture(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
+        captured[int(module.layer_idx)] = (query, key[:, :, -len(rows) :])  # type: ignore[arg-type]
+        additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+        return eager_attention_forward(module, query, key, value, additive, **kwargs)
+
+    AttentionInterface.register("capture", capture)
+    AttentionMaskInterface.register("capture", sdpa_mask)
+    cache = Cache(layer_class_to_replicate=DynamicLayer)
+    for layer, (keys, values) in enumerate(table):
+        cache.update(keys[:, :, list(seen[layer])], values[:, :, list(seen[layer])], layer)
+    count = len(seen[0])
+    mask = torch.ones(1, 1, len(rows), count + len(rows), dtype=torch.bool).tril(count)
+    lm.model.set_attn_implementation("capture")
+    try:
+        lm.model.model(
+            input_ids=torch.tensor([[prompt.ids[p] for p in rows]]),
+            position_ids=torch.tensor([rows]),
+            past_key_values=cache,
+            attention_mask=mask,
+            use_cache=True,
+        )
+    finally:
+        lm.model.set_attn_implementation("qcfuse")
+    total = torch.zeros(len(prompt))
+    for layer in layers:
+        query, own = captured[layer]
+        keys = torch.cat([table[layer][0][:, :, : rows[0]], own], 2).repeat_interleave(2, 1)
+        for i, row in enumerate(rows):
+            scores = query[0, :, i].unsqueeze(1) @ keys[0, :, : row + 1].transpose(-1, -2) * 16**-0.5
+            total[: row + 1] += scores.softmax(-1)[:, 0].mean(0) / len(rows) / len(layers)
+    return total
+
+
+def best(scores: Tensor, prompt: Prompt, count: int) -> list[int]:
+    candidates = [p for span in prompt.chunks for p in range(span.start, span.stop)]
+    ranked = sorted(candidates, key=lambda p: -float(scores[p]))
+    return sorted(ranked[:count])
+
+
+def test_prophetkv_selects_what_the_question_attends_to_over_the_whole_cache(
+    warmed: FusionEngine, prompt: Prompt
+) -> None:
+    report = warmed.prefill(prompt, method=make_method("prophetkv")).report
+    everything = [list(range(prompt.chunks[-1].stop))] * warmed.lm.n_layers
+    scores = attention_of_question(warmed.lm, prompt, everything, layers=range(warmed.lm.n_layers))
+    count = int(0.2 * report.context_tokens)
+    assert list(report.selected) == best(scores, prompt, count)
+
+
+def test_qcfuse_selects_what_the_question_attends_to_after_seeing_anchors_only(
+    warmed: FusionEngine, prompt: Prompt
+) -> None:
+    report = warmed.prefill(prompt, method=make_method("qcfuse", ratio=0.25)).report
+    seen = []
+    for layer in range(warmed.lm.n_layers):
+        positions = list(range(prompt.spans[0].stop))
+        for span in prompt.chunks:
+            stored = warmed.store.get(BLIND.key(warmed.lm.fingerprint, prompt.frame, span.segment.ids))
+            assert isinstance(stored, ChunkKV)
+            order = stored.blocks["ranking"][layer].tolist()
+            positions += sorted(span.start + token for token in order[: -(-len(span) * 15 // 100)])
+        seen.append(positions)
+    scores = attention_of_question(warmed.lm, prompt, seen, layers=default_critical_layers(4))
+    assert list(report.selected) == best(scores, prompt, int(0.25 * report.context_tokens))
+    whole = attention_of_question(warmed.lm, prompt, [list(range(prompt.chunks[-1].stop))] * 4, layers=range(4))
+    assert list(report.selected) != best(whole, prompt, len(report.selected)), "anchors and layers must matter here"
+
+
+def test_published_defaults() -> None:
+    qcfuse, prophetkv = make_method("qcfuse"), make_method("prophetkv")
+    assert (qcfuse.base, qcfuse.ratio, qcfuse.probe) == (BLIND, 0.5, QuestionProbe("critical", anchor_ratio=0.15))
+    assert (prophetkv.base, prophetkv.ratio, prophetkv.probe) == (BLIND, 0.2, QuestionProbe("all", anchor_ratio=1.0))
+    assert make_method("epic").selector == ChunkHeads(16)
+    assert make_method("full").ratio == 1
+    assert make_method("reuse").ratio == 0
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(36, (18, 19, 20)), (32, (16, 17, 18)), (30, (15, 16, 17)), (2, (0, 1)), (1, (0,))]
+)
+def test_critical_layers_default_to_the_middle(layers: int, expected: tuple[int, ...]) -> None:
+    assert default_critical_layers(layers) == expected
+
+
+def test_epic_takes_the_head_of_every_chunk(warmed: FusionEngine, prompt: Prompt) -> None:
+    report = warmed.prefill(prompt, method=make_method("epic", n_tokens=3)).report
+    assert report.selected == tuple(span.start + i for span in prompt.chunks for i in range(3))
+    at_ratio = warmed.prefill(prompt, method=make_method("epic", ratio=0.5)).report
+    heads = [p for span in prompt.chunks for p in range(span.start, span.start + round(len(span) / 2))]
+    assert abs(len(at_ratio.selected) - len(heads)) <= len(prompt.chunks)
+    assert at_ratio.selected[0] == prompt.chunks[0].start
+
+
+def test_random_is_repeatable_and_changes_with_its_seed(warmed: FusionEngine, prompt: Prompt) -> None:
+    chosen = [warmed.prefill(prompt, method=make_method("random", seed=seed)).report.selected for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngine, prompt: Prompt, name: str) -> None:
+    report = warmed.prefill(prompt, method=make_method(name)).report
+    assert report.rows + report.reused_tokens == len(prompt)
+    assert report.context_tokens == sum(len(span) for span in prompt.chunks)
+    assert set(report.selected) <= {p for span in prompt.chunks for p in range(span.start, span.stop)}
+    assert list(report.selected) == sorted(set(report.selected))
+    assert report.fallback is None
+    if name in ("random", "prophetkv", "qcfuse"):
+        reusable = sum(len(s) for s in prompt.chunks[1 if report.base == "framed" else 0 :])
+        assert len(report.selected) == int(report.ratio * reusable)
+    if name != "full":
+        per_token = warmed.lm.kv_bytes_per_token
+        assert report.bytes_loaded == per_token * (report.context_tokens + len(prompt.frame))
+
+
+def test_choosing_by_name() -> None:
+    default = choose_method()
+    assert (default.name, default.ratio, default.base) == ("qcfuse", 0.15, FRAMED)
+    assert choose_method(ratio=0.3).ratio == 0.3
+    assert choose_method("qcfuse").base is BLIND, "a name alone is the method as published"
+    assert choose_method("reuse", base="blind").base is BLIND
+    with pytest.raises(UnknownMethod, match="no method 'qcfuze'; there are full"):
+        choose_method("qcfuze")
+    with pytest.raises(UnknownMethod, match="'full' does not take ratio; it takes no parameters"):
+        choose_method("full", ratio=0.5)
+    with pytest.raises(UnknownMethod, match="no base 'framd'"):
+        choose_method(base="framd")
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.3])
+def test_a_ratio_is_a_fraction(ratio: float) -> None:
+    with pytest.raises(ValueError, match=rf"ratio must be a fraction in \[0, 1\], got {ratio}"):
+        make_method("qcfuse", ratio=ratio)
+
+
+def test_budgets_round_down_but_not_to_nothing() -> None:
+    assert [FixedRatio(0.15).tokens(n) for n in (0, 1, 10, 100)] == [0, 1, 1, 15]
+    assert FixedRatio(0.0).tokens(100) == 0
+
+
+def test_selectors_choose_nothing_from_nothing() -> None:
+    for selector in (TopTokens(), RandomTokens(), ChunkHeads()):
+        assert selector.select([], torch.zeros(4), 3).tolist() == []
+
+
+def test_probes_ask_only_for_layers_there_are(warmed: FusionEngine, prompt: Prompt) -> None:
+    with pytest.raises(ValueError, match="the model has 4 layers, the probe asks for layer 9"):
+        warmed.prefill(prompt, method=make_method("qcfuse", layers=(1, 9)))
+
+
+def test_rankings_are_permutations_led_by_the_chunks_first_tokens(warmed: FusionEngine, prompt: Prompt) -> None:
+    span = prompt.chunks[0]
+    stored = warmed.store.get(FRAMED.key(warmed.lm.fingerprint, prompt.frame, span.segment.ids))
+    assert isinstance(stored, ChunkKV)
+    for order in stored.blocks["ranking"].tolist():
+        assert order[:4] == [0, 1, 2, 3]
+        assert sorted(order) == list(range(len(span)))
+    assert stored.blocks["ranking"][1].tolist() != stored.blocks["ranking"][2].tolist()
+    assert stored.anchors(0, 0.15).tolist() == sorted(stored.blocks["ranking"][0, : -(-len(span) * 15 // 100)].tolist())
