@@ -59,10 +59,11 @@ def warm_library(
         return
     OUT.print(
         f"{len(files)} documents, {len(texts)} passages: {summary.warmed} prefilled ({summary.tokens:,} tokens, "
-        f"{size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, {summary.present} were there already"
+        f"{size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, {summary.present} were there already",
+        soft_wrap=True,
     )
     for index_of_passage, reason in summary.failed:
-        ERR.print(f"[yellow]not stored[/yellow] passage {index_of_passage}: {reason}", highlight=False)
+        ERR.print(f"[yellow]not stored[/yellow] passage {index_of_passage}: {reason}", highlight=False, soft_wrap=True)
 
 
 def ask_library(
@@ -98,7 +99,7 @@ def ask_library(
         for piece in stream:
             OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
         OUT.print()
-        ERR.print(describe(stream.report), style="dim", highlight=False)
+        ERR.print(describe(stream.report), style="dim", highlight=False, soft_wrap=True)
 
 
 def describe(report: FusionReport) -> str:

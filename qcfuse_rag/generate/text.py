@@ -33,7 +33,7 @@ class TextAssembler:
         return self._release(len(self._held) - self._beginning_of_stop())
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the answer."""
+        """Return what was held back, at the end of the answer; an unfinished character is dropped."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, count: int) -> str:

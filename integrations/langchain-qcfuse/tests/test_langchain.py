@@ -1,0 +1,138 @@
+"""The LangChain objects in real chains, over a tiny random model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+
+from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+
+DOCUMENTS = [Document(page_content=text, metadata={"n": i}) for i, text in enumerate(PASSAGES)]
+INPUTS = {"input": QUESTION, "context": DOCUMENTS}
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return LanguageModel.wrap(build_model("llama"), build_tokenizer(lambda: PASSAGES))
+
+
+@pytest.fixture
+def chat(lm: LanguageModel) -> ChatQCFuse:
+    return ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=12)
+
+
+def fusion(message: Any) -> dict[str, Any]:
+    report: dict[str, Any] = message.response_metadata["fusion"]
+    return report
+
+
+def test_warmed_documents_are_reused(chat: ChatQCFuse) -> None:
+    assert chat.warm(DOCUMENTS).warmed == 3
+    message = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert [lookup["hit"] for lookup in fusion(message)["lookups"]] == [True] * 4
+    prompt = chat.engine.prompt(QUESTION, PASSAGES)
+    assert message.content == chat.engine.generate(prompt, SamplingParams(max_new_tokens=12)).text
+
+
+def test_usage_counts_reused_tokens_as_cache_reads(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    message = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert isinstance(message, AIMessage)
+    usage, report = message.usage_metadata, fusion(message)
+    assert usage is not None
+    assert usage["input_token_details"]["cache_read"] == report["reused_tokens"] > 0
+    assert (
+        usage["input_token_details"]["cache_read"] + usage["input_token_details"]["cache_creation"]
+        == usage["input_tokens"]
+    )
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+def test_documents_that_were_not_warmed_are_answered_over_all_the_same(chat: ChatQCFuse) -> None:
+    cold = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert fusion(cold)["fallback"] == "3 of 3 passages computed in full: absent"
+    assert cold.content
+
+
+def test_streaming_gives_the_same_answer_and_one_usage(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    chunks = list(chat.stream(QUESTION, documents=DOCUMENTS))
+    assert len(chunks) > 2
+    total = chunks[0]
+    for chunk in chunks[1:]:
+        total += chunk
+    assert isinstance(total, AIMessageChunk)
+    whole = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert total.content == whole.content
+    assert total.usage_metadata == whole.usage_metadata  # type: ignore[attr-defined]
+    assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1  # type: ignore[attr-defined]
+
+
+async def test_asynchronous_forms_agree(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    expected = chat.invoke(QUESTION, documents=DOCUMENTS).content
+    assert (await chat.ainvoke(QUESTION, documents=DOCUMENTS)).content == expected
+    pieces = [chunk.content async for chunk in chat.astream(QUESTION, documents=DOCUMENTS)]
+    assert "".join(str(piece) for piece in pieces) == expected
+
+
+def test_a_chain_takes_what_the_stuff_chain_takes(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    chain = create_qcfuse_chain(chat)
+    answer = chain.invoke(INPUTS)
+    assert answer == chat.invoke(QUESTION, documents=DOCUMENTS).content
+    assert "".join(chain.stream(INPUTS)) == answer
+    assert len(list(chain.stream(INPUTS))) > 2, "a stream, not one piece"
+    assert chain.batch([INPUTS, INPUTS]) == [answer, answer]
+
+
+async def test_a_chain_is_asynchronous_too(chat: ChatQCFuse) -> None:
+    chain = create_qcfuse_chain(chat)
+    answer = chain.invoke(INPUTS)
+    assert await chain.ainvoke(INPUTS) == answer
+    assert "".join([piece async for piece in chain.astream(INPUTS)]) == answer
+
+
+def test_a_chain_in_a_pipeline_with_a_retriever(chat: ChatQCFuse) -> None:
+    retriever = RunnableLambda(lambda inputs: [d for d in DOCUMENTS if "paint" in d.page_content or inputs["input"]])
+    chain = RunnablePassthrough.assign(context=retriever) | create_qcfuse_chain(chat)
+    assert chain.invoke({"input": QUESTION}) == create_qcfuse_chain(chat).invoke(INPUTS)
+
+
+def test_earlier_turns_reach_the_model_and_chunks_are_still_found(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    turns = [HumanMessage("Hello."), AIMessage("Hello!")]
+    message = chat.invoke([*turns, HumanMessage(QUESTION)], documents=DOCUMENTS)
+    chunks = [lookup for lookup in fusion(message)["lookups"] if lookup["role"] == "chunk"]
+    assert [lookup["hit"] for lookup in chunks] == [True] * 3
+    alone = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert fusion(message)["prompt_tokens"] > fusion(alone)["prompt_tokens"]
+    assert create_qcfuse_chain(chat).invoke({**INPUTS, "chat_history": turns}) == message.content
+
+
+def test_without_documents_it_is_a_plain_chat_model(chat: ChatQCFuse) -> None:
+    prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{input}")])
+    message = (prompt | chat).invoke({"input": "The ferry"})
+    tokenizer = chat.engine.lm.tokenizer
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The ferry"}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    out = chat.engine.lm.model.generate(**ids, max_new_tokens=12, do_sample=False)
+    expected = tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    # A character cut in half by the length limit is left out of the answer.
+    assert message.content == expected.rstrip("\ufffd")
+
+
+def test_stop_strings_and_settings_of_one_call(chat: ChatQCFuse) -> None:
+    free = str(chat.invoke("The ferry").content)
+    assert chat.invoke("The ferry", stop=[free[3:5]]).content == free[: free.index(free[3:5])]
+    assert chat.invoke("The ferry", max_tokens=2).usage_metadata["output_tokens"] == 2  # type: ignore[index]
+    bound = chat.bind(stop=[free[3:5]])
+    assert bound.invoke([SystemMessage("Be brief."), HumanMessage("The ferry")]).content is not None

@@ -1,0 +1,203 @@
+"""The LlamaIndex objects in real pipelines and query engines, over a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import LLM, ChatMessage, CustomLLM
+from llama_index.core.llms.mock import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import MetadataMode
+
+from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
+from qcfuse_rag import FusionEngine, LanguageModel, open_store
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+
+
+class LetterEmbedding(BaseEmbedding):
+    """Counts letters: enough to retrieve by, and no model."""
+
+    def _vector(self, text: str) -> list[float]:
+        return [float(text.lower().count(chr(ord("a") + i))) + 0.1 for i in range(26)]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._vector(query)
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._vector(text)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._vector(query)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: PASSAGES))
+
+
+@pytest.fixture
+def llm(lm: LanguageModel, tmp_path: Any) -> Iterator[QCFuseLLM]:
+    with FusionEngine(lm, open_store(tmp_path)) as engine:
+        yield QCFuseLLM.from_engine(engine, max_new_tokens=12)
+
+
+@pytest.fixture
+def reports() -> Iterator[list[dict[str, Any]]]:
+    """Collect the reports of fused prefills from LlamaIndex's instrumentation."""
+    seen: list[dict[str, Any]] = []
+
+    class Collect(BaseEventHandler):
+        def handle(self, event: Any, **kwargs: Any) -> None:
+            if isinstance(event, FusionEndEvent):
+                seen.append(event.report)
+
+    root, handler = get_dispatcher(), Collect()
+    root.add_event_handler(handler)
+    yield seen
+    root.event_handlers.remove(handler)
+
+
+def ingest(llm: QCFuseLLM) -> VectorStoreIndex:
+    documents = [Document(text=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
+    steps = [SentenceSplitter(chunk_size=200, chunk_overlap=0), LetterEmbedding(), QCFuseWarmup(llm)]
+    return VectorStoreIndex(
+        IngestionPipeline(transformations=steps).run(documents=documents), embed_model=LetterEmbedding()
+    )
+
+
+def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any:
+    return index.as_query_engine(
+        llm=llm,
+        similarity_top_k=3,
+        node_postprocessors=[QCFusePostprocessor(llm=llm)],
+        response_synthesizer=QCFuseSynthesizer(llm, **options),
+        **options,
+    )
+
+
+def test_classes_are_what_llama_index_expects() -> None:
+    names = [base.__name__ for base in QCFuseLLM.__mro__]
+    assert {"CustomLLM", "BaseLLM"} <= set(names)
+    assert issubclass(QCFuseLLM, LLM | CustomLLM)
+
+
+def test_a_query_over_warmed_nodes_reuses_all_of_them(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
+    response = query_engine(llm, ingest(llm)).query(QUESTION)
+    assert len(response.source_nodes) == 3
+    [report] = reports
+    assert [lookup["hit"] for lookup in report["lookups"]] == [True] * 4
+    assert report["fallback"] is None
+    texts = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in response.source_nodes]
+    assert "page: " in texts[0], "metadata is part of what is warmed and prompted"
+    engine = llm.engine
+    assert str(response) == engine.generate(engine.prompt(QUESTION, texts), llm.sampling()).text
+
+
+def test_streaming_yields_the_same_answer_in_pieces(llm: QCFuseLLM) -> None:
+    index = ingest(llm)
+    pieces = list(query_engine(llm, index, streaming=True).query(QUESTION).response_gen)
+    assert len(pieces) > 1
+    assert "".join(pieces) == str(query_engine(llm, index).query(QUESTION))
+
+
+async def test_asynchronous_queries_answer_alike_and_let_the_loop_run(llm: QCFuseLLM) -> None:
+    index, ticks = ingest(llm), 0
+
+    async def clock() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticking = asyncio.create_task(clock())
+    response = await query_engine(llm, index).aquery(QUESTION)
+    streamed = await query_engine(llm, index, streaming=True).aquery(QUESTION)
+    pieces = [piece async for piece in streamed.async_response_gen()]
+    ticking.cancel()
+    assert "".join(pieces) == str(response) == str(query_engine(llm, index).query(QUESTION))
+    assert ticks > 3
+
+
+def test_nodes_that_were_not_warmed_are_answered_over_all_the_same(
+    llm: QCFuseLLM, reports: list[dict[str, Any]]
+) -> None:
+    nodes = [Document(text=text) for text in PASSAGES]
+    index = VectorStoreIndex.from_documents(nodes, embed_model=LetterEmbedding())
+    assert str(query_engine(llm, index).query(QUESTION))
+    assert reports[0]["fallback"] == "3 of 3 passages computed in full: absent"
+
+
+def test_warming_twice_prefills_once(llm: QCFuseLLM) -> None:
+    warmup = QCFuseWarmup(llm)
+    nodes = [Document(text=text) for text in PASSAGES]
+    assert warmup(nodes) == nodes
+    assert warmup.summary is not None
+    assert warmup.summary.warmed == 3
+    warmup(nodes)
+    assert warmup.summary.present == 3
+
+
+def test_another_model_warms_again_through_the_pipelines_own_cache(llm: QCFuseLLM) -> None:
+    other = QCFuseLLM.from_engine(
+        FusionEngine(LanguageModel.wrap(build_model("llama", seed=1), llm.engine.lm.tokenizer), llm.engine.store)
+    )
+    one, two = QCFuseWarmup(llm), QCFuseWarmup(other)
+    assert one.to_dict() != two.to_dict()
+
+
+def test_complete_and_chat_are_the_models_own_answers(llm: QCFuseLLM) -> None:
+    tokenizer = llm.engine.lm.tokenizer
+    for ask, text in (
+        (lambda: llm.complete("The ferry", formatted=True).text, "The ferry"),
+        (
+            lambda: llm.chat([ChatMessage(role="user", content="The ferry")]).message.content,
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "The ferry"}], tokenize=False, add_generation_prompt=True
+            ),
+        ),
+    ):
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        expected = llm.engine.lm.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        # A character cut in half by the length limit is left out of the answer.
+        assert ask() == tokenizer.decode(expected, skip_special_tokens=True).rstrip("\ufffd")
+
+
+async def test_every_form_of_asking_gives_the_same_text(llm: QCFuseLLM) -> None:
+    messages = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content="The ferry")]
+    text = llm.chat(messages).message.content
+    assert list(llm.stream_chat(messages))[-1].message.content == text
+    assert (await llm.achat(messages)).message.content == text
+    assert [piece async for piece in await llm.astream_chat(messages)][-1].message.content == text
+    completion = llm.complete("The ferry").text
+    assert list(llm.stream_complete("The ferry"))[-1].text == completion
+    assert (await llm.acomplete("The ferry")).text == completion
+    assert [piece async for piece in await llm.astream_complete("The ferry")][-1].text == completion
+
+
+def test_usage_and_report_are_plain_data(llm: QCFuseLLM) -> None:
+    completion = llm.complete("The ferry")
+    counts = completion.additional_kwargs
+    assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
+    assert completion.raw["report"]["method"] == "qcfuse"
+    assert llm.metadata.context_window == 2048
+    assert llm.metadata.is_chat_model
+
+
+def test_settings_of_one_call_win(llm: QCFuseLLM) -> None:
+    assert llm.complete("The ferry", max_new_tokens=3).additional_kwargs["completion_tokens"] == 3
+
+
+def test_changing_the_wording_says_how(llm: QCFuseLLM) -> None:
+    synthesizer = QCFuseSynthesizer(llm)
+    with pytest.raises(ValueError, match="give QCFuseLLM other `rag_messages` and warm anew"):
+        synthesizer.update_prompts({"text_qa_template": MockLLM()})

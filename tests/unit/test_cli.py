@@ -1,0 +1,166 @@
+"""The command line, as a user runs it: a model in a folder, documents in a folder, a store that lasts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag.cli.app import main
+from tests.conftest import PASSAGES
+from tests.families import build_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for i, text in enumerate(PASSAGES):
+        (folder / f"{i}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `qcfuse ...` and return exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qcfuse", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code: Any = 0
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return int(code or 0), out.out, out.err
+
+    return call
+
+
+def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    code, out, _ = run("warm", documents, "--store", store, "--model", model, "--device", "cpu", "--json")
+    summary = json.loads(out)
+    assert (code, summary["documents"], summary["warmed"], summary["present"]) == (0, 3, 3, 0)
+
+    code, out, _ = run("warm", documents, "--store", store, "--model", model, "--device", "cpu")
+    assert code == 0
+    assert "0 prefilled" in out
+    assert "3 were there already" in out
+
+    asking = ("ask", "Who keeps the paint?", "--store", store, "--model", model, "--device", "cpu")
+    code, out, _ = run(*asking, "--max-new-tokens", 8, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["report"]["fallback"] is None
+    assert answer["report"]["method"] == "qcfuse"
+    assert answer["usage"]["reused_tokens"] > 0
+    assert len(answer["sources"]) == 3
+
+    code, out, err = run(*asking, "--max-new-tokens", 8, "--method", "reuse", "--base", "framed")
+    assert code == 0
+    assert out.strip() != ""
+    assert "reuse, ratio 0: computed" in " ".join(err.split())
+
+    code, out, _ = run("store", "stats", store, "--json")
+    stats = json.loads(out)
+    assert (stats["entries"], len(stats["models"])) == (4, 1)
+    assert "4 chunks" in " ".join(run("store", "stats", store)[1].split())
+
+
+def test_a_changed_document_replaces_its_passages(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    options = ("--store", store, "--model", model, "--device", "cpu", "--json")
+    run("warm", documents, *options)
+    (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
+    run("warm", documents, *options)
+    lines = (store / "passages" / "passages.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len(texts) == 3
+    assert "The paint was sold. Nobody keeps it now." in texts
+    assert PASSAGES[1] not in texts
+
+
+def test_methods_lists_all_with_their_papers(run: Any) -> None:
+    code, out, _ = run("methods", "--json")
+    methods = {m["name"]: m for m in json.loads(out)["methods"]}
+    assert code == 0
+    assert list(methods) == ["full", "reuse", "random", "epic", "prophetkv", "qcfuse"]
+    assert methods["qcfuse"]["parameters"] == {
+        "ratio": 0.5,
+        "base": "blind",
+        "anchor_ratio": 0.15,
+        "layers": "critical",
+    }
+    assert "2606.05875" in methods["qcfuse"]["source"]
+    assert "qcfuse" in run("methods")[1]
+
+
+def test_models_check_proves_a_model(run: Any, model: str) -> None:
+    code, out, _ = run("models", "check", model, "--device", "cpu", "--json")
+    report = json.loads(out)
+    assert (code, report["supported"], report["rope"]) == (0, True, ["half-split, 16 channels"])
+    assert report["check"]["all_rows"] < 1e-4
+    assert "supported" in run("models", "check", model, "--device", "cpu")[1]
+
+
+def test_models_check_refuses_with_the_reason(run: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    build_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, _ = run("models", "check", tmp_path, "--device", "cpu", "--json")
+    assert code == 1
+    assert "dynamic RoPE" in json.loads(out)["reason"]
+    code, _, err = run("models", "check", tmp_path, "--device", "cpu")
+    assert code == 1
+    assert "not supported" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm`"),
+        (["warm", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
+        (["warm", __file__, "--store", "s"], "is not a text file"),
+        (["store", "stats", "nowhere"], "no store in nowhere; `qcfuse warm` makes one"),
+        (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
+        (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "no method 'qcfuze'"),
+        (["ask", "Who?", "--store", "s", "--ratio", "1.5"], "ratio must be a fraction in [0, 1], got 1.5"),
+        (["ask", "Who?", "--store", "s", "--method", "full", "--ratio", "0.5"], "'full' does not take ratio"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_1(
+    run: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no store in"):
+        run("store", "stats", tmp_path, "--debug")
+
+
+def test_a_store_damaged_beyond_opening_is_one_line(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "cache.db").write_bytes(b"this is no database" * 100)
+    code, _, err = run("store", "stats", tmp_path)
+    assert code == 1
+    assert err.startswith("error: cannot open a store in")
