@@ -81,15 +81,27 @@ def ask(
     base: BaseName = None,
     top_k: Annotated[int, typer.Option(min=0, help="Passages to retrieve.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    explain: Annotated[Path | None, typer.Option(help="Write a page that shows which tokens were recomputed.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question over warmed documents and say what was reused."""
     from qcfuse_rag.cli.library import ask_library
+    from qcfuse_rag.methods import choose_method
 
     ask_library(
-        question, store, model, embedder, method, ratio, base, top_k, max_new_tokens, device, dtype, as_json=as_json
+        question,
+        store,
+        model,
+        embedder,
+        choose_method(method, ratio=ratio, base=base),
+        top_k,
+        max_new_tokens,
+        explain,
+        device,
+        dtype,
+        as_json=as_json,
     )
 
 

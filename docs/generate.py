@@ -1,0 +1,24 @@
+"""Write the generated parts of the documentation: `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcfuse_rag.cli.tables import describe_methods
+
+METHODS = Path(__file__).parent / "methods.md"
+BEGIN, END = "<!-- methods:begin -->\n", "<!-- methods:end -->\n"
+
+
+def methods_page(text: str) -> str:
+    """Return the page with its table of methods made anew."""
+    rows = ["| method | what it does | parameters | source |", "|---|---|---|---|"]
+    for method in describe_methods():
+        parameters = ", ".join(f"`{name}={value}`" for name, value in method["parameters"].items()) or "none"
+        rows.append(f"| `{method['name']}` | {method['does']} | {parameters} | {method['source']} |")
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + "\n".join(rows) + "\n" + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    METHODS.write_text(methods_page(METHODS.read_text("utf-8")), "utf-8")

@@ -1,0 +1,60 @@
+"""Documentation that stays true: examples run, tables are current, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import METHODS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "integrations").glob("*/README.md"))
+
+
+@pytest.mark.parametrize("example", ["llama_index_query_engine.py", "langchain_chain.py"])
+def test_the_readme_shows_the_examples_as_they_are(example: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert (ROOT / "examples" / example).read_text("utf-8") in blocks
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_examples_run(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    assert "Pettrick" in capsys.readouterr().out
+
+
+def test_generated_tables_are_current() -> None:
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        from generate import methods_page
+    finally:
+        sys.path.pop(0)
+    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    assert methods_page(page) == page, "run `make docs`"
+    assert all(f"| `{name}` |" in page for name in METHODS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_commands_are_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    named = set(re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text("utf-8")))
+    assert {"demo", "test"} <= named
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
