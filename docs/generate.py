@@ -6,7 +6,9 @@ from pathlib import Path
 
 from qcfuse_rag.cli.tables import describe_methods
 
-METHODS = Path(__file__).parent / "methods.md"
+ROOT = Path(__file__).parent.parent
+METHODS = ROOT / "docs" / "methods.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- methods:begin -->\n", "<!-- methods:end -->\n"
 
 
@@ -20,5 +22,16 @@ def methods_page(text: str) -> str:
     return before + BEGIN + "\n".join(rows) + "\n" + END + rest.split(END)[1]
 
 
+def readme(text: str) -> str:
+    """Return the README with its Python blocks taken from the examples, in order."""
+    for name in ("llama_index_query_engine.py", "langchain_chain.py"):
+        example = (ROOT / "examples" / name).read_text("utf-8")
+        marker = f"<!-- examples/{name} -->\n"
+        before, rest = text.split(marker)
+        text = before + marker + "```python\n" + example + "```\n" + rest.split("```\n", 1)[1]
+    return text
+
+
 if __name__ == "__main__":
     METHODS.write_text(methods_page(METHODS.read_text("utf-8")), "utf-8")
+    README.write_text(readme(README.read_text("utf-8")), "utf-8")

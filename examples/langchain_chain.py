@@ -18,8 +18,8 @@ chat = ChatQCFuse(model=default_model(), store="kv")  # or any Hugging Face id, 
 documents = [Document(page_content=text) for text in corpus().values()]
 chat.warm(documents)
 
-retriever = InMemoryVectorStore.from_documents(documents, MiniLM()).as_retriever(search_kwargs={"k": 6})
+retriever = InMemoryVectorStore.from_documents(documents, MiniLM()).as_retriever(search_kwargs={"k": 3})
 find = (lambda inputs: inputs["input"]) | retriever
 chain = RunnablePassthrough.assign(context=find) | create_qcfuse_chain(chat)
-for piece in chain.stream({"input": "Who founded Brinemoor Salt Works?"}):
+for piece in chain.stream({"input": "What is the name of the ambulance boat of Merrin Hospital?"}):
     print(piece, end="", flush=True)

@@ -14,5 +14,5 @@ steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
 nodes = IngestionPipeline(transformations=steps).run(documents=documents)
 index = VectorStoreIndex(nodes, embed_model=embed)
 
-queries = index.as_query_engine(llm=llm, similarity_top_k=6, response_synthesizer=QCFuseSynthesizer(llm))
-print(queries.query("Who founded Brinemoor Salt Works?"))
+queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_synthesizer=QCFuseSynthesizer(llm))
+print(queries.query("What is the name of the ambulance boat of Merrin Hospital?"))

@@ -76,10 +76,10 @@ class FusionEngine:
             UnsupportedModel: if reuse would not be right for it, or the check fails.
             StoreError: if the store cannot be opened.
         """
-        kept = store if isinstance(store, KVStore) else open_store(store)
         lm = LanguageModel.load(model, device=device, dtype=dtype)
         if check:
             check_exact(lm)
+        kept = store if isinstance(store, KVStore) else open_store(store)
         return cls(lm, kept, template=template, method=method)
 
     def warm(

@@ -67,6 +67,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2},
     ),
     "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "qwen2-moe-silent-window": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": SLIDING_AND_FULL,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "gpt-oss-sinks": (
         "gpt_oss",
         {
@@ -99,7 +111,7 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def stock_attention(name: str) -> str:
-    """Return the family's own attention that covers all it does."""
+    """Return an attention of transformers that does all of the family's."""
     return "eager" if "softcap" in name or "sinks" in name else "sdpa"
 
 

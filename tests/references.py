@@ -77,8 +77,3 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
             for (keys, values), layer in zip(table, cache.layers, strict=True):
                 keys[:, :, row], values[:, :, row] = layer.keys[:, :, -1], layer.values[:, :, -1]
     return logits, table
-
-
-def same_positions(ids: int) -> list[int]:
-    """Return every position of a prompt."""
-    return list(range(ids))

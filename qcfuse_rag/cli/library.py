@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
@@ -17,6 +18,7 @@ from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.retrieve.index import PassageIndex
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
+DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 
 
 def warm_library(
@@ -32,27 +34,26 @@ def warm_library(
     as_json: bool,
 ) -> None:
     """Split, embed and prefill documents into a library folder, and print what was done."""
-    from qcfuse_rag.ingest.split import find_documents, split_document
-    from qcfuse_rag.retrieve.embed import Embedder
+    with _needing_extra():
+        from qcfuse_rag.ingest.split import find_documents, split_document
+        from qcfuse_rag.retrieve.embed import Embedder
 
     files = list(find_documents(paths))
     if not files:
         raise QCFuseError(f"no text files in {', '.join(str(path) for path in paths)}")
     embed = Embedder(embedder or default_embedder())
     with _open(store, model, choose_method(base=base), device, dtype) as engine:
-        try:
-            index = PassageIndex.load(store / INDEX_FOLDER)
-        except QCFuseError:
-            index = PassageIndex()
+        place, name = store / INDEX_FOLDER, embedder or DEFAULT_EMBEDDER
+        index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
+        index.remove(_vanished(index, paths))
         texts: list[str] = []
         with progress_bar("indexing documents") as advance:
             for done, file in enumerate(files, start=1):
                 passages = split_document(file, engine.lm.tokenizer, max_tokens=max_tokens)
-                if passages:
-                    index.replace(str(file.resolve()), passages, embed(passages))
-                    texts += passages
+                index.replace(str(file.resolve()), passages, embed(passages))
+                texts += passages
                 advance(done, len(files))
-        index.save(store / INDEX_FOLDER)
+        index.save(place)
         with progress_bar("prefilling passages") as advance:
             summary = engine.warm(texts, progress=advance)
     if as_json:
@@ -82,9 +83,10 @@ def ask_library(
     as_json: bool,
 ) -> None:
     """Retrieve, fuse, answer, and say what was reused."""
-    from qcfuse_rag.retrieve.embed import Embedder
+    with _needing_extra():
+        from qcfuse_rag.retrieve.embed import Embedder
 
-    index = PassageIndex.load(store / INDEX_FOLDER)
+    index = PassageIndex.load(store / INDEX_FOLDER, embedder or DEFAULT_EMBEDDER)
     embed = Embedder(embedder or default_embedder())
     found = index.search(embed([question])[0], top_k)
     with _open(store, model, method, device, dtype) as engine:
@@ -111,6 +113,21 @@ def describe(report: FusionReport) -> str:
         f"first token after {report.timings.ttft_s:.2f} s"
     )
     return f"{line}; {report.fallback}" if report.fallback else line
+
+
+def _vanished(index: PassageIndex, paths: Sequence[Path]) -> set[str]:
+    """Return indexed files that no longer exist in the folders named."""
+    folders = [path.resolve() for path in paths if path.is_dir()]
+    sources = {passage.source for passage in index.passages}
+    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+
+
+@contextmanager
+def _needing_extra() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
 
 
 def _open(store: Path, model: str | None, method: Method, device: str | None, dtype: str | None) -> FusionEngine:

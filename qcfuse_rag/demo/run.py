@@ -25,7 +25,7 @@ from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.report.fusion import FusionReport
 
-QUESTION = "What is the name of the foghorn of Thornskerry Lighthouse?"
+QUESTION = "What is the name of the ambulance boat of Merrin Hospital?"
 METHODS = (
     make_method("full"),
     make_method("reuse", base=FRAMED),
@@ -130,6 +130,8 @@ def run_demo(
         print_json(data)
     else:
         OUT.print(to_table(prompt, measured, repeats))
+        for m in measured:
+            OUT.print(f"  {label(m.method):12} {' '.join(m.answer.split())}", highlight=False, markup=False)
         summary = warmup.summary
         OUT.print(
             f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "
@@ -201,18 +203,21 @@ def to_table(prompt: Prompt, measured: list[Measurement], repeats: int) -> Table
         title=f"{full.report.context_tokens:,} context tokens in {len(prompt.chunks)} passages, "
         f"time to first token, median of {repeats}"
     )
-    for name in ("method", "time to first token", "", "faster", "rows", "loaded", "KL", "answer"):
-        table.add_column(name, justify="right" if name in ("faster", "rows", "loaded", "KL") else "left")
+    for name in ("method", "time to first token", "", "faster", "rows", "loaded", "KL"):
+        table.add_column(name, justify="right" if name in ("faster", "rows", "loaded", "KL") else "left", no_wrap=True)
     for m in measured:
-        ratio = f" {m.method.ratio:g}" if m.method.probe else ""
         table.add_row(
-            m.method.name + ratio,
-            "█" * max(1, round(24 * m.ttft_s / slowest)),
+            label(m.method),
+            "█" * max(1, round(16 * m.ttft_s / slowest)),
             f"{m.ttft_s:.2f} s",
             f"{full.ttft_s / m.ttft_s:.1f}x",
             f"{m.report.rows:,}",
             size(m.report.bytes_loaded),
             f"{m.kl:.3f}",
-            m.answer,
         )
     return table
+
+
+def label(method: Method) -> str:
+    """Name a method with its ratio, if it has one to choose."""
+    return f"{method.name} {method.ratio:g}" if method.probe else method.name

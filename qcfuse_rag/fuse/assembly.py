@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Span
 from qcfuse_rag.report.fusion import Lookup
@@ -42,7 +41,6 @@ class Assembly:
         placed: what was placed, the head included.
         lookups: what became of every segment that could have been stored.
         bytes_loaded: bytes copied from the store.
-        load_s: seconds spent finding, checking, copying and rotating.
     """
 
     lm: LanguageModel
@@ -53,7 +51,6 @@ class Assembly:
     placed: list[Placed] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     bytes_loaded: int = 0
-    load_s: float = 0.0
 
     @classmethod
     def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
@@ -65,7 +62,6 @@ class Assembly:
     @classmethod
     def from_store(cls, lm: LanguageModel, store: KVStore, prompt: Prompt, base: Base, capacity: int) -> Assembly:
         """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown."""
-        started = time.perf_counter()
         assembly = cls.empty(lm, prompt, capacity)
         for span in prompt.spans:
             if span.segment.role is Role.HEAD:
@@ -74,7 +70,6 @@ class Assembly:
                 assembly._load(store, span, base)
         if assembly.placed:
             rotate_buffer(assembly.buffer, lm.ropes, assembly.placed[0].span.start, assembly.placed[-1].span.stop)
-        assembly.load_s = time.perf_counter() - started
         return assembly
 
     @property
@@ -82,37 +77,52 @@ class Assembly:
         """The placed passages, without the head."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
 
-    def probe_rows(self, *, suffix: bool) -> Tensor:
-        """Return the rows that ask: the question if it comes after the last chunk, else all text after it.
+    def probe_rows(self) -> Tensor:
+        """Return the rows that ask: all text that is not stored, up to the end of the question.
 
-        Args:
-            suffix: take all text after the last chunk in any case.
+        Where the question comes before the passages, up to the end of the prompt instead: only what stands behind the
+        passages can look at them.
 
         Returns:
             `[R]` int64 ascending positions, never empty.
         """
         after = max((span.stop for span in self.prompt.chunks), default=0)
-        later = [span for span in self.prompt.spans if span.start >= after and span.segment.role is not Role.HEAD]
-        questions = [i for i, span in enumerate(later) if span.segment.role is Role.QUESTION]
-        stop = len(self.prompt) if suffix or not questions else later[questions[-1]].stop
-        return torch.arange(later[0].start, stop, device=self.ids.device)
+        questions = [
+            span.stop for span in self.prompt.spans if span.segment.role is Role.QUESTION and span.start >= after
+        ]
+        asking = ~self.known
+        asking[questions[-1] if questions else len(self.prompt) :] = False
+        for span in self.prompt.chunks:
+            asking[span.start : span.stop] = False
+        return asking.nonzero()[:, 0]
 
     def _load(self, store: KVStore, span: Span, base: Base) -> None:
         frame = self.prompt.frame
         key = base.key(self.lm.fingerprint, frame, span.segment.ids)
         found = store.get(key)
+        if found == Miss("absent"):
+            found = self._absence(store, span, base)
         copied = 0
         if isinstance(found, ChunkKV):
             found, copied = self._copy(store, key, span, found)
-        hit = isinstance(found, ChunkKV)
+        reason = found.reason if isinstance(found, Miss) else None
+        self.lookups.append(Lookup(str(span.segment.role), span.start, len(span), reason is None, reason))
         if isinstance(found, ChunkKV):
             exact = self.prompt.ids[: span.start] == base.prefix(frame)
             self.placed.append(Placed(span, found, exact))
             self.known[span.start : span.stop] = True
             self.bytes_loaded += copied
-        self.lookups.append(
-            Lookup(span.segment.role, span.start, len(span), hit, None if isinstance(found, ChunkKV) else found.reason)
-        )
+
+    def _absence(self, store: KVStore, span: Span, base: Base) -> Miss:
+        """Say if a chunk that is not there under one base is there under another."""
+        others = [
+            other.name
+            for other in BASES.values()
+            if other is not base
+            and span.segment.role is Role.CHUNK
+            and other.key(self.lm.fingerprint, self.prompt.frame, span.segment.ids) in store
+        ]
+        return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
 
     def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV) -> tuple[ChunkKV | Miss, int]:
         if chunk.n_tokens != len(span) or chunk.n_layers != self.lm.n_layers:

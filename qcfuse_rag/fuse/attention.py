@@ -15,9 +15,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qcfuse_rag.fuse.rows import RowBlock, RowsPlan
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
 
 NAME = "qcfuse"
+
+UNKNOWN = -1
+"""Stands for a sliding window that the model's code does not mention."""
+
+MEANINGFUL = ("position_bias", "indices", "block_indices")
+"""Keyword arguments of other models' attention that change its result in ways this function does not compute."""
 
 
 def register() -> None:
@@ -36,7 +43,7 @@ def rows_attention(
     scaling: float | None = None,
     *,
     fusion: RowsPlan | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNKNOWN,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -51,40 +58,44 @@ def rows_attention(
         attention_mask: unused with a plan, which knows better.
         scaling: factor on the scores; `D ** -0.5` if None.
         fusion: the plan.
-        sliding_window: this layer's window in tokens, passed by models that have one.
+        sliding_window: this layer's window in tokens or None; models that do not pass it leave it to the plan.
         softcap: cap on scores through tanh (Gemma 2).
         s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
         **kwargs: whatever else the model passes on.
 
     Returns:
         `[1, R, Hq, Dv]`, and None for the weights.
+
+    Raises:
+        UnsupportedModel: if the model asks for something that is not computed here.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if fusion is None:
         if softcap is None and s_aux is None:
-            out, _ = sdpa_attention_forward(
-                module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
-            )
+            out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return out, None
-        mask = _causal(query, key) if attention_mask is None else attention_mask[:, 0]
+        mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
         return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2), None
 
+    asked = [name for name in MEANINGFUL if kwargs.get(name) is not None]
+    if asked:
+        raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(asked)}, which is not computed here")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = fusion.window_at(layer) if sliding_window == UNKNOWN else sliding_window
     if fusion.observe is not None:
-        fusion.observe(layer, query, key, scaling, softcap, sliding_window)
+        fusion.observe(layer, query, key, scaling, softcap, window)
     visible = fusion.visible_at(layer)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     plain = softcap is None and s_aux is None
     outputs = []
-    for block in fusion.blocks(layer, sliding_window):
+    for block in fusion.blocks(layer, window):
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
         if plain:
             outputs.append(_fast_attention(q, k, v, block, scaling))
         else:
-            seen = _causal(q, k) if block.causal else block.mask
-            outputs.append(explicit_attention(q, k, v, seen, scaling, softcap, s_aux))
+            outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2), None
 
@@ -106,6 +117,27 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
     return out.reshape(batch, heads, rows, value.shape[-1])
 
 
+def _explicit_block(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: RowBlock,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """Run the slow path on one block, a part of full prefill's rows at a time to bound its memory."""
+    if not block.causal:
+        return [explicit_attention(query, key, value, block.mask, scaling, softcap, sinks)]
+    outputs = []
+    for start in range(0, query.shape[2], ROWS_PER_BLOCK):
+        part = query[:, :, start : start + ROWS_PER_BLOCK]
+        stop = start + part.shape[2]
+        k, v = key[:, :, :stop], value[:, :, :stop]
+        outputs.append(explicit_attention(part, k, v, _causal(part, k), scaling, softcap, sinks))
+    return outputs
+
+
 def explicit_attention(
     query: Tensor,
     key: Tensor,
@@ -121,7 +153,7 @@ def explicit_attention(
         query: `[1, Hq, R, D]`.
         key: `[1, Hkv, T, D]`.
         value: `[1, Hkv, T, Dv]`.
-        mask: broadcastable to `[1, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
+        mask: broadcastable to `[1, Hq, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
         scaling: factor on the scores.
         softcap: cap on scores, or None.
         sinks: `[Hq]` extra logits of the softmax, or None.
@@ -131,7 +163,7 @@ def explicit_attention(
     """
     scores = attention_scores(query, key, scaling, softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         extra = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]

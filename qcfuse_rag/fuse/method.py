@@ -19,16 +19,18 @@ class Method:
         base: which stored caches chunks start from; None reuses nothing, which is full prefill.
         probe: how tokens are scored with the question in view; None for methods that do not look at it.
         selector: how scores become rows.
-        budget: how many of the reused tokens are recomputed.
+        budget: how many of the reused tokens are recomputed; None leaves the number to the selector.
     """
 
     name: str
     base: Base | None
     probe: QuestionProbe | None = None
     selector: Selector = field(default_factory=Nothing)
-    budget: FixedRatio = field(default_factory=lambda: FixedRatio(0.0))
+    budget: FixedRatio | None = field(default_factory=lambda: FixedRatio(0.0))
 
     @property
-    def ratio(self) -> float:
-        """The budget as a fraction; 1 for full prefill."""
-        return 1.0 if self.base is None else self.budget.ratio
+    def ratio(self) -> float | None:
+        """The budget as a fraction; 1 for full prefill, None if the selector decides."""
+        if self.base is None:
+            return 1.0
+        return None if self.budget is None else self.budget.ratio

@@ -23,6 +23,7 @@ def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
         CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
     """
     copied = 0
+    chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
     for layer in range(chunk.n_layers):
         keys, values = chunk.layer(layer)
         buffer.keys[layer][0, :, start : start + chunk.n_tokens] = keys.to(buffer.keys[layer].device, non_blocking=True)

@@ -56,12 +56,15 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
             f"{len(prompt):,} prompt tokens and {room:,} for the answer exceed the context window of "
             f"{lm.window.tokens:,} ({lm.window.reason}); retrieve fewer passages or generate less"
         )
+    begun = time.perf_counter()
     if method.base is None:
         assembly = Assembly.empty(lm, prompt, total)
     else:
         assembly = Assembly.from_store(lm, store, prompt, method.base, total)
+    _synchronize(lm)
     candidates = inexact_chunks(assembly)
-    budget = method.budget.tokens(sum(len(placed.span) for placed in candidates))
+    inexact_tokens = sum(len(placed.span) for placed in candidates)
+    budget = inexact_tokens if method.budget is None else method.budget.tokens(inexact_tokens)
 
     started = time.perf_counter()
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
@@ -74,14 +77,14 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
     is_row[selected] = True
     rows = is_row.nonzero()[:, 0]
     chosen = time.perf_counter()
-    logits = forward_rows(lm, assembly.ids[rows], RowsPlan.of(rows), assembly.buffer)
+    logits = forward_rows(lm, assembly.ids[rows], RowsPlan.of(rows, lm.sliding), assembly.buffer)
     _synchronize(lm)
     done = time.perf_counter()
 
     report = FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,
-        ratio=method.ratio,
+        ratio=len(selected) / max(1, inexact_tokens) if method.ratio is None else method.ratio,
         prompt_tokens=len(prompt),
         context_tokens=sum(len(span) for span in prompt.chunks),
         reused_tokens=len(prompt) - len(rows),
@@ -89,7 +92,7 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
         selected=tuple(selected.tolist()),
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
-        timings=Timings(assembly.load_s, probed - started, chosen - probed, done - chosen),
+        timings=Timings(started - begun, probed - started, chosen - probed, done - chosen),
         fallback=describe_misses(assembly.lookups),
     )
     return Prefilled(logits, assembly.buffer, report)

@@ -34,12 +34,10 @@ class QuestionProbe:
             over them; the pass stops after the last.
         anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them.
             The scores are over all tokens either way.
-        suffix: probe with everything after the last chunk rather than with the question alone.
     """
 
     layers: Literal["critical", "all"] | tuple[int, ...] = "critical"
     anchor_ratio: float = 1.0
-    suffix: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.anchor_ratio <= 1:
@@ -71,7 +69,7 @@ class QuestionProbe:
         Returns:
             `[T]` float32, the mean over layers, heads and probe rows of the attention each position gets.
         """
-        lm, rows = assembly.lm, assembly.probe_rows(suffix=self.suffix)
+        lm, rows = assembly.lm, assembly.probe_rows()
         wanted = self.layers_of(lm.n_layers)
         length, depth = int(rows[-1]) + 1, max(wanted) + 1
         known = assembly.known[:length].clone()
@@ -87,7 +85,7 @@ class QuestionProbe:
                 )
 
         visible = self._visible(assembly, rows, known, depth)
-        plan = RowsPlan(rows, length, visible=visible, observe=observe)
+        plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
         forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=depth)
         return total / len(wanted)
 

@@ -46,22 +46,28 @@ class RowsPlan:
         length: keys at positions >= length do not exist yet.
         visible: per layer, `[V]` int64 ascending positions that may be seen at all, or None for every position.
         observe: called in every layer before attention, with the layer's queries and keys; a probe's eye.
+        windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
     """
 
     rows: Tensor
     length: int
     visible: Sequence[Tensor | None] | None = None
     observe: Observer | None = None
+    windows: Sequence[int | None] | None = None
     _blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rows: Tensor) -> RowsPlan:
+    def of(cls, rows: Tensor, windows: Sequence[int | None] | None = None) -> RowsPlan:
         """Plan a pass over `rows`, ascending and not empty, that see every key up to their own position."""
-        return cls(rows, length=int(rows[-1]) + 1)
+        return cls(rows, length=int(rows[-1]) + 1, windows=windows)
 
     def visible_at(self, layer: int) -> Tensor | None:
         """Return the positions layer `layer` may see, or None for all."""
         return None if self.visible is None else self.visible[layer]
+
+    def window_at(self, layer: int) -> int | None:
+        """Return the sliding window of layer `layer`, or None."""
+        return None if self.windows is None else self.windows[layer]
 
     def blocks(self, layer: int, window: int | None) -> list[RowBlock]:
         """Split the rows for attention. Computed once per set of visible keys and window, then shared by layers."""
@@ -89,7 +95,7 @@ def split_rows(rows: Tensor, length: int, visible: Tensor | None, window: int | 
     listed = rows.tolist()
     if window is not None and window >= length:
         window = None
-    everything = visible is None and window is None and listed == list(range(length))
+    everything = visible is None and window is None and len(listed) == length
     size = len(listed) if everything else ROWS_PER_BLOCK
     blocks = []
     for start in range(0, len(listed), size):

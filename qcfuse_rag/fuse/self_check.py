@@ -22,6 +22,7 @@ from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.store.memory import MemoryStore
 
 SEGMENT_TOKENS = 12
+MAX_CHECK_TOKENS = {"cpu": 160, "cuda": 4600}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,9 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     Not safe while other threads use the model: its own attention is switched on in between.
     """
     vocabulary = lm.model.get_input_embeddings().num_embeddings
-    tokens = [(7 + 31 * i) % vocabulary for i in range(4 * SEGMENT_TOKENS)]
-    parts = [tuple(tokens[i : i + SEGMENT_TOKENS]) for i in range(0, len(tokens), SEGMENT_TOKENS)]
+    each = _segment_tokens(lm)
+    tokens = [(7 + 31 * i) % vocabulary for i in range(4 * each)]
+    parts = [tuple(tokens[i : i + each]) for i in range(0, len(tokens), each)]
     roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
     prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), frame=parts[0])
     store = MemoryStore()
@@ -121,6 +123,14 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
     positions = torch.arange(start, start + len(segments[-1]), device=segments[-1].device)[None]
     out = lm.model(input_ids=segments[-1][None], position_ids=positions, past_key_values=joined, use_cache=True)
     return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def _segment_tokens(lm: LanguageModel) -> int:
+    """Return how long each of four segments is: long enough to cross a sliding window, where that is affordable."""
+    crossing = [window // 4 + SEGMENT_TOKENS for window in lm.sliding if window is not None]
+    wanted = max([SEGMENT_TOKENS, *crossing])
+    limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.window.tokens)
+    return wanted if 4 * wanted <= limit else SEGMENT_TOKENS
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

@@ -128,7 +128,8 @@ class TextStream(Iterator[str]):
             if len(ids) == params.max_new_tokens:
                 break
             row = torch.tensor([position], device=lm.device)
-            logits = forward_rows(lm, torch.tensor([token], device=lm.device), RowsPlan.of(row), prefilled.buffer)
+            plan = RowsPlan.of(row, lm.sliding)
+            logits = forward_rows(lm, torch.tensor([token], device=lm.device), plan, prefilled.buffer)
             position += 1
         rest = assembler.flush()
         if rest:

@@ -23,30 +23,30 @@ SINKS = 4
 
 
 @torch.inference_mode()
-def rank_tokens(lm: LanguageModel, keys: list[Tensor], values: list[Tensor], head: ChunkKV | None) -> Tensor:
+def rank_tokens(lm: LanguageModel, keys: list[Tensor], values: list[Tensor], prefix: ChunkKV | None) -> Tensor:
     """Order a chunk's tokens by importance, layer by layer.
 
-    The instruction sees the first four tokens of the prompt's head, the chunk, and itself. The chunk's own first four
-    tokens lead every ranking: they are where attention gathers when the chunk is read alone.
+    The instruction sees the first four tokens of what the chunk was prefilled behind, the chunk, and itself. The
+    chunk's own first four tokens lead every ranking: they are where attention gathers when the chunk is read alone.
 
     Args:
         lm: the model.
         keys: per layer `[Hkv, n, D]`, unrotated.
         values: per layer `[Hkv, n, Dv]`.
-        head: the prompt's head, or None.
+        prefix: what the chunk was prefilled behind, or None.
 
     Returns:
         `[layers, n]` int32 token indices, most important first.
     """
     instruction = lm.tokenizer(INSTRUCTION, add_special_tokens=False)["input_ids"]
-    n_sinks, n = (0 if head is None else min(SINKS, head.n_tokens)), keys[0].shape[1]
+    n_sinks, n = (0 if prefix is None else min(SINKS, prefix.n_tokens)), keys[0].shape[1]
     asking = n_sinks + n
     buffer = KVBuffer.allocate(lm.shapes, asking + len(instruction), dtype=lm.dtype, device=lm.device)
     for layer in range(lm.n_layers):
-        if head is not None:
-            head_keys, head_values = head.layer(layer)
-            buffer.keys[layer][0, :, :n_sinks] = head_keys[:, :n_sinks].to(lm.device)
-            buffer.values[layer][0, :, :n_sinks] = head_values[:, :n_sinks].to(lm.device)
+        if prefix is not None:
+            first_keys, first_values = prefix.layer(layer)
+            buffer.keys[layer][0, :, :n_sinks] = first_keys[:, :n_sinks].to(lm.device)
+            buffer.values[layer][0, :, :n_sinks] = first_values[:, :n_sinks].to(lm.device)
         buffer.keys[layer][0, :, n_sinks:asking] = keys[layer]
         buffer.values[layer][0, :, n_sinks:asking] = values[layer]
     rotate_buffer(buffer, lm.ropes, 0, asking)
@@ -62,7 +62,7 @@ def rank_tokens(lm: LanguageModel, keys: list[Tensor], values: list[Tensor], hea
         )
         importance[layer] = weights[n_sinks:asking]
 
-    plan = RowsPlan(rows, buffer.capacity, observe=observe)
+    plan = RowsPlan(rows, buffer.capacity, observe=observe, windows=lm.sliding)
     forward_hidden(lm, torch.tensor(instruction, device=lm.device), plan, buffer, depth=lm.n_layers)
     importance[:, :SINKS] = torch.inf
     return importance.argsort(dim=1, descending=True, stable=True).to(torch.int32)

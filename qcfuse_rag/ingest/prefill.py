@@ -16,9 +16,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 
 
 @torch.inference_mode()
-def prefill_chunk(
-    lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None, sinks: ChunkKV | None = None
-) -> ChunkKV:
+def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None) -> ChunkKV:
     """Compute a chunk's keys and values in one pass, alone in its batch.
 
     Alone, so that the stored bytes depend on the chunk and its prefix and on nothing that happened to be prefilled
@@ -28,7 +26,6 @@ def prefill_chunk(
         lm: the model.
         ids: the chunk's tokens.
         prefix: stored keys and values of what stands in front, exact from position 0; None for nothing.
-        sinks: stored keys and values of the prompt's head, whose first tokens take part when tokens are ranked.
 
     Returns:
         The chunk, on the model's device.
@@ -49,10 +46,10 @@ def prefill_chunk(
         rotate_buffer(buffer, lm.ropes, 0, start)
     rows = torch.arange(start, stop, device=lm.device)
     tokens = torch.tensor(ids, dtype=torch.int64, device=lm.device)
-    forward_hidden(lm, tokens, RowsPlan.of(rows), buffer, depth=lm.n_layers)
+    forward_hidden(lm, tokens, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, stop, back=True)
     keys, values = _cut(buffer.keys, start), _cut(buffer.values, start)
-    return ChunkKV.of(keys, values, ranking=rank_tokens(lm, keys, values, sinks))
+    return ChunkKV.of(keys, values, ranking=rank_tokens(lm, keys, values, prefix))
 
 
 def _cut(layers: tuple[Tensor, ...], start: int) -> list[Tensor]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.errors import CorruptEntry, PromptTooLong
 from qcfuse_rag.ingest.base import BLIND, Base
 from qcfuse_rag.ingest.prefill import prefill_chunk
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import KVStore, Miss
+from qcfuse_rag.store.contract import KVStore
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`, called after every chunk."""
@@ -29,7 +29,8 @@ class WarmSummary:
         tokens: tokens prefilled.
         size_bytes: bytes of keys and values written.
         elapsed_s: seconds.
-        failed: `(index of the chunk, reason)` of those that cannot be stored; questions prefill them as they come.
+        failed: `(index, reason)` of chunks that cannot be stored, by first index among those given; questions prefill
+            them as they come.
     """
 
     chunks: int
@@ -68,19 +69,21 @@ def warm(
         StoreError: if the store cannot be written.
     """
     started = time.perf_counter()
-    unique = list(dict.fromkeys(ids for ids in chunks if ids))
-    jobs = [(index, base) for index in range(len(unique)) for base in bases]
+    unique: dict[tuple[int, ...], int] = {}
+    for index, ids in enumerate(chunks):
+        if ids:
+            unique.setdefault(ids, index)
+    jobs = [(index, ids, base) for ids, index in unique.items() for base in bases]
     head = stored_head(lm, store, frame) if frame and jobs else None
     warmed = present = tokens = size = 0
     failed: list[tuple[int, str]] = []
-    for done, (index, base) in enumerate(jobs, start=1):
-        ids = unique[index]
+    for done, (index, ids, base) in enumerate(jobs, start=1):
         key = base.key(lm.fingerprint, frame, ids)
         if key in store:
             present += 1
         else:
             try:
-                chunk = prefill_chunk(lm, ids, prefix=head if base.behind_frame else None, sinks=head)
+                chunk = prefill_chunk(lm, ids, prefix=head if base.behind_frame else None)
             except PromptTooLong as error:
                 failed.append((index, str(error)))
             else:
@@ -96,7 +99,13 @@ def stored_head(lm: LanguageModel, store: KVStore, frame: tuple[int, ...]) -> Ch
     """Return the keys and values of the prompt's fixed head, computing and storing them if need be."""
     key = BLIND.key(lm.fingerprint, frame, frame)
     found = store.get(key)
-    if isinstance(found, Miss):
-        found = prefill_chunk(lm, frame)
-        store.put(key, found)
-    return found
+    if isinstance(found, ChunkKV):
+        try:
+            found.read()
+        except CorruptEntry as error:
+            store.discard(key, str(error))
+        else:
+            return found
+    computed = prefill_chunk(lm, frame)
+    store.put(key, computed)
+    return computed

@@ -34,10 +34,10 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     """Build the method a user names in settings or on the command line.
 
     Args:
-        name: a key of `METHODS`; None is the default, QCFuse at 15 % over framed caches. A name alone is the method as
-            published.
-        ratio: share of reused tokens to recompute.
-        base: `framed` or `blind`.
+        name: a key of `METHODS`; None is the default, QCFuse at 15 %.
+        ratio: share of reused tokens to recompute; None is the method's published one.
+        base: `framed` or `blind`; None is framed, whatever the method was published with, because that is how passages
+            are warmed when nobody says otherwise.
 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
@@ -45,7 +45,9 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     if base is not None and base not in BASES:
         raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
     if name is None:
-        name, ratio, base = DEFAULT_METHOD, DEFAULT_RATIO if ratio is None else ratio, base or FRAMED.name
+        name, ratio = DEFAULT_METHOD, DEFAULT_RATIO if ratio is None else ratio
+    if base is None and "base" in inspect.signature(METHODS.get(name, full)).parameters:
+        base = FRAMED.name
     return make_method(name, ratio=ratio, base=BASES[base] if base else None)
 
 

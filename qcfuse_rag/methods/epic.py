@@ -17,6 +17,5 @@ def epic(ratio: float | None = None, base: Base = BLIND, n_tokens: int = 16) -> 
         n_tokens: LegoLink-k's k; the paper tries 2 to 32. Used if `ratio` is None.
     """
     if ratio is None:
-        # The number of rows is the selector's; a full budget only says that there is something to select.
-        return Method("epic", base=base, selector=ChunkHeads(n_tokens), budget=FixedRatio(1.0))
+        return Method("epic", base=base, selector=ChunkHeads(n_tokens), budget=None)
     return Method("epic", base=base, selector=ChunkHeads(None), budget=FixedRatio(ratio))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qcfuse_rag.model.rope import LayerRope
 
 # Fields of a configuration that say where a model came from or how it is run, not what it computes.
-NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config"}
+NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Fingerprint:
     """Named hashes of what a model's keys and values depend on.
 
     Attributes:
-        weights: hash of every parameter's and buffer's name, shape and bytes.
+        weights: hash of the name, shape and bytes of every parameter and every buffer that is saved with the model.
         config: hash of the configuration, less the fields that do not change results.
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
@@ -83,6 +83,9 @@ def _hash_weights(model: PreTrainedModel) -> str:
 
 def _config_json(config: dict[str, Any]) -> bytes:
     kept = {k: v for k, v in config.items() if k not in NOT_IDENTITY and not k.startswith("_attn")}
+    quantization = kept.get("quantization_config")
+    if isinstance(quantization, dict):
+        kept["quantization_config"] = {k: v for k, v in quantization.items() if k != "gguf_file"}
     return json.dumps(kept, sort_keys=True, default=str).encode()
 
 

@@ -11,7 +11,7 @@ from qcfuse_rag.fuse import attention
 from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
-from qcfuse_rag.model.support import ContextWindow, refuse_unsupported
+from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,10 @@ class LanguageModel:
         name: how the user called it; for reports only.
         ropes: each layer's measured rotation.
         shapes: each layer's cache sizes.
+        sliding: each layer's sliding window in tokens, or None.
         window: how many tokens fit.
         fingerprint: identity of everything stored keys and values depend on.
-        stock_attention: the attention implementation it came with, used to check ours against.
+        stock_attention: transformers' own attention for this model, which ours is checked against.
     """
 
     model: PreTrainedModel
@@ -34,6 +35,7 @@ class LanguageModel:
     name: str
     ropes: tuple[LayerRope, ...]
     shapes: tuple[KVShape, ...]
+    sliding: tuple[int | None, ...]
     window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
@@ -56,7 +58,6 @@ class LanguageModel:
         """
         window = refuse_unsupported(model)
         ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
-        stock = str(model.config._attn_implementation)
         attention.register()
         model.set_attn_implementation(attention.NAME)
         return cls(
@@ -65,9 +66,10 @@ class LanguageModel:
             name=name or str(model.config._name_or_path),
             ropes=ropes,
             shapes=shapes,
+            sliding=sliding_windows(model.config.get_text_config()),
             window=window,
             fingerprint=fingerprint_model(model, tokenizer, ropes),
-            stock_attention="sdpa" if stock == attention.NAME else stock,
+            stock_attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
         )
 
     @property

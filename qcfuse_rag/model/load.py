@@ -30,8 +30,8 @@ def load_pretrained(
     source, options = _source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        # An explicit attention keeps transformers from picking a GGUF-specific one by itself.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="sdpa", **options)
+        # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"cannot load {name!r}: {_first_line(error)}") from error
     if not tokenizer.is_fast:

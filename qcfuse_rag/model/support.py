@@ -31,6 +31,10 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         UnsupportedModel: naming the property that makes reuse wrong.
     """
     config = model.config.get_text_config()
+    if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        raise UnsupportedModel("an adapter is attached, which the identity of stored caches would miss; merge it first")
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise UnsupportedModel("the model is spread over several devices; load it on one")
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
     layer_types, _ = get_layer_types_and_kwargs(config)
@@ -56,6 +60,15 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
             )
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
     return ContextWindow(window, "the model's own limit")
+
+
+def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return each layer's sliding window in tokens, or None where a layer sees everything before it."""
+    kinds, settings = get_layer_types_and_kwargs(config)
+    return tuple(
+        int(setting["sliding_window"]) if kind == "sliding_attention" else None
+        for kind, setting in zip(kinds, settings, strict=True)
+    )
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:

@@ -11,10 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
+
+# Some chat templates print today's date, and a head that changes overnight would make every framed cache useless.
+TEMPLATE_DATE = "01 Jan 2025"
+STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
 MARKERS = {"context": "[[qcfuse:context]]", "question": "[[qcfuse:question]]"}
 
@@ -71,7 +77,7 @@ class PromptBuilder:
     @cached_property
     def frame(self) -> tuple[int, ...]:
         """Token ids of the fixed text before the passages; empty if the question comes before them."""
-        parts = self._parts(())
+        parts = self._fixed_parts
         return self._encode(parts[0][1], special=True) if parts[1][0] == "context" else ()
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
@@ -89,7 +95,7 @@ class PromptBuilder:
         Returns:
             Segments: head, chunks, question, answer header, in the template's order.
         """
-        parts = self._parts(history)
+        parts = self._parts(history) if history else self._fixed_parts
         segments: list[Segment] = []
         fixed = not history and parts[1][0] == "context"
         for index, (kind, text) in enumerate(parts):
@@ -105,9 +111,17 @@ class PromptBuilder:
         return Prompt(tuple(segments), frame=self.frame)
 
     def plain(self, messages: Sequence[Message] | str) -> Prompt:
-        """Build a prompt without passages from chat messages, or from finished text."""
-        text = messages if isinstance(messages, str) else self._render(messages)
+        """Build a prompt without passages from chat messages, or from finished text, which gets its start token."""
+        if isinstance(messages, str):
+            started = messages.startswith(self.tokenizer.bos_token or "\0")
+            ids = tuple(self._with_special.encode(messages, add_special_tokens=not started).ids)
+            return Prompt((Segment(Role.TEXT, ids, messages),), frame=self.frame)
+        text = self._render(messages)
         return Prompt((Segment(Role.TEXT, self._encode(text, special=True), text),), frame=self.frame)
+
+    @cached_property
+    def _fixed_parts(self) -> list[tuple[str, str]]:
+        return self._parts(())
 
     def _parts(self, history: Sequence[Message]) -> list[tuple[str, str]]:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
@@ -127,13 +141,47 @@ class PromptBuilder:
         if self.tokenizer.chat_template is None:
             start = self.tokenizer.bos_token or ""
             return start + "\n\n".join(content for _, content in messages)
+        try:
+            return self._apply(messages)
+        except TemplateError as error:
+            if messages[0][0] != "system" or len(messages) < 2:
+                raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
+        # Some chat templates know no system role: its text goes to the head of the first turn.
+        (_, system), (role, first), *rest = messages
+        try:
+            return self._apply([(role, f"{system}\n\n{first}"), *rest])
+        except TemplateError as error:
+            raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
+
+    def _apply(self, messages: Sequence[Message]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        clock = {
+            "strftime_now": lambda form: TEMPLATE_DATE.strftime(form),
+            "date_string": TEMPLATE_DATE.strftime("%d %b %Y"),
+        }
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **clock))
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Tokenise one segment. Only the template's own text may hold special tokens: a passage cannot end a turn."""
-        encoded = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
-        return tuple(encoded["input_ids"])
+        core = self._with_special if special else self._without_special
+        return tuple(core.encode(text, add_special_tokens=False).ids)
+
+    # Whether special tokens are recognised is a switch on the tokenizer itself, which threads share; hence two copies.
+    @cached_property
+    def _with_special(self) -> Tokenizer:
+        return _private_copy(self.tokenizer, split_special=False)
+
+    @cached_property
+    def _without_special(self) -> Tokenizer:
+        return _private_copy(self.tokenizer, split_special=True)
+
+
+def _private_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:
+    core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    core.no_truncation()
+    core.no_padding()
+    core.encode_special_tokens = split_special
+    return core
 
 
 def _fields(template: str) -> list[str]:

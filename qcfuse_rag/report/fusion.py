@@ -54,7 +54,8 @@ class FusionReport:
     Attributes:
         method: name of the method.
         base: base of the reused chunks, or None.
-        ratio: the method's recompute ratio, a fraction of the reused passage tokens.
+        ratio: the method's recompute ratio, a fraction of the reused passage tokens that are not exact as they stand;
+            the fraction that came of it for methods that count tokens instead.
         prompt_tokens: length of the prompt.
         context_tokens: tokens of its passages.
         reused_tokens: tokens whose stored keys and values stand in the final cache.

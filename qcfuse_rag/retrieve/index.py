@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.errors import QCFuseError
 
-PASSAGES, EMBEDDINGS = "passages.jsonl", "embeddings.npy"
+PASSAGES, EMBEDDINGS, ABOUT = "passages.jsonl", "embeddings.npy", "about.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +31,30 @@ class PassageIndex:
     LangChain.
 
     Args:
+        embedder: name of the embedding model; vectors of different models cannot be compared.
         passages: in any order.
         embeddings: `[N, D]` float32, rows of length 1, in the order of the passages.
     """
 
-    def __init__(self, passages: Sequence[Passage] = (), embeddings: NDArray[np.float32] | None = None) -> None:
+    def __init__(
+        self, embedder: str, passages: Sequence[Passage] = (), embeddings: NDArray[np.float32] | None = None
+    ) -> None:
+        self.embedder = embedder
         self.passages = list(passages)
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
 
     def replace(self, source: str, texts: Sequence[str], embeddings: NDArray[np.float32]) -> None:
         """Put a document's passages in the place of those it had."""
-        kept = [i for i, passage in enumerate(self.passages) if passage.source != source]
-        old = self.embeddings[kept] if kept else embeddings[:0]
-        self.passages = [self.passages[i] for i in kept] + [Passage(source, text) for text in texts]
-        self.embeddings = np.concatenate([old, embeddings])
+        self.remove({source})
+        if texts:
+            old = self.embeddings if self.passages else embeddings[:0]
+            self.passages += [Passage(source, text) for text in texts]
+            self.embeddings = np.concatenate([old, embeddings])
+
+    def remove(self, sources: set[str]) -> None:
+        """Take documents out."""
+        kept = [i for i, passage in enumerate(self.passages) if passage.source not in sources]
+        self.passages, self.embeddings = [self.passages[i] for i in kept], self.embeddings[kept]
 
     def search(self, query: NDArray[np.float32], k: int) -> list[Passage]:
         """Return the `k` passages nearest to a query embedding `[D]`, best first."""
@@ -60,24 +70,28 @@ class PassageIndex:
         (folder / f"{PASSAGES}.part").write_text(lines, "utf-8")
         with open(folder / f"{EMBEDDINGS}.part", "wb") as file:
             np.save(file, self.embeddings, allow_pickle=False)
-        for name in (PASSAGES, EMBEDDINGS):
+        (folder / f"{ABOUT}.part").write_text(json.dumps({"embedder": self.embedder}), "utf-8")
+        for name in (PASSAGES, EMBEDDINGS, ABOUT):
             os.replace(folder / f"{name}.part", folder / name)
 
     @classmethod
-    def load(cls, folder: Path) -> PassageIndex:
+    def load(cls, folder: Path, embedder: str) -> PassageIndex:
         """Read from a folder.
 
         Raises:
-            QCFuseError: if there is no index, or its two files do not belong together.
+            QCFuseError: if there is no index, its files do not belong together, or it was made with another embedder.
         """
         try:
             lines = (folder / PASSAGES).read_text("utf-8").splitlines()
             passages = [Passage(**json.loads(line)) for line in lines]
             embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
+            made_with = json.loads((folder / ABOUT).read_text("utf-8"))["embedder"]
         except FileNotFoundError as error:
             raise QCFuseError(f"no passages in {folder}; run `qcfuse warm` on some documents first") from error
-        except (OSError, ValueError, TypeError) as error:
-            raise QCFuseError(f"the passages in {folder} cannot be read ({error}); run `qcfuse warm` again") from error
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise QCFuseError(f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm`") from error
         if len(passages) != len(embeddings):
-            raise QCFuseError(f"the passages and embeddings in {folder} differ in number; run `qcfuse warm` again")
-        return cls(passages, embeddings)
+            raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm`")
+        if made_with != embedder:
+            raise QCFuseError(f"{folder} was made with the embedder {made_with!r}; name it with --embedder")
+        return cls(embedder, passages, embeddings)

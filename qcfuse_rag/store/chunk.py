@@ -49,6 +49,15 @@ class ChunkKV:
         layers = range(self.n_layers)
         return [RANKING, *(f"{kind}.{layer}" for layer in layers for kind in ("key", "value"))]
 
+    def read(self) -> None:
+        """Read every block, which checks those of a store.
+
+        Raises:
+            CorruptEntry: if one fails its check.
+        """
+        for name in self.names():
+            self.blocks[name]
+
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks; reads them."""

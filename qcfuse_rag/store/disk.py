@@ -7,7 +7,6 @@ both: keys are strings, values are bytes, and anything else found in the index i
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import sqlite3
 import threading
@@ -24,7 +23,7 @@ from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
 from qcfuse_rag.store.format import decode, encode
 from qcfuse_rag.store.key import ChunkKey
 
-FAILURES = (OSError, ValueError, diskcache.Timeout, sqlite3.Error, CorruptEntry)
+FAILURES = (OSError, ValueError, diskcache.Timeout, sqlite3.Error, CorruptEntry, StoreError)
 
 
 class BytesDisk(diskcache.Disk):  # type: ignore[misc]
@@ -48,19 +47,30 @@ class BytesDisk(diskcache.Disk):  # type: ignore[misc]
             raise TypeError(f"values are bytes, got {type(value).__name__}")
         name, path = self.filename(key, value)
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(value)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(value)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            Path(path).unlink(missing_ok=True)  # half a file that no index names would never be found again
+            raise
         return len(value), MODE_BINARY, name, None
 
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> memoryview:
-        """Map a value's file into memory, read only."""
+        """Read a value's file.
+
+        It is read rather than mapped: a disk error then is an error here and not a signal in the middle of a request.
+        diskcache takes an `OSError` for absence, hence the other types.
+        """
         if mode != MODE_BINARY or filename is None or read:
             raise CorruptEntry("the index holds a value that is not a file of bytes; it was not read")
-        with open(os.path.join(self._directory, filename), "rb") as file:
-            # A private mapping is writable for torch's sake; nothing writes to it, and the file would not change.
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        try:
+            return memoryview(bytearray(Path(self._directory, filename).read_bytes()))
+        except FileNotFoundError as error:
+            raise CorruptEntry("its file is missing") from error
+        except OSError as error:
+            raise StoreError(str(error)) from error
 
 
 class DiskStore(KVStore):
@@ -80,7 +90,6 @@ class DiskStore(KVStore):
             self._cache = diskcache.Cache(
                 str(self.folder), disk=BytesDisk, size_limit=limit_bytes, eviction_policy="least-recently-used"
             )
-            # A value in the row would bypass files; with BytesDisk there is no such thing, whatever the settings say.
             self._models = self._known_models()
         except (OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry, TypeError) as error:
             raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
@@ -88,7 +97,7 @@ class DiskStore(KVStore):
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, its blocks mapped and checked when they are read, or why there is none."""
+        """Return the chunk, its blocks checked when they are used, or why there is none."""
         try:
             data = self._cache.get(key.address)
             if data is not None:
@@ -169,8 +178,14 @@ class DiskStore(KVStore):
         return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
 
     def _known_models(self) -> dict[str, dict[str, str]]:
-        names = [name for name in self._cache if name.startswith("model-")]
-        return {name.removeprefix("model-"): json.loads(bytes(self._cache[name])) for name in names}
+        """Read the records of models; an unreadable one is dropped, since it only serves to explain misses."""
+        models = {}
+        for name in [name for name in self._cache if name.startswith("model-")]:
+            try:
+                models[name.removeprefix("model-")] = dict(json.loads(bytes(self._cache[name])))
+            except (KeyError, *FAILURES):
+                self._cache.delete(name)
+        return models
 
     def _addresses(self) -> Iterator[str]:
         return (name for name in self._cache if not name.startswith("model-"))

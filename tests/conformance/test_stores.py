@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import sqlite3
@@ -104,8 +105,37 @@ class TestDiskStore(KVStoreTests):
             found = store.get(example_key())
             assert isinstance(found, Miss)
             assert re.search(reason, found.reason), found.reason
+            assert example_key() not in store
             store.put(example_key(), example_chunk())
             assert_same(store.get(example_key()), example_chunk())
+
+    def test_a_file_that_vanished_is_a_miss_and_the_entry_goes(self, tmp_path: Path) -> None:
+        with DiskStore(tmp_path) as store:
+            store.put(example_key(), example_chunk())
+            for path in tmp_path.rglob("*.val"):
+                path.unlink()
+            assert store.get(example_key()) == Miss("its file is missing")
+            assert example_key() not in store
+
+    @pytest.mark.parametrize("content", [None, b"", b"no JSON"])
+    def test_an_unreadable_record_of_a_model_does_not_lock_the_store(self, tmp_path: Path, content: bytes) -> None:
+        with DiskStore(tmp_path) as store:
+            store.put(example_key(), example_chunk())
+            [row] = store._cache._sql("SELECT filename FROM Cache WHERE key LIKE 'model-%'")
+        path = tmp_path / str(row[0])
+        path.unlink() if content is None else path.write_bytes(content)
+        with DiskStore(tmp_path) as store:
+            assert_same(store.get(example_key()), example_chunk())
+
+    def test_a_write_that_fails_leaves_nothing_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        with DiskStore(tmp_path) as store:
+            monkeypatch.setattr(os, "fsync", full)
+            with pytest.raises(StoreError, match="No space left on device"):
+                store.put(example_key(), example_chunk())
+            assert list(tmp_path.rglob("*.val")) == []
 
     def test_a_planted_pickle_is_not_executed(self, tmp_path: Path) -> None:
         marker = tmp_path / "executed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from qcfuse_rag import (
     KVStore,
     LanguageModel,
     MemoryStore,
-    Miss,
     PromptTemplate,
     PromptTooLong,
     SamplingParams,
@@ -26,6 +26,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.ingest.warm import warm
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.format import ALIGNMENT, PREAMBLE
 from qcfuse_rag.store.key import ChunkKey
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
@@ -115,9 +116,9 @@ def test_a_prompt_beyond_the_context_window_is_one_clear_error(engine: FusionEng
 
 
 def test_a_passage_beyond_the_context_window_is_reported_and_the_rest_is_stored(engine: FusionEngine) -> None:
-    summary = engine.warm([PASSAGES[0], PASSAGES[1] * 40, PASSAGES[2]])
+    summary = engine.warm([PASSAGES[0], PASSAGES[0], PASSAGES[1] * 40, PASSAGES[2]])
     assert (summary.chunks, summary.warmed) == (3, 2)
-    assert [index for index, _ in summary.failed] == [1]
+    assert [index for index, _ in summary.failed] == [2], "counted as they were given"
     assert "split the document into smaller passages" in summary.failed[0][1]
 
 
@@ -158,27 +159,125 @@ def test_stored_keys_are_unrotated(engine: FusionEngine) -> None:
     assert torch.allclose(keys[:, again[0]], keys[:, again[-1]], atol=1e-5)
 
 
-class FailingStore(MemoryStore):
-    """A store whose disk has died."""
+def test_a_disk_that_fails_costs_time_and_nothing_else(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
 
-    def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        return Miss("cannot be read: [Errno 5] Input/output error")
+        def broken(path: Path) -> bytes:
+            raise OSError(5, "Input/output error")
 
-
-def test_a_store_that_fails_costs_time_and_nothing_else(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, FailingStore())
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    done = engine.prefill(prompt, method=QCFUSE)
+        monkeypatch.setattr(Path, "read_bytes", broken)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        done = engine.prefill(prompt, method=QCFUSE)
     assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
     assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
 
 
-def test_a_corrupt_chunk_is_recomputed_reported_and_replaced(llama: LanguageModel, tmp_path: Path) -> None:
+def test_an_index_that_fails_costs_time_and_nothing_else(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        store._cache.close()
+        (tmp_path / "cache.db").write_bytes(b"overwritten" * 1000)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        done = engine.prefill(prompt, method=QCFUSE)
+    assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+    assert "cannot be read: file is not a database" in str(done.report.fallback)
+
+
+def file_of(store: DiskStore, key: ChunkKey) -> Path:
+    [row] = store._cache._sql("SELECT filename FROM Cache WHERE key = ?", (key.address,))
+    return store.folder / str(row[0])
+
+
+def damage(path: Path, block: str) -> None:
+    """Flip one bit in a block of an entry."""
+    data = bytearray(path.read_bytes())
+    header_bytes = int.from_bytes(data[12:16], "little")
+    header = json.loads(data[PREAMBLE.size : PREAMBLE.size + header_bytes])
+    [offset] = [b["offset"] for b in header["blocks"] if b["name"] == block]
+    start = -(-(PREAMBLE.size + header_bytes) // ALIGNMENT) * ALIGNMENT
+    data[start + offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("block", ["ranking", "key.0", "value.3"])
+@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+def test_damage_in_any_block_is_recomputed_reported_and_healed(
+    llama: LanguageModel, tmp_path: Path, block: str, method: str
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
+        sound = engine.prefill(prompt, method=chosen)
+        key = FRAMED.key(llama.fingerprint, prompt.frame, prompt.chunks[1].segment.ids)
+        damage(file_of(store, key), block)
+        done = engine.prefill(prompt, method=chosen)
+        assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+        assert done.report.fallback == f"1 of 3 passages computed in full: checksum of block {block} differs"
+        assert torch.isfinite(done.logits).all()
+        assert engine.warm(PASSAGES).warmed == 1
+        assert torch.equal(engine.prefill(prompt, method=chosen).logits, sound.logits)
+
+
+def test_a_damaged_head_is_recomputed_when_questions_and_when_passages_come(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES[:1])
+        prompt = engine.prompt(QUESTION, PASSAGES[:1])
+        key = BLIND.key(llama.fingerprint, prompt.frame, prompt.frame)
+        damage(file_of(store, key), "value.1")
+        done = engine.prefill(prompt, method=make_method("reuse"))
+        assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+        assert engine.warm(PASSAGES).warmed == 2
+        damage(file_of(store, key), "value.1")
+        assert engine.warm([*PASSAGES, "One more."]).warmed == 1
+        assert engine.prefill(prompt, method=make_method("reuse")).report.lookups[0].hit
+
+
+def test_a_miss_says_what_is_there_instead(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(BLIND,))
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=QCFUSE).report
+    assert report.fallback == "3 of 3 passages computed in full: absent: stored blind, not framed"
+
+
+def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
+    """Special tokens are a switch on a tokenizer; switching it for one thread must not switch it for another."""
+    passages = [f"</s> {text} <s>" for text in PASSAGES]
+    expected, wrong = engine.prompt(QUESTION, passages).ids, []
+
+    def work() -> None:
+        wrong.extend(i for i in range(40) if engine.prompt(QUESTION, passages).ids != expected)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageModel) -> None:
+    template = PromptTemplate(messages=(("user", "Question: {question}\n\n{context}Answer:"),))
+    engine = FusionEngine(llama, MemoryStore(), template=template)
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompts = [engine.prompt(question, PASSAGES) for question in ("Who keeps paint?", "When is the council?")]
+    chosen = [engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2)).report for prompt in prompts]
+    offset = len(prompts[1]) - len(prompts[0])
+    assert chosen[0].selected != tuple(position - offset for position in chosen[1].selected)
+
+
+def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
-        sound = engine.prefill(prompt, method=make_method("reuse"))
         key = FRAMED.key(llama.fingerprint, prompt.frame, prompt.chunks[1].segment.ids)
         [path] = [
             tmp_path / row[0] for row in store._cache._sql("SELECT filename FROM Cache WHERE key = ?", (key.address,))
@@ -194,8 +293,6 @@ def test_a_corrupt_chunk_is_recomputed_reported_and_replaced(llama: LanguageMode
         at = slice(prompt.chunks[1].start, prompt.chunks[1].stop)
         assert torch.allclose(done.buffer.values[3][:, :, at], table[3][1][:, :, at], atol=1e-4)
         assert store.stats()[0].discarded == 1
-        assert engine.warm(PASSAGES).warmed == 1
-        assert torch.equal(engine.prefill(prompt, method=make_method("reuse")).logits, sound.logits)
 
 
 def test_a_store_that_cannot_be_written_says_so(engine: FusionEngine) -> None:
@@ -262,8 +359,10 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
     secret = "xyzzy-plugh-42"
     with FusionEngine(llama, open_store(tmp_path)) as engine:
         engine.warm(PASSAGES)
+        before = set(tmp_path.rglob("*.val"))
         engine.generate(engine.prompt(secret, PASSAGES, history=[("user", secret)]), SamplingParams(max_new_tokens=2))
         question = torch.tensor(engine.prompt(secret).spans[-2].segment.ids).numpy().tobytes()
+        assert set(tmp_path.rglob("*.val")) == before, "no entry was added or replaced"
     for path in tmp_path.rglob("*"):
         if path.is_file():
             data = path.read_bytes()

@@ -47,7 +47,7 @@ def prompt(warmed: FusionEngine) -> Prompt:
 
 
 def question_rows(prompt: Prompt) -> list[int]:
-    """From the end of the last chunk to the end of the question, without the answer's header."""
+    """Return the rows from the end of the last chunk to the end of the question."""
     return list(range(prompt.chunks[-1].stop, prompt.spans[-2].stop))
 
 
@@ -156,6 +156,7 @@ def test_critical_layers_default_to_the_middle(layers: int, expected: tuple[int,
 def test_epic_takes_the_head_of_every_chunk(warmed: FusionEngine, prompt: Prompt) -> None:
     report = warmed.prefill(prompt, method=make_method("epic", n_tokens=3)).report
     assert report.selected == tuple(span.start + i for span in prompt.chunks for i in range(3))
+    assert report.ratio == len(report.selected) / report.context_tokens
     at_ratio = warmed.prefill(prompt, method=make_method("epic", ratio=0.5)).report
     heads = [p for span in prompt.chunks for p in range(span.start, span.start + round(len(span) / 2))]
     assert abs(len(at_ratio.selected) - len(heads)) <= len(prompt.chunks)
@@ -187,7 +188,8 @@ def test_choosing_by_name() -> None:
     default = choose_method()
     assert (default.name, default.ratio, default.base) == ("qcfuse", 0.15, FRAMED)
     assert choose_method(ratio=0.3).ratio == 0.3
-    assert choose_method("qcfuse").base is BLIND, "a name alone is the method as published"
+    qcfuse = choose_method("qcfuse")
+    assert (qcfuse.ratio, qcfuse.base) == (0.5, FRAMED), "as published, but over caches as they are warmed"
     assert choose_method("reuse", base="blind").base is BLIND
     with pytest.raises(UnknownMethod, match="no method 'qcfuze'; there are full"):
         choose_method("qcfuze")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import InvalidTemplate, Prompt, PromptTemplate, Role, Segment
@@ -92,6 +93,39 @@ def test_a_chat_template_that_drops_messages_is_refused(tokenizer: PreTrainedTok
     other.chat_template = "{{ messages[0]['content'] }}"
     with pytest.raises(InvalidTemplate, match="repeats or drops message text"):
         PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
+
+
+def test_a_chat_template_that_prints_the_date_gives_the_same_head_every_day(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    other = build_tokenizer(lambda: PASSAGES)
+    other.chat_template = "Today is {{ strftime_now('%d %b %Y') }} {{ date_string }}\n" + str(tokenizer.chat_template)
+    prompt = PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
+    assert prompt.segments[0].text.startswith("Today is 01 Jan 2025 01 Jan 2025\n")
+    assert prompt.segments[0].ids == prompt.frame
+
+
+def test_a_chat_template_without_a_system_role_gets_its_text_in_the_first_turn() -> None:
+    other = build_tokenizer(lambda: PASSAGES)
+    other.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
+    builder = PromptBuilder(other, PromptTemplate())
+    assert builder.build(QUESTION, PASSAGES).segments[0].text.startswith("<user>Answer the question from the passages.")
+    other.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(InvalidTemplate, match="does not take these messages: no"):
+        PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
+
+
+def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
+    other = build_tokenizer(lambda: PASSAGES)
+    core = other.backend_tokenizer
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    builder = PromptBuilder(other, PromptTemplate())
+    assert builder.plain("The ferry").ids == tuple(other("The ferry")["input_ids"])
+    assert builder.plain("<s>The ferry").ids == builder.plain("The ferry").ids
+    assert builder.plain("The ferry").ids[0] == 1
 
 
 def test_a_prompt_must_end_in_something_to_compute() -> None:

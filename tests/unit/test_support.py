@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from transformers import (
 )
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, ModelNotFound, UnsupportedModel, make_method
+from qcfuse_rag.fuse.attention import rows_attention
+from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.model.support import refuse_unsupported
-from tests.families import SIZES, build_model
+from tests.families import FAMILIES, SIZES, build_model
+from tests.unit.test_attention import Layer
 
 
 def test_dynamic_rope_is_refused() -> None:
@@ -73,14 +77,45 @@ def test_the_self_check_catches_attention_that_is_not_what_it_seems(
 
 def test_a_wrapped_model_still_works_on_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
     ids = torch.tensor([[5, 6, 7, 8, 9]])
+    padded = torch.tensor([[0, 0, 5, 6, 7], [5, 6, 7, 8, 9], [0, 5, 6, 7, 8], [0, 0, 0, 0, 9]])
+    seen = padded != 0
     for family in ("llama", "gemma2-softcap"):
-        expected = build_model(family).generate(ids, max_new_tokens=8, do_sample=False)
-        lm = LanguageModel.wrap(build_model(family), tokenizer)
+        stock, lm = build_model(family), LanguageModel.wrap(build_model(family), tokenizer)
+        expected = stock.generate(ids, max_new_tokens=8, do_sample=False)
         assert torch.equal(lm.model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+        batch = [m(padded, attention_mask=seen).logits[:, -1] for m in (stock, lm.model)]
+        assert torch.allclose(*batch, atol=1e-4)
 
 
-def test_a_model_saved_to_a_folder_is_loaded_and_answers(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    build_model("qwen3-qk-norm").save_pretrained(tmp_path)
+def test_an_attached_adapter_is_refused() -> None:
+    model = build_model("llama")
+    model._hf_peft_config_loaded = True
+    with pytest.raises(UnsupportedModel, match="merge it first"):
+        refuse_unsupported(model)
+
+
+def test_attention_that_asks_for_more_is_refused_rather_than_ignored(llama: LanguageModel) -> None:
+    plan = RowsPlan(torch.arange(2), 2)
+    with pytest.raises(UnsupportedModel, match="attends by position_bias, which is not computed here"):
+        rows_attention(Layer(), *torch.zeros(3, 1, 2, 2, 4), None, fusion=plan, position_bias=torch.zeros(1))
+
+
+def test_the_self_check_crosses_a_short_sliding_window(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("qwen2-moe-silent-window"), tokenizer)
+    assert check_exact(lm).passed
+    without = replace(lm, sliding=(None,) * lm.n_layers)
+    monkeypatch.setattr("qcfuse_rag.fuse.self_check._segment_tokens", lambda _: 24)
+    with pytest.raises(UnsupportedModel, match="does not reproduce"):
+        check_exact(without)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_saved_to_a_folder_is_loaded_and_answers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, family: str
+) -> None:
+    build_model(family).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     engine = FusionEngine.load(str(tmp_path), store=MemoryStore(), device="cpu")
     assert engine.generate(engine.prompt("Who?"), method=make_method("full")).report.rows > 0

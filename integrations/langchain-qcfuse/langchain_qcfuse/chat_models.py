@@ -28,6 +28,21 @@ from qcfuse_rag import (
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
+ANSWER_SETTINGS = (
+    "model_name",
+    "method",
+    "ratio",
+    "base",
+    "rag_messages",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "stop",
+    "device",
+    "dtype",
+)
+
+
 class ChatQCFuse(BaseChatModel):
     """A transformers model in this process, with qcfuse-rag's engine around it.
 
@@ -95,7 +110,8 @@ class ChatQCFuse(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {"model": self.model_name, "method": self.method, "ratio": self.ratio, "base": self.base}
+        # Everything that changes an answer: LangChain's own cache of answers is keyed by it.
+        return self.model_dump(include=set(ANSWER_SETTINGS))
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -150,11 +166,12 @@ class ChatQCFuse(BaseChatModel):
 
     def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> TextStream:
         documents: Sequence[Document] | None = kwargs.get("documents")
+        ends = stop or self.stop or ()
         sampling = SamplingParams(
             max_new_tokens=kwargs.get("max_tokens", self.max_tokens),
             temperature=kwargs.get("temperature", self.temperature),
             top_p=kwargs.get("top_p", self.top_p),
-            stop=tuple(stop or self.stop or ()),
+            stop=(ends,) if isinstance(ends, str) else tuple(ends),
             seed=kwargs.get("seed"),
         )
         return self.engine.stream(self._prompt(messages, documents), sampling)

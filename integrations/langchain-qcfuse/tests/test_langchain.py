@@ -118,6 +118,12 @@ def test_earlier_turns_reach_the_model_and_chunks_are_still_found(chat: ChatQCFu
     assert create_qcfuse_chain(chat).invoke({**INPUTS, "chat_history": turns}) == message.content
 
 
+def test_langchains_cache_of_answers_tells_settings_apart(chat: ChatQCFuse) -> None:
+    other = ChatQCFuse.from_engine(chat.engine, max_tokens=5)
+    assert chat._get_llm_string() != other._get_llm_string()
+    assert chat._get_llm_string() == ChatQCFuse.from_engine(chat.engine, max_tokens=12)._get_llm_string()
+
+
 def test_without_documents_it_is_a_plain_chat_model(chat: ChatQCFuse) -> None:
     prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{input}")])
     message = (prompt | chat).invoke({"input": "The ferry"})

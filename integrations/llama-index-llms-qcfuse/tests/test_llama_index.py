@@ -13,13 +13,13 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.llms import LLM, ChatMessage, CustomLLM
+from llama_index.core.llms import ChatMessage
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-from qcfuse_rag import FusionEngine, LanguageModel, open_store
+from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, open_store
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -86,9 +86,10 @@ def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any
 
 
 def test_classes_are_what_llama_index_expects() -> None:
-    names = [base.__name__ for base in QCFuseLLM.__mro__]
-    assert {"CustomLLM", "BaseLLM"} <= set(names)
-    assert issubclass(QCFuseLLM, LLM | CustomLLM)
+    assert {"CustomLLM", "LLM", "BaseLLM"} <= {base.__name__ for base in QCFuseLLM.__mro__}
+    assert "BaseSynthesizer" in {base.__name__ for base in QCFuseSynthesizer.__mro__}
+    assert "BaseNodePostprocessor" in {base.__name__ for base in QCFusePostprocessor.__mro__}
+    assert "TransformComponent" in {base.__name__ for base in QCFuseWarmup.__mro__}
 
 
 def test_a_query_over_warmed_nodes_reuses_all_of_them(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
@@ -147,12 +148,19 @@ def test_warming_twice_prefills_once(llm: QCFuseLLM) -> None:
     assert warmup.summary.present == 3
 
 
-def test_another_model_warms_again_through_the_pipelines_own_cache(llm: QCFuseLLM) -> None:
-    other = QCFuseLLM.from_engine(
-        FusionEngine(LanguageModel.wrap(build_model("llama", seed=1), llm.engine.lm.tokenizer), llm.engine.store)
-    )
-    one, two = QCFuseWarmup(llm), QCFuseWarmup(other)
-    assert one.to_dict() != two.to_dict()
+def test_the_pipelines_own_cache_does_not_hide_a_change(llm: QCFuseLLM) -> None:
+    """IngestionPipeline skips a transform it has seen; another model or another wording must not be skipped."""
+    lm, store = llm.engine.lm, llm.engine.store
+    other_model = FusionEngine(LanguageModel.wrap(build_model("llama", seed=1), lm.tokenizer), store)
+    wording = PromptTemplate(messages=(("user", "Read.\n\n{context}{question}"),))
+    pipeline = IngestionPipeline(transformations=[])
+    warmed = []
+    for engine in (llm.engine, llm.engine, other_model, FusionEngine(lm, store, template=wording)):
+        warmup = QCFuseWarmup(QCFuseLLM.from_engine(engine))
+        pipeline.transformations = [warmup]
+        pipeline.run(documents=[Document(text=text, id_=text[:9]) for text in PASSAGES])
+        warmed.append(warmup.summary.warmed if warmup.summary else 0)
+    assert warmed == [3, 0, 3, 3]
 
 
 def test_complete_and_chat_are_the_models_own_answers(llm: QCFuseLLM) -> None:
@@ -195,6 +203,15 @@ def test_usage_and_report_are_plain_data(llm: QCFuseLLM) -> None:
 
 def test_settings_of_one_call_win(llm: QCFuseLLM) -> None:
     assert llm.complete("The ferry", max_new_tokens=3).additional_kwargs["completion_tokens"] == 3
+
+
+def test_what_it_cannot_do_is_refused(llm: QCFuseLLM) -> None:
+    with pytest.raises(ValueError, match="answers in text only; leave out output_cls"):
+        QCFuseSynthesizer(llm, output_cls=Document)
+
+
+def test_a_single_stop_string_is_one_string(llm: QCFuseLLM) -> None:
+    assert llm.sampling(stop="END").stop == ("END",)
 
 
 def test_changing_the_wording_says_how(llm: QCFuseLLM) -> None:

@@ -108,7 +108,7 @@ class QCFuseLLM(CustomLLM):
             **{name: kwargs[name] for name in ("max_new_tokens", "temperature", "top_p", "seed") if name in kwargs},
         }
         if kwargs.get("stop"):
-            options["stop"] = tuple(kwargs["stop"])
+            options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
         return SamplingParams(**options)
 
     @llm_completion_callback()

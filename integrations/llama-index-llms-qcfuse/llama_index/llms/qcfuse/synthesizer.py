@@ -29,10 +29,16 @@ class QCFuseSynthesizer(BaseSynthesizer):
     Args:
         llm: the LLM, whose `rag_messages` word the prompt.
         streaming: answer piece by piece.
-        **kwargs: of `BaseSynthesizer`.
+        **kwargs: of `BaseSynthesizer`, except `output_cls` and `multimodal`.
+
+    Raises:
+        ValueError: for what it cannot do.
     """
 
     def __init__(self, llm: QCFuseLLM, streaming: bool = False, **kwargs: Any) -> None:
+        refused = [name for name in ("output_cls", "multimodal") if kwargs.get(name)]
+        if refused:
+            raise ValueError(f"QCFuseSynthesizer answers in text only; leave out {', '.join(refused)}")
         super().__init__(llm=llm, streaming=streaming, **kwargs)
         self._qcfuse = llm
 

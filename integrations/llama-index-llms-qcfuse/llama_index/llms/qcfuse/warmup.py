@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +25,19 @@ class QCFuseWarmup(TransformComponent):
         default=None, description="How to store nodes; None: as the LLM's method reads them."
     )
     fingerprint: str = Field(
-        default="", description="Identity of the model; makes the pipeline's own cache warm again after a change."
+        default="", description="What is stored and where; makes the pipeline's own cache warm again after a change."
     )
 
     _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
     _summary: WarmSummary | None = PrivateAttr(default=None)
 
     def __init__(self, llm: QCFuseLLM, progress: Callable[[int, int], None] | None = None, **data: Any) -> None:
-        super().__init__(llm=llm, **{"fingerprint": llm.engine.lm.fingerprint.digest, **data})
+        super().__init__(llm=llm, **data)
         self._progress = progress
+        engine = llm.engine
+        base = engine.method.base.name if engine.method.base else ""
+        parts = (engine.lm.fingerprint.digest, engine.prompts.frame, engine.prompts.template.chunk, base, llm.store)
+        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @classmethod
     def class_name(cls) -> str:
