@@ -3,10 +3,14 @@
 from qcfuse_rag import FusionEngine, SamplingParams, make_method
 from qcfuse_rag.demo.assets import corpus, default_model
 
-passages = list(corpus().values())[:8]
+passages = [
+    corpus()["23-merrin-hospital.md"],
+    corpus()["05-thornskerry-lighthouse.md"],
+    corpus()["09-tarrowin-school.md"],
+]
 with FusionEngine.load(default_model(), store="kv") as engine:
     print(engine.warm(passages))
-    prompt = engine.prompt("Who founded Brinemoor Salt Works?", passages)
+    prompt = engine.prompt("What is the name of the ambulance boat of Merrin Hospital?", passages)
 
     stream = engine.stream(prompt, SamplingParams(max_new_tokens=32))
     for piece in stream:

@@ -155,11 +155,14 @@ class PromptBuilder:
 
     def _apply(self, messages: Sequence[Message]) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
-        clock = {
-            "strftime_now": lambda form: TEMPLATE_DATE.strftime(form),
-            "date_string": TEMPLATE_DATE.strftime("%d %b %Y"),
-        }
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **clock))
+        rendered = self.tokenizer.apply_chat_template(
+            turns,
+            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(),
+            tokenize=False,
+            add_generation_prompt=True,
+            date_string=TEMPLATE_DATE,
+        )
+        return str(rendered)
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """Tokenise one segment. Only the template's own text may hold special tokens: a passage cannot end a turn."""

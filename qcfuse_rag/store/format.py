@@ -66,7 +66,7 @@ def decode(data: memoryview, key: ChunkKey) -> ChunkKV:
     """Open an entry without reading its blocks; each is checked when it is first used.
 
     Args:
-        data: the entry; the chunk's tensors are views of it.
+        data: the entry, in writable memory for torch's sake; the chunk's tensors are views of it.
         key: what the entry must be.
 
     Raises:
