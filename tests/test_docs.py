@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -13,7 +14,7 @@ from qcfuse_rag import METHODS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "integrations").glob("*/README.md"))
+PAGES += [*sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "notebooks" / "README.md"]
 
 
 @pytest.mark.parametrize("example", ["llama_index_query_engine.py", "langchain_chain.py"])
@@ -58,3 +59,16 @@ def test_the_readmes_commands_are_targets_of_the_makefile() -> None:
     named = set(re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text("utf-8")))
     assert {"demo", "test"} <= named
     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_run_and_carry_their_outputs(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = [cell for cell in json.loads(notebook.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in cells)
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    names: dict[str, object] = {}
+    for cell in cells:
+        exec("".join(cell["source"]), names)

@@ -25,7 +25,7 @@ from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.report.fusion import FusionReport
 
-QUESTION = "What is the name of the ambulance boat of Merrin Hospital?"
+QUESTION = "How many members does the Tidemoot have?"
 METHODS = (
     make_method("full"),
     make_method("reuse", base=FRAMED),

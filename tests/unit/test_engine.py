@@ -157,6 +157,8 @@ def test_stored_keys_are_unrotated(engine: FusionEngine) -> None:
     again = [i for i, token in enumerate(ids) if token == ids[-3]]
     assert len(again) > 1
     assert torch.allclose(keys[:, again[0]], keys[:, again[-1]], atol=1e-5)
+    at_zero = references.alone_at(engine.lm, (ids[-3],), 0)[0][0][0, :, 0]
+    assert torch.allclose(keys[:, again[0]], at_zero, atol=1e-5)
 
 
 def test_a_disk_that_fails_costs_time_and_nothing_else(
