@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from qcfuse_rag import LanguageModel
+from qcfuse_rag import Base, LanguageModel, Prompt, Role
 from qcfuse_rag.fuse.self_check import stock_attention
 
 Table = list[tuple[Tensor, Tensor]]
@@ -42,6 +42,18 @@ def alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple[
     with stock_attention(lm):
         lm.model(input_ids=torch.tensor([before + ids]), position_ids=positions, past_key_values=cache, use_cache=True)
     return [(layer.keys[:, :, len(before) :], layer.values[:, :, len(before) :]) for layer in cache.layers]
+
+
+def stored_table(lm: LanguageModel, prompt: Prompt, base: Base) -> Table:
+    """Assemble every segment of a prompt as its base says, each by the model's own forward, at its place."""
+    tables = []
+    for span in prompt.spans:
+        before = base.prefix(prompt.frame) if span.segment.role is Role.CHUNK else ()
+        tables.append(alone_at(lm, span.segment.ids, span.start, before=before))
+    return [
+        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
+        for layer in range(lm.n_layers)
+    ]
 
 
 @torch.inference_mode()

@@ -90,7 +90,7 @@ def test_question_rows_equal_naive_concatenation(warmed: FusionEngine, prompt: P
 @pytest.mark.parametrize("method", ["random", "epic", "prophetkv", "qcfuse"])
 def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: Prompt, method: str, base: Base) -> None:
     done = warmed.prefill(prompt, method=make_method(method, ratio=0.3, base=base))
-    table = stored_table(warmed.lm, prompt, base)
+    table = references.stored_table(warmed.lm, prompt, base)
     rows = [*done.report.selected, *range(prompt.chunks[-1].stop, len(prompt))]
     assert 0 < len(done.report.selected) < done.report.context_tokens
     logits, completed = references.sequential_fusion(warmed.lm, prompt.ids, rows, table)
@@ -98,18 +98,6 @@ def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: P
     for layer, (keys, values) in enumerate(completed):
         assert error(done.buffer.keys[layer], keys) <= TOLERANCE
         assert error(done.buffer.values[layer], values) <= TOLERANCE
-
-
-def stored_table(lm: LanguageModel, prompt: Prompt, base: Base) -> references.Table:
-    """Assemble head and chunks as their base says, by the model's own forward; the rest stays zero."""
-    tables = []
-    for span in prompt.spans:
-        before = base.prefix(prompt.frame) if span.segment.role == "chunk" else ()
-        tables.append(references.alone_at(lm, span.segment.ids, span.start, before=before))
-    return [
-        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
-        for layer in range(lm.n_layers)
-    ]
 
 
 def test_a_framed_chunk_right_after_the_head_is_exact(warmed: FusionEngine) -> None:

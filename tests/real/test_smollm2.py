@@ -55,8 +55,7 @@ def test_question_rows_equal_naive_concatenation(engine: FusionEngine) -> None:
 def test_selected_rows_equal_one_token_at_a_time(engine: FusionEngine) -> None:
     prompt = engine.prompt(questions()[0].question, passages())
     done = engine.prefill(prompt, method=make_method("qcfuse", ratio=0.1, base=BLIND))
-    tables = [references.alone_at(engine.lm, span.segment.ids, span.start) for span in prompt.spans]
-    table = [(torch.cat([t[i][0] for t in tables], 2), torch.cat([t[i][1] for t in tables], 2)) for i in range(30)]
+    table = references.stored_table(engine.lm, prompt, BLIND)
     rows = [*done.report.selected, *range(prompt.chunks[-1].stop, len(prompt))]
     logits, _ = references.sequential_fusion(engine.lm, prompt.ids, rows, table)
     assert len(done.report.selected) > 10

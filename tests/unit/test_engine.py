@@ -102,9 +102,8 @@ def test_chunks_that_are_missing_are_rows(engine: FusionEngine, method: str, mis
     rows |= {p for i in missing for p in range(prompt.chunks[i].start, prompt.chunks[i].stop)}
     if not engine.store.stats()[0].entries:
         rows |= set(range(prompt.chunks[0].start))
-    tables = [references.alone_at(engine.lm, span.segment.ids, span.start) for span in prompt.spans]
-    table = [tuple(torch.cat([t[layer][kind] for t in tables], 2) for kind in (0, 1)) for layer in range(4)]
-    expected, _ = references.sequential_fusion(engine.lm, prompt.ids, sorted(rows), table)  # type: ignore[arg-type]
+    table = references.stored_table(engine.lm, prompt, BLIND)
+    expected, _ = references.sequential_fusion(engine.lm, prompt.ids, sorted(rows), table)
     assert done.report.rows == len(rows)
     assert torch.allclose(done.logits, expected, atol=1e-4)
 

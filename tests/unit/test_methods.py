@@ -51,14 +51,6 @@ def question_rows(prompt: Prompt) -> list[int]:
     return list(range(prompt.chunks[-1].stop, prompt.spans[-2].stop))
 
 
-def blind_table(lm: LanguageModel, prompt: Prompt) -> references.Table:
-    tables = [references.alone_at(lm, span.segment.ids, span.start) for span in prompt.spans]
-    return [
-        (torch.cat([t[layer][0] for t in tables], 2), torch.cat([t[layer][1] for t in tables], 2))
-        for layer in range(lm.n_layers)
-    ]
-
-
 @torch.inference_mode()
 def attention_of_question(lm: Model, prompt: Prompt, seen: Sequence[Sequence[int]], layers: Sequence[int]) -> Tensor:
     """Run the question one layer's cache at a time with eager attention and score it against all keys.
@@ -66,7 +58,7 @@ def attention_of_question(lm: Model, prompt: Prompt, seen: Sequence[Sequence[int
     Returns:
         `[T]`, mean over layers, heads and question rows of the softmax over everything before a row.
     """
-    table, rows = blind_table(lm, prompt), question_rows(prompt)
+    table, rows = references.stored_table(lm, prompt, BLIND), question_rows(prompt)
     captured: dict[int, tuple[Tensor, Tensor]] = {}
 
     def capture(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any) -> Any:
