@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,9 @@ from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
 from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.open import open_store
+from qcfuse_rag.store.sources import Sources
 
 
 class FusionEngine:
@@ -83,21 +86,55 @@ class FusionEngine:
         return cls(lm, kept, template=template, method=method)
 
     def warm(
-        self, texts: Iterable[str], *, bases: Iterable[Base] | None = None, progress: Progress | None = None
+        self,
+        texts: Iterable[str],
+        *,
+        sources: Iterable[str] | None = None,
+        bases: Iterable[Base] | None = None,
+        progress: Progress | None = None,
     ) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there.
 
         Args:
             texts: passages, exactly as they will be given to `prompt`.
+            sources: for each passage the document it is from. A source named here has these passages from now on and
+                no others: what it had before and nobody else has is removed.
             bases: under which bases; by default the one the engine's method reads.
             progress: called with `(done, total)` after every passage.
 
         Raises:
             StoreError: if the store cannot be written.
+            ValueError: if there are not as many sources as passages.
         """
         chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
-        ids = (self.prompts.chunk_ids(text) for text in texts)
-        return warm(self.lm, self.store, self.prompts.frame, ids, bases=chosen, progress=progress)
+        ids = [self.prompts.chunk_ids(text) for text in texts]
+        summary = warm(self.lm, self.store, self.prompts.frame, ids, bases=chosen, progress=progress)
+        if sources is not None:
+            keys: dict[str, list[ChunkKey]] = {}
+            for source, chunk in zip(sources, ids, strict=True):
+                keys.setdefault(source, []).extend(self.keys(chunk, chosen))
+            for source, own in keys.items():
+                self.sources.replace(source, own)
+        return summary
+
+    def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
+        """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
+        return [base.key(self.lm.fingerprint, self.prompts.frame, ids) for base in bases] if ids else []
+
+    @cached_property
+    def sources(self) -> Sources:
+        """Which document's passages are in the store."""
+        return Sources(self.store)
+
+    def forget(self, source: str) -> int:
+        """Remove a document's passages from the store, in every tier; return how many entries that was.
+
+        Passages that other documents have too stay.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        return self.sources.forget(source)
 
     def prefetch(self, texts: Iterable[str], *, method: Method | None = None) -> None:
         """Start bringing passages into the store's nearest tier; returns at once."""
@@ -154,6 +191,8 @@ class FusionEngine:
 
     def close(self) -> None:
         """Close the store."""
+        if "sources" in self.__dict__:
+            self.sources.close()
         self.store.close()
 
     def __enter__(self) -> Self:

@@ -112,14 +112,14 @@ def store_stats(folder: Annotated[Path, typer.Argument(help="Folder of the store
     from qcfuse_rag.store.disk import DiskStore
 
     place = folder / KV_FOLDER if (folder / KV_FOLDER).is_dir() else folder
-    if not (place / "cache.db").is_file():
+    if not (place / "objects").is_dir():
         raise QCFuseError(f"no store in {folder}; `qcfuse warm` makes one")
     with DiskStore(place) as opened:
         stats, models = opened.stats()[0], opened.models()
     if as_json:
         print_json({**stats.to_dict(), "models": list(models.values())})
         return
-    OUT.print(f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes)}, in {place}")
+    OUT.print(f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {place}")
     for digest, fields in models.items():
         OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
 

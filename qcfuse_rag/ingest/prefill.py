@@ -9,6 +9,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
+from qcfuse_rag.fuse.probe import default_critical_layers
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.anchors import rank_tokens
 from qcfuse_rag.model.language_model import LanguageModel
@@ -49,7 +50,8 @@ def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | 
     forward_hidden(lm, tokens, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, stop, back=True)
     keys, values = _cut(buffer.keys, start), _cut(buffer.values, start)
-    return ChunkKV.of(keys, values, ranking=rank_tokens(lm, keys, values, prefix))
+    ranking = rank_tokens(lm, keys, values, prefix)
+    return ChunkKV.of(keys, values, ranking, probe_layers=default_critical_layers(lm.n_layers))
 
 
 def _cut(layers: tuple[Tensor, ...], start: int) -> list[Tensor]:

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from qcfuse_rag.store.numbers import LOSSLESS, restore
+
 RANKING = "ranking"
+KINDS = ("key", "value")
+
+
+class Blocks(Mapping[str, Tensor]):
+    """Named tensors of a chunk, of which tokens can be had alone where they lie along the first dimension."""
+
+    @abstractmethod
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows `start <= r < stop` of a block, reading no others where it comes from a store."""
+
+
+class HeldBlocks(Blocks):
+    """Blocks in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a block, a view."""
+        return self._tensors[name][start:stop]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,35 +52,82 @@ class ChunkKV:
     Attributes:
         n_tokens: length of the chunk.
         n_layers: layers of the model.
-        blocks: named tensors. `key.L` and `value.L`: `[Hkv, n_tokens, D]` in the model's dtype, keys unrotated (after
-            a model's own key norm, at position 0). `ranking`: `[n_layers, n_tokens]` int32, token indices by falling
-            importance, see `ingest.anchors`. A mapping that reads from a store may raise `CorruptEntry` on access.
+        dtype: the model's dtype, in which `layer` answers.
+        numbers: how keys and values are written, see `store.numbers`.
+        probe_layers: layers whose keys a probe reads before anything else; only their place in a file depends on it.
+        expires: unix time from which on it must not be used, or None.
+        blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
+            0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them. `ranking`:
+            `[n_layers, n_tokens]` int32, token indices by falling importance, see `ingest.anchors`. Those of a store
+            may raise `CorruptEntry` or `OSError` on access.
     """
 
     n_tokens: int
     n_layers: int
-    blocks: Mapping[str, Tensor]
+    dtype: torch.dtype
+    numbers: str
+    probe_layers: tuple[int, ...]
+    expires: float | None
+    blocks: Blocks
 
     @classmethod
-    def of(cls, keys: list[Tensor], values: list[Tensor], ranking: Tensor) -> ChunkKV:
-        """Assemble a chunk from per-layer tensors."""
-        blocks: dict[str, Tensor] = {RANKING: ranking.to(torch.int32)}
+    def of(
+        cls, keys: list[Tensor], values: list[Tensor], ranking: Tensor, *, probe_layers: tuple[int, ...] = ()
+    ) -> ChunkKV:
+        """Assemble a chunk from per-layer tensors `[Hkv, n_tokens, D]` in the model's dtype."""
+        tensors: dict[str, Tensor] = {RANKING: ranking.to(torch.int32).contiguous()}
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-            blocks[f"key.{layer}"], blocks[f"value.{layer}"] = key, value
-        return cls(n_tokens=keys[0].shape[1], n_layers=len(keys), blocks=blocks)
+            tensors[f"key.{layer}"] = key.transpose(0, 1).contiguous()
+            tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
+        return cls(keys[0].shape[1], len(keys), keys[0].dtype, LOSSLESS, probe_layers, None, HeldBlocks(tensors))
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a layer, each `[Hkv, n_tokens, D]`."""
-        return self.blocks[f"key.{index}"], self.blocks[f"value.{index}"]
+    def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
+
+        Args:
+            index: the layer.
+            start: first token.
+            stop: token after the last, or None for all; a store reads no others.
+        """
+        last = self.n_tokens if stop is None else stop
+        keys, values = (self._restored(f"{kind}.{index}", start, last) for kind in KINDS)
+        return keys, values
 
     def anchors(self, layer: int, ratio: float) -> Tensor:
         """Return the `ceil(ratio * n_tokens)` most important tokens of a layer, ascending indices in the chunk."""
         return self.blocks[RANKING][layer, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
 
     def names(self) -> list[str]:
-        """Return the block names in the order they are stored and read: ranking, then layer by layer."""
-        layers = range(self.n_layers)
-        return [RANKING, *(f"{kind}.{layer}" for layer in layers for kind in ("key", "value"))]
+        """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""
+        return block_names(self.n_layers, self.numbers, self.probe_layers)
+
+    def held(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
+        """Return a copy that owns its memory, every block read and checked.
+
+        Args:
+            device: where to.
+            pinned: page-lock host memory, which lets a GPU fetch it while computing.
+
+        Raises:
+            CorruptEntry: if a stored block fails its check.
+        """
+        tensors = {name: self.blocks[name].to(device, copy=True) for name in self.names()}
+        if pinned:
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return self.with_blocks(tensors, self.numbers)
+
+    def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:
+        """Return the same chunk with other blocks."""
+        return replace(self, numbers=numbers, blocks=HeldBlocks(tensors))
+
+    def until(self, expires: float | None) -> ChunkKV:
+        """Return the same chunk with a time to expire, unless it has one already."""
+        return self if expires is None or self.expires is not None else replace(self, expires=expires)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over."""
+        return self.expires is not None and time.time() >= self.expires
 
     def read(self) -> None:
         """Read every block, which checks those of a store.
@@ -62,3 +142,21 @@ class ChunkKV:
     def nbytes(self) -> int:
         """Bytes of all blocks; reads them."""
         return sum(self.blocks[name].nbytes for name in self.names())
+
+    def _restored(self, name: str, start: int, stop: int) -> Tensor:
+        whole = start == 0 and stop == self.n_tokens
+        block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
+        if self.numbers != LOSSLESS:
+            scale = self.blocks[f"{name}.scale"]
+            block = restore(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
+        return block.transpose(0, 1)
+
+
+def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...]) -> list[str]:
+    """Return the names of a chunk's blocks in the order they are stored."""
+    probed = [f"key.{layer}" for layer in probe_layers]
+    rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
+    ordered = [*probed, *(name for name in rest if name not in probed)]
+    if numbers == LOSSLESS:
+        return [RANKING, *ordered]
+    return [RANKING, *(part for name in ordered for part in (f"{name}.scale", name))]

@@ -1,174 +1,214 @@
-"""A store on local disk: one file per chunk, indexed by diskcache, which also evicts and locks between processes.
-
-diskcache by itself pickles what it does not know and unpickles what it finds (CVE-2025-69872). `BytesDisk` takes away
-both: keys are strings, values are bytes, and anything else found in the index is an error, never executed.
-"""
+"""A store on local disk: one file per chunk, found by name; an index beside them keeps the folder within its limit."""
 
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
+import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import diskcache
-from diskcache.core import MODE_BINARY, UNKNOWN
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
-from qcfuse_rag.store.format import decode, encode
-from qcfuse_rag.store.key import ChunkKey
-
-FAILURES = (OSError, ValueError, diskcache.Timeout, sqlite3.Error, CorruptEntry, StoreError)
-
-
-class BytesDisk(diskcache.Disk):  # type: ignore[misc]
-    """Serialisation for diskcache that knows strings as keys and bytes as values, and nothing else."""
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        """Return a key's form in the index."""
-        if not isinstance(key, str):
-            raise TypeError(f"keys are strings, got {type(key).__name__}")
-        return key, True
-
-    def get(self, key: Any, raw: bool) -> str:
-        """Return a key from its form in the index."""
-        if not raw or not isinstance(key, str):
-            raise CorruptEntry("the index holds a key that is not text; it was not written by this library")
-        return key
-
-    def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> tuple[int, int, str, None]:
-        """Write a value to a new file and force it to disk; the index names it only afterwards."""
-        if not isinstance(value, bytes) or read:
-            raise TypeError(f"values are bytes, got {type(value).__name__}")
-        name, path = self.filename(key, value)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(value)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            Path(path).unlink(missing_ok=True)  # half a file that no index names would never be found again
-            raise
-        return len(value), MODE_BINARY, name, None
-
-    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> memoryview:
-        """Read a value's file.
-
-        It is read rather than mapped: a disk error then is an error here and not a signal in the middle of a request.
-        diskcache takes an `OSError` for absence, hence the other types.
-        """
-        if mode != MODE_BINARY or filename is None or read:
-            raise CorruptEntry("the index holds a value that is not a file of bytes; it was not read")
-        try:
-            return memoryview(bytearray(Path(self._directory, filename).read_bytes()))
-        except FileNotFoundError as error:
-            raise CorruptEntry("its file is missing") from error
-        except OSError as error:
-            raise StoreError(str(error)) from error
+from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.eviction import policy_named
+from qcfuse_rag.store.files import StoreFiles
+from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.index import ENTRY, INDEX_FAILURES, PINNED, open_index
+from qcfuse_rag.store.key import ChunkKey, address_of
+from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.store.reader import MappedFile, open_chunk
+from qcfuse_rag.store.room import UNKNOWN_MS_PER_TOKEN, Room
+from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.settings import settle, try_writing
 
 
 class DiskStore(KVStore):
     """Keeps chunks in a folder, across processes and restarts.
 
+    Reading an entry needs its file and nothing else. Where the index cannot be opened, on a full or read-only disk, the
+    store still reads; where it is damaged, it is made again from the files.
+
     Args:
         folder: created if it does not exist.
-        limit_bytes: size to which least recently used entries are evicted.
+        limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never said.
+        numbers: format of new entries, see `store.numbers`; the model's own if never said.
+        eviction: `cost` (if never said), `lru` or `lfu`, see `store.eviction`.
+        ttl_s: seconds after which new entries are gone.
+        seal: encrypts entries.
+
+    What is not given is as the store was opened before.
 
     Raises:
-        StoreError: if the folder cannot be used.
+        StoreError: if the folder cannot be used, or is encrypted and no seal is given.
+        ValueError: if there is no such format or policy.
     """
 
-    def __init__(self, folder: str | Path, limit_bytes: int = 64 << 30) -> None:
-        self.folder = Path(folder).expanduser()
-        try:
-            self._cache = diskcache.Cache(
-                str(self.folder), disk=BytesDisk, size_limit=limit_bytes, eviction_policy="least-recently-used"
-            )
-            self._models = self._known_models()
-        except (OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry, TypeError) as error:
-            raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
-        self._hits = self._misses = self._discarded = 0
+    kind = "disk"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        limit_bytes: int | None = None,
+        *,
+        numbers: str | None = None,
+        eviction: str | None = None,
+        ttl_s: float | None = None,
+        seal: Seal | None = None,
+    ) -> None:
+        place = Path(folder).expanduser()
+        self.folder = place
+        self.files = StoreFiles(place)
+        self.notes: list[str] = []  # what is remarkable and has been mended
+        self._broken: list[str] = []  # what keeps the store from being written
+        self._seal = seal
+        self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
+        try:
+            self.files.create()
+        except OSError as error:
+            if not self.files.objects.is_dir():
+                raise StoreError(f"cannot open a store in {place}: {error}") from error
+            self._broken.append(f"cannot be written: {error}")
+        given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
+        self.settings = settle(self.files, given, encrypted=seal is not None)
+        self.numbers = self.settings.numbers
+        self._models = self._known_models()
+        self.room = self._open_room()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, its blocks checked when they are used, or why there is none."""
-        try:
-            data = self._cache.get(key.address)
-            if data is not None:
-                chunk = decode(data, key)
-                self._count(hit=True)
-                return chunk
-            reason = self._absence(key)
-        except CorruptEntry as error:
-            self.discard(key, reason=str(error))
-            reason = str(error)
-        except FAILURES as error:
-            reason = f"cannot be read: {error}"
-        self._count(hit=False)
-        return Miss(reason)
+        found = self._open(key.address, key)
+        with self._lock:
+            self._counts["misses" if isinstance(found, Miss) else "hits"] += 1
+        if isinstance(found, Miss):
+            return Miss(self._absence(key)) if found == Miss("absent") else found
+        if self.room is not None:
+            self.room.note_use(key.address)
+        return found[1]
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry with its key."""
+        return self._open(address, None)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be found only once it is complete on disk."""
-        data = encode(key, chunk)
-        if len(data) > self._cache.size_limit:
-            raise StoreError(f"a chunk of {len(data):,} bytes does not fit a store of {self._cache.size_limit:,} bytes")
+        if self.room is None:
+            raise self._unwritable()
+        ttl_s = self.settings.ttl_s
+        lasting = compress(chunk, self.numbers).until(None if ttl_s is None else time.time() + ttl_s)
+        parts = encode(key, lasting, seal=self._seal)
+        saved = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN if saved_ms is None else saved_ms
         try:
-            self._cache.set(key.address, data, tag="chunk")
-            if key.fingerprint.digest not in self._models:
-                fields = json.dumps(key.fingerprint.fields()).encode()
-                self._cache.set(f"model-{key.fingerprint.digest}", fields, tag="model")
-                self._models[key.fingerprint.digest] = key.fingerprint.fields()
-        except FAILURES as error:
-            raise StoreError(f"cannot write to {self.folder}: {error}") from error
+            reserved = self.room.reserve(key.address, sum(len(part) for part in parts))
+            try:
+                self.files.write(reserved.temporary, parts)
+                self.room.publish(reserved, lasting.numbers, saved, lasting.expires)
+            except BaseException:
+                self.room.release(reserved)
+                raise
+        except INDEX_FAILURES as error:
+            raise self._unwritable(error) from error
+        self._note_model(key)
 
-    def discard(self, key: ChunkKey, reason: str | None = None) -> bool:
-        """Remove an entry."""
+    def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
+        """Remove an entry; one that was found damaged goes into quarantine."""
+        address = address_of(key)
+        if self.room is None:
+            return False
         try:
-            found = bool(self._cache.delete(key.address))
-        except FAILURES:
+            found = self.room.remove(address) if reason is None else self.room.quarantine(address, reason)
+        except INDEX_FAILURES:
             return False
         with self._lock:
-            self._discarded += found and reason is not None
+            self._counts["discarded"] += found and reason is not None
         return found
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        try:
-            return key.address in self._cache
-        except FAILURES:
-            return False
+    def __contains__(self, key: ChunkKey | str) -> bool:
+        return self.files.path(address_of(key)).exists()
 
-    def clear(self) -> int:
-        """Remove everything."""
+    def entries(self) -> Iterator[EntryInfo]:
+        """Yield what is known of every entry."""
+        if self.room is None:
+            for address, path in self.files.entries():
+                yield EntryInfo(address, path.stat().st_size)
+            return
+        for address, record, expires, tag in list(self.room.index.rows(ENTRY, PINNED)):
+            u = record.usage
+            about = (u.size_bytes, record.numbers, u.uses, u.used, u.saved_ms, expires)
+            yield EntryInfo(address, *about, pinned=tag == PINNED)
+
+    def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
+        """Keep an entry from being evicted, or allow it again.
+
+        Raises:
+            StoreError: if the index cannot be written.
+        """
+        if self.room is None:
+            raise self._unwritable()
         try:
-            count = sum(1 for _ in self._addresses())
-            self._cache.clear()
-        except FAILURES as error:
-            raise StoreError(f"cannot clear {self.folder}: {error}") from error
-        self._models = {}
-        return count
+            return self.room.pin(address_of(key), pinned=pinned)
+        except INDEX_FAILURES as error:
+            raise self._unwritable(error) from error
 
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
+        limit, evicted = self.settings.limit_bytes, self.room.evicted if self.room else 0
         try:
-            entries, size = sum(1 for _ in self._addresses()), int(self._cache.volume())
-        except FAILURES as error:
+            if self.room is not None:
+                self.room.write_uses()
+                entries, size = self.room.index.count(ENTRY, PINNED), self.room.index.size()
+            else:
+                sizes = [entry.size_bytes for entry in self.entries()]
+                entries, size = len(sizes), sum(sizes)
+        except INDEX_FAILURES as error:
             raise StoreError(f"cannot read {self.folder}: {error}") from error
-        limit = int(self._cache.size_limit)
-        return [StoreStats("disk", entries, size, limit, self._hits, self._misses, self._discarded)]
+        return [StoreStats("disk", entries, size, limit, **self._counts, evicted=evicted)]
+
+    def health(self) -> list[Health]:
+        """Try whether the folder can be written, the index answers, and the disk has the room that was promised."""
+        problems = list(self._broken)
+        try:
+            probe = self.files.new_temporary()
+            self.files.write(probe, [b"health"])
+            probe.unlink()
+            if self.room is not None:
+                left = self.settings.limit_bytes - self.room.index.size()
+                free = shutil.disk_usage(self.files.folder).free
+                if free < left:
+                    problems.append(f"may take {left:,} bytes more, the disk has {free:,}; lower the limit")
+        except INDEX_FAILURES as error:
+            problems.append(f"cannot be written: {error}")
+        return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
 
     def close(self) -> None:
-        """Close the index."""
-        self._cache.close()
+        """Write what was counted and close the index."""
+        if self.room is not None:
+            self.room.write_uses()
+            self.room.index.close()
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the fingerprints of the models whose chunks have been stored here, by digest."""
         return dict(self._models)
+
+    def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
+        try:
+            header, chunk = open_chunk(MappedFile(self.files.path(address)), self._seal)
+            differing = _differences(header.key, key, address)
+            if differing:
+                raise CorruptEntry(f"entry of another chunk: {', '.join(differing)} differ")
+        except FileNotFoundError:
+            return Miss("absent")
+        except CorruptEntry as error:
+            self.discard(address, reason=str(error))
+            return Miss(str(error))
+        except (OSError, ValueError) as error:
+            return Miss(f"cannot be read: {error}")
+        if chunk.expired:
+            self.discard(address)
+            return Miss("expired")
+        return header.key, chunk
 
     def _absence(self, key: ChunkKey) -> str:
         """Say why an entry is missing: never stored, or stored for another model, and what differs then."""
@@ -177,20 +217,48 @@ class DiskStore(KVStore):
         differing = min((key.fingerprint.differences(other) for other in self._models.values()), key=len)
         return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
 
+    def _open_room(self) -> Room | None:
+        """Open the index, and fill it from the files if it is new and they are not."""
+        index, note, problem = open_index(self.files.folder / "index")
+        self.notes += [note] if note else []
+        self._broken += [problem] if problem else []
+        if index is None:
+            return None
+        worth = policy_named(self.settings.eviction)
+        room = Room(index, self.files, self.settings.limit_bytes, worth, self._seal)
+        try:
+            if not index.count(ENTRY, PINNED):
+                room.adopt_all()
+        except INDEX_FAILURES as error:
+            self._broken.append(f"its index cannot be written: {error}")
+            return None
+        return room
+
+    def _unwritable(self, error: Exception | None = None) -> StoreError:
+        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._broken)}")
+
     def _known_models(self) -> dict[str, dict[str, str]]:
-        """Read the records of models; an unreadable one is dropped, since it only serves to explain misses."""
         models = {}
-        for name in [name for name in self._cache if name.startswith("model-")]:
+        for path in (self.files.folder / "models").glob("*.json"):
             try:
-                models[name.removeprefix("model-")] = dict(json.loads(bytes(self._cache[name])))
-            except (KeyError, *FAILURES):
-                self._cache.delete(name)
+                models[path.stem] = dict(json.loads(path.read_text("utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue  # it only serves to explain misses
         return models
 
-    def _addresses(self) -> Iterator[str]:
-        return (name for name in self._cache if not name.startswith("model-"))
+    def _note_model(self, key: ChunkKey) -> None:
+        digest = key.fingerprint.digest
+        if digest not in self._models:
+            self._models[digest] = key.fingerprint.fields()
+            path = self.files.folder / "models" / f"{digest}.json"
+            try_writing(lambda: self.files.write_json(path, key.fingerprint.fields()))
 
-    def _count(self, *, hit: bool) -> None:
-        with self._lock:
-            self._hits += hit
-            self._misses += not hit
+
+def _differences(found: ChunkKey, key: ChunkKey | None, address: str) -> list[str]:
+    """Name the parts in which an entry's key is not the one it should be."""
+    if key is None:
+        return [] if found.address == address else ["address"]
+    if found == key:
+        return []
+    parts = [name for name in ("base", "prefix", "ids", "namespace") if getattr(found, name) != getattr(key, name)]
+    return key.fingerprint.differences(found.fingerprint.fields()) + parts

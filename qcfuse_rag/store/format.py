@@ -1,20 +1,20 @@
-"""Bytes of a stored chunk: a checked header, then checked blocks, readable one by one.
+"""The layout of a stored chunk; docs/store-format.md describes it for other readers.
 
-    offset 0    magic `QCFUSEKV`, version u32, header length u32, header checksum u64 (little endian)
-    then        header, JSON: the key's fields, tokens, layers, and for each block name, dtype, shape, offset, checksum
-    then        blocks, each starting at a multiple of 4096: ranking, key.0, value.0, key.1, ...
+    offset 0    preamble, 64 bytes: magic, version, flags, header length, checksum, salt
+    then        header, JSON, at most 4 MiB; says what the entry is and where its blocks are
+    then        blocks, each at a multiple of 4096, in the order a fused prefill reads them
 
-Layer after layer is the order in which a fused prefill reads. Checksums are XXH3: they catch what disks and crashes
-do, not what an adversary with write access does.
+A block is cut along its first dimension into pieces with a checksum each, so that a range of tokens can be read and
+checked alone. Nothing of an entry is believed before it is checked, sizes before anything is allocated by them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 import xxhash
@@ -23,118 +23,157 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.layout import ROWS_PER_PIECE, Header, aligned, parse_header
+from qcfuse_rag.store.seal import SALT_BYTES, EntrySeal, Seal
 
 MAGIC = b"QCFUSEKV"
-VERSION = 1
-ALIGNMENT = 4096
+VERSION = 2
+SEALED = 1
 MAX_HEADER_BYTES = 4 << 20
-PREAMBLE = struct.Struct("<8sIIQ")
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+PREAMBLE = struct.Struct(f"<8sIII4xQ{SALT_BYTES}s")
+MISSHAPEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+Buffer = bytes | bytearray | memoryview
 
 
-def encode(key: ChunkKey, chunk: ChunkKV) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first 64 bytes of an entry.
+
+    Attributes:
+        flags: 1 if the entry is encrypted, else 0.
+        header_bytes: length of the header that follows.
+        checksum: XXH3-64 over magic, version, flags, salt, header length and header as stored.
+        salt: 32 random bytes of an encrypted entry, zeros otherwise.
+    """
+
+    flags: int
+    header_bytes: int
+    checksum: int
+    salt: bytes
+
+    @classmethod
+    def read(cls, data: Buffer) -> Self:
+        """Parse a preamble.
+
+        Raises:
+            CorruptEntry: if this does not begin an entry of this version.
+        """
+        if len(data) < PREAMBLE.size:
+            raise CorruptEntry(f"truncated: {len(data)} bytes")
+        magic, version, flags, header_bytes, checksum, salt = PREAMBLE.unpack_from(data)
+        if magic != MAGIC:
+            raise CorruptEntry("not a stored chunk")
+        if version != VERSION:
+            raise CorruptEntry(f"format version {version}, this library reads {VERSION}")
+        if flags not in (0, SEALED) or header_bytes > MAX_HEADER_BYTES:
+            raise CorruptEntry("damaged preamble")
+        return cls(flags, header_bytes, checksum, salt)
+
+
+def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[Buffer]:
     """Serialise a chunk.
 
+    Args:
+        key: its key.
+        chunk: in the format of numbers to store.
+        seal: encrypts it, if given.
+
     Returns:
-        The whole entry; blocks are copied to the CPU if they are elsewhere.
+        The entry's bytes in parts to be written one after the other, blocks uncopied where they lie on the CPU.
     """
-    blocks: list[dict[str, Any]] = []
-    parts: list[tuple[int, bytes]] = []
-    offset = 0
+    salt, entry = seal.new_entry() if seal else (bytes(SALT_BYTES), None)
+    described: list[dict[str, Any]] = []
+    body: list[Buffer] = []
+    offset = at = 0
+    number = 1
     for name in chunk.names():
         tensor = chunk.blocks[name].detach().cpu().contiguous()
-        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        body.append(bytes(offset - at))
+        at = offset
+        sums = []
+        for raw in _pieces(tensor):
+            stored = raw if entry is None else entry.close(number, raw)
+            sums.append(_checksum(stored))
+            body.append(stored)
+            at, number = at + len(stored), number + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
-        blocks.append(
-            {"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset, "xxh3": _checksum(raw)}
-        )
-        parts.append((offset, raw))
-        offset += _aligned(len(raw))
-    header = json.dumps(
-        {"key": key.fields(), "tokens": chunk.n_tokens, "layers": chunk.n_layers, "blocks": blocks}
-    ).encode()
-    start = _aligned(PREAMBLE.size + len(header))
-    out = bytearray(start + offset)
-    PREAMBLE.pack_into(out, 0, MAGIC, VERSION, len(header), xxhash.xxh3_64_intdigest(header))
-    out[PREAMBLE.size : PREAMBLE.size + len(header)] = header
-    for at, raw in parts:
-        out[start + at : start + at + len(raw)] = raw
-    return bytes(out)
+        described.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset, "xxh3": sums})
+        offset = aligned(at)
+    about = {
+        "key": key.fields(),
+        "tokens": chunk.n_tokens,
+        "layers": chunk.n_layers,
+        "dtype": str(chunk.dtype).removeprefix("torch."),
+        "numbers": chunk.numbers,
+        "probe_layers": list(chunk.probe_layers),
+        "expires": chunk.expires,
+        "blocks": described,
+    }
+    header = json.dumps(about).encode()
+    flags = 0
+    if entry is not None:
+        flags, header = SEALED, entry.close(0, header, _context(SEALED, salt))
+    checksum = _header_checksum(flags, salt, header)
+    preamble = PREAMBLE.pack(MAGIC, VERSION, flags, len(header), checksum, salt)
+    padding = bytes(aligned(PREAMBLE.size + len(header)) - PREAMBLE.size - len(header))
+    return [preamble, header, padding, *body]
 
 
-def decode(data: memoryview, key: ChunkKey) -> ChunkKV:
-    """Open an entry without reading its blocks; each is checked when it is first used.
+def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[Header, EntrySeal | None]:
+    """Check and parse a header.
 
     Args:
-        data: the entry, in writable memory for torch's sake; the chunk's tensors are views of it.
-        key: what the entry must be.
+        preamble: what stands before it.
+        data: the header as stored.
+        seal: opens encrypted entries.
+
+    Returns:
+        The header, and what opens the blocks if they are encrypted.
 
     Raises:
-        CorruptEntry: if the header is damaged, of another version, or of another key; the message says which. A
-            damaged block raises the same when it is read.
+        CorruptEntry: if it is damaged, cannot be decrypted, or makes no sense.
     """
-    if len(data) < PREAMBLE.size:
-        raise CorruptEntry(f"truncated: {len(data)} bytes")
-    magic, version, header_bytes, checksum = PREAMBLE.unpack_from(data)
-    if magic != MAGIC:
-        raise CorruptEntry("not a stored chunk")
-    if version != VERSION:
-        raise CorruptEntry(f"format version {version}, this library reads {VERSION}")
-    if header_bytes > MAX_HEADER_BYTES or PREAMBLE.size + header_bytes > len(data):
+    if len(data) != preamble.header_bytes:
         raise CorruptEntry("truncated header")
-    raw = bytes(data[PREAMBLE.size : PREAMBLE.size + header_bytes])
-    if xxhash.xxh3_64_intdigest(raw) != checksum:
+    if _header_checksum(preamble.flags, preamble.salt, data) != preamble.checksum:
         raise CorruptEntry("header checksum differs")
-    header = json.loads(raw)
-    if header["key"] != key.fields():
-        raise CorruptEntry(f"entry of another chunk: {', '.join(_key_differences(header['key'], key))} differ")
-    blocks = VerifiedBlocks(data[_aligned(PREAMBLE.size + header_bytes) :], header["blocks"])
-    return ChunkKV(n_tokens=header["tokens"], n_layers=header["layers"], blocks=blocks)
+    if preamble.flags & SEALED and seal is None:
+        raise CorruptEntry("is encrypted and no secret was given")
+    if seal is not None and not preamble.flags & SEALED:
+        raise CorruptEntry("is not encrypted, in a store that is")
+    entry = seal.entry(preamble.salt) if seal is not None else None
+    if entry is not None:
+        data = entry.open(0, data, _context(preamble.flags, preamble.salt))
+    try:
+        start = aligned(PREAMBLE.size + preamble.header_bytes)
+        return parse_header(json.loads(bytes(data)), start, sealed=entry is not None), entry
+    except MISSHAPEN as error:
+        raise CorruptEntry(f"header makes no sense: {error}") from error
 
 
-class VerifiedBlocks(Mapping[str, Tensor]):
-    """Blocks of an entry as tensors, each checked once, when it is first read.
-
-    Args:
-        data: the entry from its first block on.
-        blocks: the header's list of blocks.
-    """
-
-    def __init__(self, data: memoryview, blocks: list[dict[str, Any]]) -> None:
-        self._data = data
-        self._blocks = {block["name"]: block for block in blocks}
-        self._read: dict[str, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._read:
-            self._read[name] = self._checked(self._blocks[name])
-        return self._read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._blocks)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def _checked(self, block: dict[str, Any]) -> Tensor:
-        dtype, count = DTYPES[block["dtype"]], math.prod(block["shape"])
-        size = count * dtype.itemsize
-        raw = self._data[block["offset"] : block["offset"] + size]
-        if len(raw) != size:
-            raise CorruptEntry(f"truncated in block {block['name']}")
-        if _checksum(raw) != block["xxh3"]:
-            raise CorruptEntry(f"checksum of block {block['name']} differs")
-        return torch.frombuffer(raw, dtype=dtype, count=count).reshape(block["shape"])
+def check_piece(stored: Buffer, expected: str, name: str) -> None:
+    """Raise `CorruptEntry` unless a piece is what was written."""
+    if _checksum(stored) != expected:
+        raise CorruptEntry(f"checksum of block {name} differs")
 
 
-def _checksum(raw: bytes | memoryview) -> str:
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    size = ROWS_PER_PIECE * (len(raw) // tensor.shape[0])
+    for start in range(0, len(raw), size):
+        yield raw[start : start + size]
+
+
+def _context(flags: int, salt: bytes) -> bytes:
+    return struct.pack("<8sII", MAGIC, VERSION, flags) + salt
+
+
+def _header_checksum(flags: int, salt: bytes, header: Buffer) -> int:
+    state = xxhash.xxh3_64(_context(flags, salt))
+    state.update(struct.pack("<I", len(header)))
+    state.update(header)
+    return state.intdigest()
+
+
+def _checksum(raw: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(raw)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _key_differences(found: dict[str, Any], key: ChunkKey) -> list[str]:
-    parts = [name for name in ("base", "prefix", "ids") if found.get(name) != key.fields()[name]]
-    return key.fingerprint.differences(found.get("fingerprint", {})) + parts

@@ -1,14 +1,30 @@
-"""A store in host memory, bounded in bytes, least recently used out first."""
+"""A store in memory, the host's or a GPU's, bounded in bytes."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
-from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.eviction import Usage, policy_named
+from qcfuse_rag.store.key import ChunkKey, address_of
+from qcfuse_rag.store.numbers import LOSSLESS, check_numbers, compress
+
+
+@dataclass(slots=True)
+class Held:
+    """An entry in memory."""
+
+    key: ChunkKey
+    chunk: ChunkKV
+    usage: Usage
+    pinned: bool = False
 
 
 class MemoryStore(KVStore):
@@ -16,69 +32,118 @@ class MemoryStore(KVStore):
 
     Args:
         limit_bytes: most bytes to hold.
+        device: whose memory: `cpu`, or a GPU such as `cuda:0` for chunks asked for all the time.
+        pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA.
+        numbers: format to keep, see `store.numbers`.
+        eviction: `lru`, `lfu` or `cost`, see `store.eviction`.
+        ttl_s: seconds after which a chunk that has no expiry of its own is gone, or None.
+
+    Raises:
+        ValueError: if there is no such format or policy.
     """
 
-    def __init__(self, limit_bytes: int = 2 << 30) -> None:
-        self._limit = limit_bytes
-        self._entries: OrderedDict[str, tuple[ChunkKV, int]] = OrderedDict()
-        self._size = self._hits = self._misses = self._discarded = 0
+    def __init__(
+        self,
+        limit_bytes: int = 2 << 30,
+        *,
+        device: str = "cpu",
+        pinned: bool = False,
+        numbers: str = LOSSLESS,
+        eviction: str = "lru",
+        ttl_s: float | None = None,
+    ) -> None:
+        check_numbers(numbers)
+        self.numbers = numbers
+        self._limit, self._device, self._pinned, self._ttl_s = limit_bytes, torch.device(device), pinned, ttl_s
+        self._worth = policy_named(eviction)
+        self._entries: dict[str, Held] = {}
+        self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> str:
+        """Name of the tier."""
+        return "memory" if self._device.type == "cpu" else str(self._device)
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk or a miss."""
         with self._lock:
-            if key.address not in self._entries:
+            held = self._entries.get(key.address)
+            if held is None or held.chunk.expired:
                 self._misses += 1
-                return Miss("absent")
+                return Miss("expired" if self._remove(key.address) else "absent")
             self._hits += 1
-            self._entries.move_to_end(key.address)
-            return self._entries[key.address][0]
+            held.usage = held.usage.again(time.time())
+            return held.chunk
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
-        """Keep a copy of the chunk in host memory."""
-        size = chunk.nbytes
-        if size > self._limit:
-            raise StoreError(f"a chunk of {size:,} bytes does not fit a memory store of {self._limit:,} bytes")
-        copied = ChunkKV(
-            chunk.n_tokens, chunk.n_layers, {n: chunk.blocks[n].to("cpu", copy=True) for n in chunk.names()}
-        )
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry with its key."""
         with self._lock:
+            held = self._entries.get(address)
+            return Miss("absent") if held is None else (held.key, held.chunk)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+        """Keep a copy of the chunk."""
+        lasting = chunk.until(None if self._ttl_s is None else time.time() + self._ttl_s)
+        copied = compress(lasting, self.numbers).held(self._device, pinned=self._pinned)
+        size = copied.nbytes
+        usage = Usage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
+        with self._lock:
+            pinned = key.address in self._entries and self._entries[key.address].pinned
+            kept = sum(h.usage.size_bytes for a, h in self._entries.items() if h.pinned and a != key.address)
+            if kept + size > self._limit:
+                raise StoreError(
+                    f"a chunk of {size:,} bytes does not fit a {self.kind} store of {self._limit:,} bytes"
+                    + (f", of which {kept:,} are pinned" if kept else "")
+                )
             self._remove(key.address)
             while self._size + size > self._limit:
-                self._remove(next(iter(self._entries)))
-            self._entries[key.address] = (copied, size)
+                free = (address for address, held in self._entries.items() if not held.pinned)
+                self._remove(min(free, key=lambda address: self._worth(self._entries[address].usage)))
+                self._evicted += 1
+            self._entries[key.address] = Held(key, copied, usage, pinned)
             self._size += size
 
-    def discard(self, key: ChunkKey, reason: str | None = None) -> bool:
+    def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry."""
         with self._lock:
-            found = self._remove(key.address)
+            found = self._remove(address_of(key))
             self._discarded += found and reason is not None
             return found
 
-    def __contains__(self, key: ChunkKey) -> bool:
+    def __contains__(self, key: ChunkKey | str) -> bool:
         with self._lock:
-            return key.address in self._entries
+            return address_of(key) in self._entries
 
-    def clear(self) -> int:
-        """Remove everything."""
+    def entries(self) -> Iterator[EntryInfo]:
+        """Yield what is known of every entry."""
         with self._lock:
-            count = len(self._entries)
-            self._entries.clear()
-            self._size = 0
-            return count
+            held = list(self._entries.items())
+        for address, one in held:
+            u = one.usage
+            about = (u.size_bytes, one.chunk.numbers, u.uses, u.used, u.saved_ms, one.chunk.expires)
+            yield EntryInfo(address, *about, pinned=one.pinned)
+
+    def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
+        """Keep an entry from being evicted, or allow it again."""
+        with self._lock:
+            held = self._entries.get(address_of(key))
+            if held is not None:
+                held.pinned = pinned
+            return held is not None
 
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
         with self._lock:
-            return [
-                StoreStats(
-                    "memory", len(self._entries), self._size, self._limit, self._hits, self._misses, self._discarded
-                )
-            ]
+            counts = (self._hits, self._misses, self._evicted, self._discarded)
+            return [StoreStats(self.kind, len(self._entries), self._size, self._limit, *counts)]
+
+    def health(self) -> list[Health]:
+        """Memory that this process has works."""
+        return [Health(self.kind, ok=True)]
 
     def _remove(self, address: str) -> bool:
         if address not in self._entries:
             return False
-        self._size -= self._entries.pop(address)[1]
+        self._size -= self._entries.pop(address).usage.size_bytes
         return True

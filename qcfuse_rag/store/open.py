@@ -4,22 +4,60 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.memory import MemoryStore
+from qcfuse_rag.store.numbers import LOSSLESS
+from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.tenant import TenantStore
 from qcfuse_rag.store.tiered import TieredStore
 
 
-def open_store(folder: str | Path | None = None, *, disk_bytes: int = 64 << 30, memory_bytes: int = 2 << 30) -> KVStore:
+def open_store(
+    folder: str | Path | None = None,
+    *,
+    disk_bytes: int | None = None,
+    memory_bytes: int = 2 << 30,
+    numbers: str | None = None,
+    eviction: str | None = None,
+    ttl_s: float | None = None,
+    secret: bytes | None = None,
+    tenant: str | None = None,
+    encrypt: bool = False,
+    remote: KVStore | None = None,
+    write_behind_bytes: int = 0,
+) -> KVStore:
     """Open a store.
 
     Args:
         folder: where chunks are kept; None keeps them in memory only, until the process ends.
-        disk_bytes: size to which the disk tier evicts.
-        memory_bytes: size to which the memory tier evicts.
+        disk_bytes: most bytes the folder may take; 64 GiB if never said.
+        memory_bytes: most bytes the memory tier may take.
+        numbers: format of new entries, `model`, `int8` or `fp8`; see `store.numbers`.
+        eviction: which entries go first on disk, `cost`, `lru` or `lfu`; see `store.eviction`.
+        ttl_s: seconds after which new entries are gone.
+        secret: for `tenant` and `encrypt`; random bytes from configuration, never from a request.
+        tenant: open this tenant's view, see `store.tenant`.
+        encrypt: encrypt files, see `store.seal`.
+        remote: a store behind the disk, shared by machines; see `store.remote`.
+        write_behind_bytes: write to the slowest tier later, holding back at most so many bytes.
+
+    What is not given is as the folder was opened before.
 
     Raises:
-        StoreError: if the folder cannot be used.
+        StoreError: if the folder cannot be used, or the secret is missing or too short.
+        ValueError: if there is no such format or policy.
     """
-    memory = MemoryStore(memory_bytes)
-    return memory if folder is None else TieredStore(memory, DiskStore(folder, disk_bytes))
+    if (tenant is not None or encrypt) and secret is None:
+        raise StoreError("a tenant or encryption needs a secret; give one from your configuration")
+    seal = Seal(secret) if encrypt and secret is not None else None
+    store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
+    if folder is not None:
+        disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal)
+        memory = MemoryStore(memory_bytes, numbers=disk.numbers, ttl_s=disk.settings.ttl_s)
+        far = disk if remote is None else TieredStore(disk, remote, write_behind_bytes=write_behind_bytes)
+        store = TieredStore(memory, far, write_behind_bytes=write_behind_bytes if remote is None else 0)
+    elif remote is not None:
+        store = TieredStore(store, remote, write_behind_bytes=write_behind_bytes)
+    return store if tenant is None or secret is None else TenantStore(store, tenant, secret)

@@ -1,33 +1,58 @@
-"""A fast store in front of a large one."""
+"""A fast store in front of a slow one; a third tier is a tiered store behind another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.store.behind import WriteBehind
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
-from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.key import ChunkKey, address_of
+from qcfuse_rag.store.numbers import LOSSLESS, compress
 
 
 class TieredStore(KVStore):
     """Reads through the near store to the far one, and keeps near what was read.
 
+    Whatever tier answers, it answers the same numbers: chunks are converted to the far store's format before either
+    keeps them.
+
     Args:
         near: small and fast, may forget.
         far: the one that counts.
+        write_behind_bytes: write to the far store later, holding back at most so many bytes; 0 writes at once. What is
+            held back is lost if the process dies, and warmed again by the next job.
+
+    Raises:
+        StoreError: if the near store keeps fewer digits than the far one.
     """
 
-    def __init__(self, near: KVStore, far: KVStore) -> None:
+    def __init__(self, near: KVStore, far: KVStore, *, write_behind_bytes: int = 0) -> None:
+        if near.numbers not in (LOSSLESS, far.numbers):
+            raise StoreError(
+                f"the near store keeps {near.numbers} and the far one {far.numbers}, so that answers would depend on "
+                "which one was asked; give them the same format"
+            )
         self.near, self.far = near, far
+        self.numbers = far.numbers
+        self.folder = far.folder or near.folder
+        self._behind = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-prefetch")
+
+    @property
+    def tiers(self) -> list[KVStore]:
+        """The stores this one is made of, nearest first."""
+        return [*self.near.tiers, *self.far.tiers]
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk from the nearest tier; one found only far is copied near, all its blocks checked."""
         found = self.near.get(key)
         if isinstance(found, ChunkKV):
             return found
-        found = self.far.get(key)
+        waiting = self._behind and self._behind.get(key.address)
+        found = waiting[1] if waiting else self.far.get(key)
         if isinstance(found, Miss):
             return found
         try:
@@ -36,43 +61,88 @@ class TieredStore(KVStore):
             self.far.discard(key, reason=str(error))
             return Miss(str(error))
         except StoreError:
-            return found  # too large for the near tier: use it from where it is
+            return found  # too large for the near tier, or that one is full or read-only: use it from where it is
+        except OSError as error:
+            return Miss(f"cannot be read: {error}")
         promoted = self.near.get(key)
         return promoted if isinstance(promoted, ChunkKV) else found
 
-    def put(self, key: ChunkKey, chunk: ChunkKV) -> None:
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry with its key, from the nearest tier that has it; nothing is copied."""
+        found = self.near.open(address)
+        if not isinstance(found, Miss):
+            return found
+        return (self._behind and self._behind.get(address)) or self.far.open(address)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Keep a chunk in both tiers; only the far one must succeed."""
-        self.far.put(key, chunk)
+        converted = compress(chunk, self.numbers)
+        if self._behind is not None:
+            self._behind.put(key, converted.held(), saved_ms)
+        else:
+            self.far.put(key, converted, saved_ms=saved_ms)
         try:
-            self.near.put(key, chunk)
+            self.near.put(key, converted, saved_ms=saved_ms)
         except StoreError:
             self.near.discard(key)
 
-    def discard(self, key: ChunkKey, reason: str | None = None) -> bool:
+    def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry from both tiers."""
+        waiting = self._behind.discard(address_of(key)) if self._behind is not None else False
         near, far = self.near.discard(key, reason), self.far.discard(key, reason)
+        return near or far or waiting
+
+    def __contains__(self, key: ChunkKey | str) -> bool:
+        waiting = self._behind is not None and self._behind.get(address_of(key)) is not None
+        return waiting or key in self.near or key in self.far
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """Yield what is known of every entry, as its farthest tier knows it."""
+        seen = set()
+        for entry in self.far.entries():
+            seen.add(entry.address)
+            yield entry
+        yield from (entry for entry in self.near.entries() if entry.address not in seen)
+
+    def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
+        """Keep an entry from being evicted from either tier, or allow it again."""
+        self.flush()
+        near, far = self.near.pin(key, pinned=pinned), self.far.pin(key, pinned=pinned)
         return near or far
 
-    def __contains__(self, key: ChunkKey) -> bool:
-        return key in self.near or key in self.far
-
     def clear(self) -> int:
-        """Remove everything from both tiers; return how many entries the far one had."""
+        """Remove everything from both tiers; return how many entries there were."""
+        self.flush()
+        count = sum(1 for _ in self.entries())
         self.near.clear()
-        return self.far.clear()
+        self.far.clear()
+        return count
 
     def stats(self) -> list[StoreStats]:
-        """Return contents and counters, near tier first."""
+        """Return contents and counters, nearest tier first."""
         return [*self.near.stats(), *self.far.stats()]
 
-    def prefetch(self, keys: list[ChunkKey]) -> None:
+    def health(self) -> list[Health]:
+        """Try every tier, nearest first."""
+        return [*self.near.health(), *self.far.health()]
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
         """Copy entries from the far to the near tier on a thread of the store's own."""
         for key in keys:
             if key not in self.near:
                 self._reader.submit(self.get, key)
 
+    def flush(self) -> None:
+        """Wait until everything put is in the far tier."""
+        if self._behind is not None:
+            self._behind.flush()
+        self.near.flush()
+        self.far.flush()
+
     def close(self) -> None:
-        """Stop prefetching and close both tiers."""
+        """Stop prefetching, write what is waiting, and close both tiers."""
         self._reader.shutdown(wait=True, cancel_futures=True)
+        if self._behind is not None:
+            self._behind.close()
         self.near.close()
         self.far.close()

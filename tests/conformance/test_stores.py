@@ -18,7 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import CorruptEntry, DiskStore, KVStore, MemoryStore, Miss, StoreError, TieredStore
-from qcfuse_rag.store.format import ALIGNMENT, PREAMBLE, decode, encode
+from qcfuse_rag.store.format import PREAMBLE, encode
+from qcfuse_rag.store.layout import ALIGNMENT
+from qcfuse_rag.store.reader import MemorySource, open_chunk
 from qcfuse_rag.store.testing import FINGERPRINT, KVStoreTests, assert_same, example_chunk, example_key
 
 

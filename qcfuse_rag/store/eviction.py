@@ -1,0 +1,69 @@
+"""Which entry to give up when there is no room: every policy is one number per entry, the smallest goes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+HALF_LIFE_S = 7 * 24 * 3600.0
+"""A use a week ago counts half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is known of an entry's worth.
+
+    Attributes:
+        size_bytes: what it takes.
+        saved_ms: milliseconds a use saves.
+        uses: uses, each counting half as much for every week since; 1 for having been stored.
+        used: unix time of the last use.
+    """
+
+    size_bytes: int
+    saved_ms: float
+    uses: float
+    used: float
+
+    def again(self, now: float, count: int = 1) -> Usage:
+        """Return the usage after `count` more uses."""
+        decayed = self.uses * 2.0 ** (-max(0.0, now - self.used) / HALF_LIFE_S)
+        return replace(self, uses=decayed + count, used=max(now, self.used))
+
+
+def least_recently_used(usage: Usage) -> float:
+    """Rank by the last use."""
+    return usage.used
+
+
+def least_frequently_used(usage: Usage) -> float:
+    """Rank by uses, older ones counting less."""
+    return math.log2(usage.uses) + usage.used / HALF_LIFE_S
+
+
+def least_saving(usage: Usage) -> float:
+    """Rank by milliseconds saved per byte kept, times uses.
+
+    All entries lose worth at the same rate, so the logarithm of today's worth plus time in half-lives orders them the
+    same at any moment: it need not be computed again until an entry is used.
+    """
+    return least_frequently_used(usage) + math.log2(max(usage.saved_ms, 1e-6) / usage.size_bytes)
+
+
+POLICIES: dict[str, Callable[[Usage], float]] = {
+    "cost": least_saving,
+    "lru": least_recently_used,
+    "lfu": least_frequently_used,
+}
+
+
+def policy_named(name: str) -> Callable[[Usage], float]:
+    """Return a policy.
+
+    Raises:
+        ValueError: if there is none of that name.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,116 @@
+"""The files of a store on disk: an entry is one file named after its address, which never changes once it has its name.
+
+`objects/7c/<address>.kv` are entries, in folders by the last two digits; `tmp/` is what is being written; `quarantine/`
+what was found damaged, with the reason beside it; `models/<digest>.json` whose chunks are here, to explain misses;
+`index/`, `store.json` and `sources.db` belong to `store.index`, `store.settings` and `store.sources`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.store.format import Buffer
+
+ENDING = ".kv"
+
+
+class StoreFiles:
+    """Names, writes, renames and removes the files of a store.
+
+    Args:
+        folder: of the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects, self.tmp, self.quarantined = folder / "objects", folder / "tmp", folder / "quarantine"
+
+    def create(self) -> None:
+        """Make the folders, for their owner only."""
+        for place in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def path(self, address: str) -> Path:
+        """Return where an entry is, or would be."""
+        return self.objects / address[-2:] / f"{address}{ENDING}"
+
+    def new_temporary(self) -> Path:
+        """Return a name under which something can be written, which says who is writing."""
+        return self.tmp / f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}.part"
+
+    def write(self, path: Path, parts: Sequence[Buffer]) -> None:
+        """Write a new file and force it to disk.
+
+        Raises:
+            OSError: if that fails; nothing is left then.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:
+                for part in parts:
+                    left = memoryview(part)
+                    while left:
+                        left = left[file.write(left) :]
+                os.fsync(descriptor)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+    def publish(self, temporary: Path, address: str) -> None:
+        """Give what was written its name, at once and for all to see."""
+        path = self.path(address)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temporary.rename(path)
+
+    def remove(self, address: str) -> bool:
+        """Remove an entry's file; return whether there was one."""
+        try:
+            self.path(address).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def quarantine(self, address: str, reason: str) -> Path | None:
+        """Move an entry's file out of the way for someone to look at; return where, or None if there is no file."""
+        target = self.quarantined / f"{address}-{secrets.token_hex(4)}{ENDING}"
+        try:
+            self.path(address).rename(target)
+        except FileNotFoundError:
+            return None
+        self.write(target.with_suffix(".json"), [json.dumps({"address": address, "reason": reason}).encode()])
+        return target
+
+    def remove_quarantined(self, name: str) -> None:
+        """Remove a file from quarantine, and the reason beside it."""
+        for ending in (ENDING, ".json"):
+            (self.quarantined / name).with_suffix(ending).unlink(missing_ok=True)
+
+    def entries(self) -> Iterator[tuple[str, Path]]:
+        """Yield address and path of every entry that has a file."""
+        for path in self.objects.glob(f"??/*{ENDING}"):
+            yield path.name.removesuffix(ENDING), path
+
+    def is_abandoned(self, temporary: str) -> bool:
+        """Return whether whoever was writing a temporary file, on this machine, is gone."""
+        host, pid, _ = temporary.rsplit("-", 2)
+        if host != platform.node() or not pid.isdigit():
+            return False
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def write_json(self, path: Path, data: dict[str, Any]) -> None:
+        """Write a small file, replacing it at once if it exists."""
+        temporary = self.new_temporary()
+        self.write(temporary, [json.dumps(data, indent=2).encode()])
+        temporary.rename(path)

@@ -1,0 +1,141 @@
+"""What the header of a stored chunk says: which blocks there are and where they lie. Nothing is believed unchecked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qcfuse_rag.store.chunk import RANKING, block_names
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.numbers import NUMBERS
+from qcfuse_rag.store.seal import TAG_BYTES
+
+ALIGNMENT = 4096
+ROWS_PER_PIECE = 128
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.float8_e4m3fn)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where a tensor of an entry lies.
+
+    Attributes:
+        name: see `ChunkKV.blocks`.
+        dtype: of its numbers, little endian.
+        shape: row-major.
+        offset: bytes from the first block's start, a multiple of 4096.
+        checksums: XXH3-64 of each piece of 128 rows as stored.
+        first_piece: number of its first piece among all of the entry's, from 1.
+        row_bytes: bytes of one row.
+        piece_bytes: bytes of every piece but the last, as stored.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    checksums: tuple[str, ...]
+    first_piece: int
+    row_bytes: int
+    piece_bytes: int
+
+    def range(self, first: int, last: int) -> tuple[int, int]:
+        """Return the bytes of pieces `first <= i < last`, from the first block's start."""
+        missing = max(0, last * ROWS_PER_PIECE - self.shape[0]) * self.row_bytes
+        return self.offset + first * self.piece_bytes, self.offset + last * self.piece_bytes - missing
+
+    @property
+    def end(self) -> int:
+        """Offset after the last piece."""
+        return self.range(0, len(self.checksums))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an entry says of itself.
+
+    Attributes:
+        key: whose entry it is.
+        tokens, layers, dtype, numbers, probe_layers: see `ChunkKV`.
+        expires: unix time from which on it must not be used, or None.
+        blocks: in the order of the file.
+        start: offset of the first block in the file.
+        sealed: whether it is encrypted.
+    """
+
+    key: ChunkKey
+    tokens: int
+    layers: int
+    dtype: torch.dtype
+    numbers: str
+    probe_layers: tuple[int, ...]
+    expires: float | None
+    blocks: tuple[Block, ...]
+    start: int
+    sealed: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes the whole entry must have."""
+        return self.start + self.blocks[-1].end
+
+
+def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
+    """Turn a header's JSON into a `Header`, checking that it is one and that its blocks can be as it says.
+
+    Args:
+        about: the parsed JSON.
+        start: offset of the first block in the file.
+        sealed: whether the entry is encrypted.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError, OverflowError: if it is not a header.
+    """
+    tokens, layers, numbers, expires = about["tokens"], about["layers"], about["numbers"], about["expires"]
+    described, probe_layers = about["blocks"], tuple(about["probe_layers"])
+    _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
+    _require(numbers in NUMBERS and len(described) >= layers, "numbers of blocks")
+    _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
+    _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
+    names = block_names(layers, numbers, probe_layers)
+    _require([one["name"] for one in described] == names, "names of blocks")
+    blocks: list[Block] = []
+    offset, number = 0, 1
+    for one in described:
+        name, shape, sums = one["name"], tuple(one["shape"]), tuple(one["xxh3"])
+        _require(all(type(n) is int and 0 < n < 1 << 31 for n in shape), "shape")
+        _require(shape[0] == _rows(name, tokens, layers) and len(shape) == (2 if name == RANKING else 3), "shape")
+        _require(len(sums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
+        _require(one["offset"] == offset, "offset")
+        dtype = DTYPES[one["dtype"]]
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * sealed
+        blocks.append(Block(name, dtype, shape, offset, sums, number, row_bytes, piece_bytes))
+        offset, number = aligned(blocks[-1].end), number + len(sums)
+    _require(blocks[0].shape == (layers, tokens), "ranking")
+    key = ChunkKey.from_fields(about["key"])
+    return Header(
+        key, tokens, layers, DTYPES[about["dtype"]], numbers, probe_layers, expires, tuple(blocks), start, sealed
+    )
+
+
+def aligned(size: int) -> int:
+    """Return the next multiple of 4096."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _rows(name: str, tokens: int, layers: int) -> int:
+    if name == RANKING:
+        return layers
+    return 1 if name.startswith("key.") and name.endswith(".scale") else tokens
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{what} cannot be")

@@ -1,0 +1,86 @@
+"""How keys and values are written: in the model's own dtype, or in one byte a number.
+
+Keys have a few channels much larger than the others, the same ones for every token, so each channel of each head gets
+its scale; values have no such channels, so each token of each head does (Liu et al., KIVI, arXiv 2402.02750, section
+3). Keys are stored unrotated, where their channels are steadiest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from qcfuse_rag.store.chunk import ChunkKV
+
+LOSSLESS = "model"
+"""The model's dtype, unchanged."""
+
+NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Formats of one byte a number, with the largest number each can hold."""
+
+NUMBERS = (LOSSLESS, *NARROW)
+
+
+def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
+    """Return a chunk with its keys and values written in another format.
+
+    Args:
+        chunk: in any format; one that has lost precision does not get it back.
+        numbers: one of `NUMBERS`.
+
+    Raises:
+        ValueError: if there is no such format.
+    """
+    check_numbers(numbers)
+    if chunk.numbers == numbers:
+        return chunk
+    tensors = {"ranking": chunk.blocks["ranking"]}
+    for layer in range(chunk.n_layers):
+        for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
+            tokens = block.transpose(0, 1)
+            if numbers == LOSSLESS:
+                tensors[f"{kind}.{layer}"] = tokens.contiguous()
+            else:
+                narrowed, scale = narrow(tokens, numbers, over=0 if kind == "key" else 2)
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = narrowed, scale
+    return chunk.with_blocks(tensors, numbers)
+
+
+def check_numbers(numbers: str) -> None:
+    """Raise `ValueError` unless there is such a format."""
+    if numbers not in NUMBERS:
+        raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(NUMBERS)}")
+
+
+def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
+    """Write numbers in one byte each, with shared scales.
+
+    Args:
+        tokens: `[n, H, D]`, any float dtype.
+        numbers: `int8` or `fp8`.
+        over: dimension whose numbers share a scale: 0 for one scale a channel, 2 for one a token.
+
+    Returns:
+        `[n, H, D]` in the narrow dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
+    """
+    dtype, largest = NARROW[numbers]
+    wide = tokens.to(torch.float32)
+    scale = wide.abs().amax(over, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * largest) / largest
+    scaled = wide / scale
+    if not dtype.is_floating_point:
+        scaled = scaled.round()
+    return scaled.clamp(-largest, largest).to(dtype).contiguous(), scale.contiguous()
+
+
+def restore(narrowed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `narrow` as far as it goes.
+
+    Args:
+        narrowed: `[n, H, D]`.
+        scale: `[1, H, D]` or `[n, H, 1]`.
+        dtype: of the result.
+    """
+    return (narrowed.to(torch.float32) * scale).to(dtype)

@@ -1,0 +1,78 @@
+"""What was decided about a store on disk, kept with it, so that whoever opens it next need not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.eviction import policy_named
+from qcfuse_rag.store.files import StoreFiles
+from qcfuse_rag.store.numbers import LOSSLESS, check_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Decisions about a store.
+
+    Attributes:
+        limit_bytes: most bytes its files may take.
+        numbers: format of new entries, see `store.numbers`.
+        eviction: `cost`, `lru` or `lfu`, see `store.eviction`.
+        ttl_s: seconds after which an entry is gone, or None.
+        encrypted: whether entries are encrypted.
+    """
+
+    limit_bytes: int = 64 << 30
+    numbers: str = LOSSLESS
+    eviction: str = "cost"
+    ttl_s: float | None = None
+    encrypted: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers(self.numbers)
+        policy_named(self.eviction)
+
+
+def settle(files: StoreFiles, given: dict[str, Any], *, encrypted: bool) -> StoreSettings:
+    """Return a store's settings: those given, else those kept with it, else the defaults; and keep them.
+
+    Args:
+        files: of the store.
+        given: settings by name; None stands for not given.
+        encrypted: whether a secret was given.
+
+    Raises:
+        StoreError: if they cannot be read, or the store is encrypted and no secret was given, or the other way round.
+        ValueError: if there is no such format or policy.
+    """
+    path = files.folder / "store.json"
+    kept = _kept(path)
+    if kept is not None and kept.encrypted != encrypted:
+        have, need = ("no secret was given", "is") if kept.encrypted else ("a secret was given", "is not")
+        raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
+    start = kept or StoreSettings(encrypted=encrypted)
+    settings = replace(start, **{name: value for name, value in given.items() if value is not None})
+    if settings != kept:
+        try_writing(lambda: files.write_json(path, asdict(settings)))
+    return settings
+
+
+def try_writing(write: Callable[[], None]) -> None:
+    """Write something that a store can do without; a disk that is full or read-only is reported elsewhere."""
+    try:
+        write()
+    except OSError:
+        return
+
+
+def _kept(path: Path) -> StoreSettings | None:
+    try:
+        return StoreSettings(**json.loads(path.read_text("utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"cannot read {path} ({error}); remove it and give the store's settings again") from error

@@ -1,0 +1,121 @@
+"""Which document's passages are in the store, so that a changed or deleted document takes its caches with it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.key import ChunkKey
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS chunks (source TEXT, address TEXT, PRIMARY KEY (source, address)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
+CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+
+
+class Sources:
+    """Counts, for every stored chunk, the sources that use it: equal passages of two documents share one entry.
+
+    Kept in `sources.db` in the store's folder, or in memory beside a store that lives there. A chunk whose last source
+    is gone is removed from all tiers, pinned or not; if the process dies in between, `collect` finishes. Chunks that
+    never had a source, such as the prompt's fixed head, are left alone.
+
+    Args:
+        store: whose chunks; not closed with this.
+
+    Raises:
+        StoreError: if the manifest cannot be opened.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+        self._own = store.prefix  # tenants have sources of their own
+        place = ":memory:" if store.folder is None else str(store.folder / "sources.db")
+        self._lock = threading.Lock()
+        try:
+            self._database = sqlite3.connect(place, timeout=60, isolation_level=None, check_same_thread=False)
+            if store.folder is not None:
+                (store.folder / "sources.db").chmod(0o600)
+                self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.executescript(SCHEMA)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreError(f"cannot open {place}: {error}") from error
+
+    def replace(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
+        """Say which chunks a source has now; return how many it had alone and that are removed.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        wanted = {self._store.address(key) for key in keys}
+        name = self._own + source
+        with self._writing() as database:
+            had = {row[0] for row in self._rows("SELECT address FROM chunks WHERE source = ?", name)}
+            gone = [(address,) for address in had - wanted]
+            database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", [(name, *a) for a in gone])
+            database.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?)", [(name, a) for a in wanted])
+            database.executemany("DELETE FROM unwanted WHERE address = ?", [(a,) for a in wanted])
+            nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
+            database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
+        return self.collect()
+
+    def forget(self, source: str) -> int:
+        """Remove a source; return how many chunks it had alone and that are removed."""
+        return self.replace(source, ())
+
+    def collect(self) -> int:
+        """Remove chunks that lost their last source and are still there; return how many."""
+        with self._lock:
+            unwanted = [row[0] for row in self._rows("SELECT address FROM unwanted") if row[0].startswith(self._own)]
+        removed = 0
+        for address in unwanted:
+            with self._writing() as database:  # so that nobody takes the chunk up again while it is removed
+                if not self._rows("SELECT 1 FROM chunks WHERE address = ?", address):
+                    removed += self._store.discard(address)
+                if address not in self._store:
+                    database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+        return removed
+
+    def names(self) -> list[str]:
+        """Return the sources, in order."""
+        start = len(self._own)
+        with self._lock:
+            rows = self._rows("SELECT DISTINCT source FROM chunks ORDER BY source")
+        return [row[0][start:] for row in rows if row[0].startswith(self._own)]
+
+    def addresses(self, source: str) -> set[str]:
+        """Return the addresses of a source's chunks, whether they are in the store or have been evicted."""
+        with self._lock:
+            return {row[0] for row in self._rows("SELECT address FROM chunks WHERE source = ?", self._own + source)}
+
+    def missing(self) -> dict[str, int]:
+        """Return, by source, how many of its chunks are not in the store; what evictions or a failing disk took."""
+        counts = {name: sum(a not in self._store for a in self.addresses(name)) for name in self.names()}
+        return {name: count for name, count in counts.items() if count}
+
+    def close(self) -> None:
+        """Close the manifest."""
+        with self._lock:
+            self._database.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._database
+                except BaseException:
+                    self._database.execute("ROLLBACK")
+                    raise
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot write the manifest of sources: {error}") from error
+
+    def _rows(self, statement: str, *values: str) -> list[tuple[str]]:
+        return self._database.execute(statement, values).fetchall()
