@@ -15,7 +15,7 @@ from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.ingest.base import FRAMED, Base
-from qcfuse_rag.ingest.warm import Progress, WarmSummary, warm
+from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
@@ -89,8 +89,10 @@ class FusionEngine:
         self,
         texts: Iterable[str],
         *,
-        sources: Iterable[str] | None = None,
+        sources: Sequence[str] | None = None,
         bases: Iterable[Base] | None = None,
+        priority: Sequence[float] | None = None,
+        batch_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there.
@@ -100,22 +102,38 @@ class FusionEngine:
             sources: for each passage the document it is from. A source named here has these passages from now on and
                 no others: what it had before and nobody else has is removed.
             bases: under which bases; by default the one the engine's method reads.
-            progress: called with `(done, total)` after every passage.
+            priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
+            batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
+            progress: called with tokens `(done, total)` after every batch.
 
         Raises:
             StoreError: if the store cannot be written.
-            ValueError: if there are not as many sources as passages.
+            ValueError: if there are not as many sources or priorities as passages.
         """
         chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
         ids = [self.prompts.chunk_ids(text) for text in texts]
-        summary = warm(self.lm, self.store, self.prompts.frame, ids, bases=chosen, progress=progress)
-        if sources is not None:
-            keys: dict[str, list[ChunkKey]] = {}
-            for source, chunk in zip(sources, ids, strict=True):
-                keys.setdefault(source, []).extend(self.keys(chunk, chosen))
-            for source, own in keys.items():
-                self.sources.replace(source, own)
+        if sources is not None and len(sources) != len(ids):
+            raise ValueError(f"{len(sources)} sources for {len(ids)} passages")
+        summary = self.warm_job(ids, bases=chosen, priority=priority, batch_tokens=batch_tokens).run(progress)
+        keys: dict[str, list[ChunkKey]] = {}
+        for source, chunk in zip(sources or (), ids, strict=False):
+            keys.setdefault(source, []).extend(self.keys(chunk, chosen))
+        for source, own in keys.items():
+            self.sources.replace(source, own)
         return summary
+
+    def warm_job(
+        self,
+        chunks: Iterable[tuple[int, ...]],
+        *,
+        bases: Iterable[Base] | None = None,
+        priority: Sequence[float] | None = None,
+        batch_tokens: int | None = None,
+    ) -> WarmJob:
+        """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
+        chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
+        frame = self.prompts.frame
+        return WarmJob(self.lm, self.store, frame, chunks, bases=chosen, priority=priority, batch_tokens=batch_tokens)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""

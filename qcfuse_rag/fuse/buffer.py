@@ -22,8 +22,8 @@ class KVBuffer:
     been placed or computed as a row.
 
     Attributes:
-        keys: per layer `[1, Hkv, capacity, D]`.
-        values: per layer `[1, Hkv, capacity, Dv]`.
+        keys: per layer `[B, Hkv, capacity, D]`; B is 1 for a request, more for chunks prefilled together.
+        values: per layer `[B, Hkv, capacity, Dv]`.
     """
 
     keys: tuple[Tensor, ...]
@@ -31,12 +31,12 @@ class KVBuffer:
 
     @classmethod
     def allocate(
-        cls, shapes: tuple[KVShape, ...], capacity: int, *, dtype: torch.dtype, device: torch.device
+        cls, shapes: tuple[KVShape, ...], capacity: int, *, dtype: torch.dtype, device: torch.device, batch: int = 1
     ) -> KVBuffer:
-        """Reserve room for `capacity` tokens."""
+        """Reserve room for `capacity` tokens of each of `batch` sequences."""
 
         def new(shape: KVShape, channels: int) -> Tensor:
-            return torch.empty(1, shape.kv_heads, capacity, channels, dtype=dtype, device=device)
+            return torch.empty(batch, shape.kv_heads, capacity, channels, dtype=dtype, device=device)
 
         return cls(tuple(new(s, s.key_dim) for s in shapes), tuple(new(s, s.value_dim) for s in shapes))
 
@@ -68,7 +68,7 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the buffer exists before the pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatter `[1, Hkv, R, D]` fresh keys and values to their rows; return `[1, Hkv, length, D]` views."""
+        """Scatter `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
         assert self.keys is not None
         assert self.values is not None
         self.keys[:, :, self.at] = key_states

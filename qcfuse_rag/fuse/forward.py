@@ -31,14 +31,23 @@ def forward_rows(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffe
 
 @torch.inference_mode()
 def forward_hidden(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int) -> None:
-    """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries."""
+    """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
+
+    Args:
+        lm: the model.
+        ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
+        plan: the rows and what they see.
+        buffer: of as many sequences.
+        depth: layers to run.
+    """
     _first_layers(lm.model.get_decoder(), depth)(**_inputs(ids, plan, buffer))
 
 
 def _inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
+    sequences = ids if ids.dim() == 2 else ids[None]
     return {
-        "input_ids": ids[None],
-        "position_ids": plan.rows[None],
+        "input_ids": sequences,
+        "position_ids": plan.rows[None].expand(len(sequences), -1),
         # A 4-D mask is handed through unread, which keeps transformers from building one of its own.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
         "past_key_values": buffer.cache(plan),

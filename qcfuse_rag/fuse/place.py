@@ -14,7 +14,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 
 @torch.inference_mode()
 def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
-    """Copy a chunk's unrotated keys and its values to positions `start ...`; the keys must be rotated afterwards.
+    """Copy a chunk's unrotated keys and its values to positions `start ...` of every sequence; rotate them afterwards.
 
     Returns:
         Bytes copied.
@@ -26,8 +26,8 @@ def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
     chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
     for layer in range(chunk.n_layers):
         keys, values = chunk.layer(layer)
-        buffer.keys[layer][0, :, start : start + chunk.n_tokens] = keys.to(buffer.keys[layer].device, non_blocking=True)
-        buffer.values[layer][0, :, start : start + chunk.n_tokens] = values.to(
+        buffer.keys[layer][:, :, start : start + chunk.n_tokens] = keys.to(buffer.keys[layer].device, non_blocking=True)
+        buffer.values[layer][:, :, start : start + chunk.n_tokens] = values.to(
             buffer.values[layer].device, non_blocking=True
         )
         copied += keys.nbytes + values.nbytes
@@ -56,5 +56,5 @@ def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop
             positions = torch.arange(start, stop, device=keys.device)
             table = angles(rope.inv_freq.to(keys.device), -positions if back else positions)
             tables[id(rope.inv_freq)] = table
-        part = keys[0, :, start:stop]
+        part = keys[:, :, start:stop]
         part.copy_(rotate(part, *table, interleaved=rope.interleaved))

@@ -16,7 +16,7 @@ from qcfuse_rag.fuse.attention import NAME
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.ingest.base import BLIND
-from qcfuse_rag.ingest.warm import warm
+from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.store.memory import MemoryStore
@@ -62,7 +62,7 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
     prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), frame=parts[0])
     store = MemoryStore()
-    warm(lm, store, prompt.frame, parts[1:3], bases=(BLIND,))
+    WarmJob(lm, store, prompt.frame, parts[1:3], bases=(BLIND,)).run()
     fused_full = prefill(lm, store, prompt, Method("full", base=None)).logits
     fused_reuse = prefill(lm, store, prompt, Method("reuse", base=BLIND)).logits
     with stock_attention(lm):

@@ -1,9 +1,10 @@
-"""Prefill one chunk, once, into the keys and values that are kept."""
+"""Prefill chunks, once, into the keys and values that are kept."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.buffer import KVBuffer
@@ -11,48 +12,61 @@ from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
 from qcfuse_rag.fuse.probe import default_critical_layers
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.ingest.anchors import rank_tokens
+from qcfuse_rag.ingest.anchors import TokenRanking, instruction_ids
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 
 
-@torch.inference_mode()
 def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None) -> ChunkKV:
-    """Compute a chunk's keys and values in one pass, alone in its batch.
+    """Compute one chunk's keys and values; see `prefill_chunks`."""
+    return prefill_chunks(lm, [ids], prefix=prefix)[0]
 
-    Alone, so that the stored bytes depend on the chunk and its prefix and on nothing that happened to be prefilled
-    beside it.
+
+@torch.inference_mode()
+def prefill_chunks(
+    lm: LanguageModel, batch: Sequence[tuple[int, ...]], *, prefix: ChunkKV | None = None
+) -> list[ChunkKV]:
+    """Compute the keys and values of several chunks in one pass, and rank their tokens.
+
+    Each chunk is a sequence of its own behind the prefix, followed by the words that rank it (see `ingest.anchors`) and
+    filled up at its end: a token sees nothing that comes after it, so none of this changes its keys and values, but
+    for the last bits, which follow the shape of the pass.
 
     Args:
         lm: the model.
-        ids: the chunk's tokens.
+        batch: the chunks' tokens; the less their lengths differ, the less is computed in vain.
         prefix: stored keys and values of what stands in front, exact from position 0; None for nothing.
 
     Returns:
-        The chunk, on the model's device.
+        The chunks in the same order, on the model's device.
 
     Raises:
-        PromptTooLong: if prefix and chunk exceed the context window.
+        PromptTooLong: if prefix and the longest chunk exceed the context window.
     """
     start = 0 if prefix is None else prefix.n_tokens
-    stop = start + len(ids)
-    if stop > lm.window.tokens:
+    longest = max(len(ids) for ids in batch)
+    room = lm.window.tokens - start - longest
+    if room < 0:
         raise PromptTooLong(
-            f"a passage of {len(ids):,} tokens behind {start:,} exceeds the context window of {lm.window.tokens:,}; "
+            f"a passage of {longest:,} tokens behind {start:,} exceeds the context window of {lm.window.tokens:,}; "
             "split the document into smaller passages"
         )
-    buffer = KVBuffer.allocate(lm.shapes, stop, dtype=lm.dtype, device=lm.device)
+    instruction = instruction_ids(lm.tokenizer)[:room]
+    width = longest + len(instruction)
+    sequences = [(*ids, *instruction, *(0 for _ in range(longest - len(ids)))) for ids in batch]
+    buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
     if prefix is not None:
         copy_chunk(buffer, 0, prefix)
         rotate_buffer(buffer, lm.ropes, 0, start)
-    rows = torch.arange(start, stop, device=lm.device)
-    tokens = torch.tensor(ids, dtype=torch.int64, device=lm.device)
-    forward_hidden(lm, tokens, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
-    rotate_buffer(buffer, lm.ropes, start, stop, back=True)
-    keys, values = _cut(buffer.keys, start), _cut(buffer.values, start)
-    ranking = rank_tokens(lm, keys, values, prefix)
-    return ChunkKV.of(keys, values, ranking, probe_layers=default_critical_layers(lm.n_layers))
+    ranking = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], len(instruction), lm.device)
+    rows = torch.arange(start, start + width, device=lm.device)
+    plan = RowsPlan(rows, start + width, observe=ranking.observe, windows=lm.sliding)
+    forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
+    rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
+    return [_cut(buffer, index, start, len(ids), ranking, lm.n_layers) for index, ids in enumerate(batch)]
 
 
-def _cut(layers: tuple[Tensor, ...], start: int) -> list[Tensor]:
-    return [layer[0, :, start:].clone() for layer in layers]
+def _cut(buffer: KVBuffer, index: int, start: int, tokens: int, ranking: TokenRanking, n_layers: int) -> ChunkKV:
+    keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
+    values = [layer[index, :, start : start + tokens] for layer in buffer.values]
+    return ChunkKV.of(keys, values, ranking.order(index), probe_layers=default_critical_layers(n_layers))

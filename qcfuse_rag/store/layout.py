@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from qcfuse_rag.model.rope import KVShape
 from qcfuse_rag.store.chunk import RANKING, block_names
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.numbers import NUMBERS
+from qcfuse_rag.store.numbers import LOSSLESS, NUMBERS
 from qcfuse_rag.store.seal import TAG_BYTES
 
 ALIGNMENT = 4096
@@ -123,6 +125,25 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
     return Header(
         key, tokens, layers, DTYPES[about["dtype"]], numbers, probe_layers, expires, tuple(blocks), start, sealed
     )
+
+
+def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tokens: int) -> int:
+    """Return the bytes an entry of so many tokens takes, less what its header has beyond 4096.
+
+    Args:
+        shapes: cache sizes of each layer.
+        dtype: of the model.
+        numbers: format of the entry.
+        tokens: length of the chunk.
+    """
+    size = ALIGNMENT + aligned(4 * len(shapes) * tokens)
+    for shape in shapes:
+        for kind, channels in (("key", shape.key_dim), ("value", shape.value_dim)):
+            width = dtype.itemsize if numbers == LOSSLESS else 1
+            size += aligned(tokens * shape.kv_heads * channels * width)
+            if numbers != LOSSLESS:
+                size += aligned(4 * shape.kv_heads * (channels if kind == "key" else tokens))
+    return size
 
 
 def aligned(size: int) -> int:

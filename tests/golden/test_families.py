@@ -12,7 +12,8 @@ from qcfuse_rag import BLIND, FRAMED, Base, FusionEngine, LanguageModel, MemoryS
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.self_check import check_exact, naive_concatenation, stock_attention
 from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.ingest.warm import warm
+from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingest.warm import WarmJob
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 
@@ -119,7 +120,7 @@ def test_changing_a_token_leaves_every_earlier_row_unchanged(
     other_ids = list(last.segment.ids)
     other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3
     other_chunk = replace(last.segment, ids=tuple(other_ids))
-    warm(warmed.lm, warmed.store, prompt.frame, [other_chunk.ids], bases=(FRAMED,))
+    WarmJob(warmed.lm, warmed.store, prompt.frame, [other_chunk.ids], bases=(FRAMED,)).run()
     changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
     one, other = (warmed.prefill(p, method=method) for p in (prompt, changed))
     assert one.report.selected == other.report.selected
@@ -133,3 +134,20 @@ def test_the_engines_own_check_passes(family: LanguageModel) -> None:
     check = check_exact(family)
     assert check.all_rows < 1e-4
     assert check.question_rows < 1e-4
+
+
+@pytest.mark.parametrize("framed", [False, True], ids=["blind", "framed"])
+def test_chunks_prefilled_together_are_those_prefilled_alone(family: LanguageModel, framed: bool) -> None:
+    """Whatever their lengths: places filled up are seen by nobody, and rankings are the chunk's own."""
+    engine = FusionEngine(family, MemoryStore())
+    batch = [engine.prompts.chunk_ids(text) for text in (PASSAGES[0], PASSAGES[1] * 2, "Short.", PASSAGES[2])]
+    prefix = prefill_chunk(family, engine.prompts.frame) if framed else None
+    for ids, together in zip(batch, prefill_chunks(family, batch, prefix=prefix), strict=True):
+        alone = prefill_chunk(family, ids, prefix=prefix)
+        assert together.n_tokens == len(ids)
+        for layer in range(family.n_layers):
+            for ours, theirs in zip(together.layer(layer), alone.layer(layer), strict=True):
+                assert error(ours, theirs) <= TOLERANCE
+            few = max(1, len(ids) // 4)
+            agree = set(together.anchors(layer, 0.25).tolist()) & set(alone.anchors(layer, 0.25).tolist())
+            assert len(agree) >= few - 1, "ties apart, the same tokens matter"
