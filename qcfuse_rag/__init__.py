@@ -23,16 +23,22 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED, Base
-    from qcfuse_rag.ingest.warm import WarmSummary
+    from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
     from qcfuse_rag.model.language_model import LanguageModel
     from qcfuse_rag.prompt.segments import Prompt, Role, Segment
     from qcfuse_rag.prompt.template import PromptTemplate
     from qcfuse_rag.report.fusion import FusionReport
-    from qcfuse_rag.store.contract import KVStore, Miss, StoreStats
+    from qcfuse_rag.store.chunk import ChunkKV
+    from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
     from qcfuse_rag.store.disk import DiskStore
+    from qcfuse_rag.store.key import ChunkKey
     from qcfuse_rag.store.memory import MemoryStore
     from qcfuse_rag.store.open import open_store
+    from qcfuse_rag.store.remote import RemoteStore
+    from qcfuse_rag.store.seal import Seal
+    from qcfuse_rag.store.sources import Sources
+    from qcfuse_rag.store.tenant import TenantStore
     from qcfuse_rag.store.tiered import TieredStore
 
 __version__ = "0.1.0"
@@ -43,11 +49,15 @@ __all__ = [
     "FRAMED",
     "METHODS",
     "Base",
+    "ChunkKV",
+    "ChunkKey",
     "CorruptEntry",
     "DiskStore",
+    "EntryInfo",
     "FusionEngine",
     "FusionReport",
     "Generation",
+    "Health",
     "InvalidTemplate",
     "KVStore",
     "LanguageModel",
@@ -60,16 +70,22 @@ __all__ = [
     "PromptTemplate",
     "PromptTooLong",
     "QCFuseError",
+    "RemoteStore",
     "Role",
     "SamplingParams",
+    "Seal",
     "Segment",
+    "Sources",
     "StoreError",
     "StoreStats",
+    "TenantStore",
     "TextStream",
     "TieredStore",
     "UnknownMethod",
     "UnsupportedModel",
     "Usage",
+    "WarmJob",
+    "WarmPlan",
     "WarmSummary",
     "choose_method",
     "make_method",
@@ -80,12 +96,16 @@ _HOMES = {
     "BASES": "qcfuse_rag.ingest.base",
     "BLIND": "qcfuse_rag.ingest.base",
     "Base": "qcfuse_rag.ingest.base",
+    "ChunkKV": "qcfuse_rag.store.chunk",
+    "ChunkKey": "qcfuse_rag.store.key",
     "CorruptEntry": "qcfuse_rag.errors",
     "DiskStore": "qcfuse_rag.store.disk",
+    "EntryInfo": "qcfuse_rag.store.contract",
     "FRAMED": "qcfuse_rag.ingest.base",
     "FusionEngine": "qcfuse_rag.engine",
     "FusionReport": "qcfuse_rag.report.fusion",
     "Generation": "qcfuse_rag.generate.decode",
+    "Health": "qcfuse_rag.store.contract",
     "InvalidTemplate": "qcfuse_rag.errors",
     "KVStore": "qcfuse_rag.store.contract",
     "LanguageModel": "qcfuse_rag.model.language_model",
@@ -99,16 +119,22 @@ _HOMES = {
     "PromptTemplate": "qcfuse_rag.prompt.template",
     "PromptTooLong": "qcfuse_rag.errors",
     "QCFuseError": "qcfuse_rag.errors",
+    "RemoteStore": "qcfuse_rag.store.remote",
     "Role": "qcfuse_rag.prompt.segments",
     "SamplingParams": "qcfuse_rag.generate.sampling",
+    "Seal": "qcfuse_rag.store.seal",
     "Segment": "qcfuse_rag.prompt.segments",
+    "Sources": "qcfuse_rag.store.sources",
     "StoreError": "qcfuse_rag.errors",
     "StoreStats": "qcfuse_rag.store.contract",
+    "TenantStore": "qcfuse_rag.store.tenant",
     "TextStream": "qcfuse_rag.generate.decode",
     "TieredStore": "qcfuse_rag.store.tiered",
     "UnknownMethod": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
     "Usage": "qcfuse_rag.generate.decode",
+    "WarmJob": "qcfuse_rag.ingest.warm",
+    "WarmPlan": "qcfuse_rag.ingest.warm",
     "WarmSummary": "qcfuse_rag.ingest.warm",
     "choose_method": "qcfuse_rag.methods",
     "make_method": "qcfuse_rag.methods",

@@ -37,6 +37,15 @@ def llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     return LanguageModel.wrap(build_model("llama"), tokenizer, name="llama")
 
 
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a folder with a tiny Llama, as a user has one."""
+    folder = tmp_path_factory.mktemp("model")
+    build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def engine(llama: LanguageModel) -> FusionEngine:
     """Return an engine over a tiny Llama and an empty store."""

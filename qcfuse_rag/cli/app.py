@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, size
+from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.errors import QCFuseError
 
 app = typer.Typer(
@@ -18,8 +19,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 models_app = typer.Typer(help="Look at models.", no_args_is_help=True)
+warm_app = typer.Typer(help="Prefill documents into a store, once.", no_args_is_help=True)
+app.add_typer(warm_app, name="warm")
 app.add_typer(store_app, name="store")
 app.add_typer(models_app, name="models")
 
@@ -32,6 +34,16 @@ Ratio = Annotated[float | None, typer.Option(help="Share of reused tokens to rec
 BaseName = Annotated[str | None, typer.Option(help="How passages are stored: framed (if not given) or blind.")]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16; float32 on a CPU.")]
+Paths = Annotated[
+    list[Path], typer.Argument(help="Text files, JSON lines, or folders of them; or what --reader reads.")
+]
+Reader = Annotated[str, typer.Option(help="files, llama-index (a persisted index), langchain (a dumped store).")]
+MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a passage.")]
+BatchTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass; 2048 on a CPU, 16384 on a GPU.")]
+NumbersName = Annotated[str | None, typer.Option("--numbers", help="How to store: model (if not given), int8 or fp8.")]
+LimitGB = Annotated[float | None, typer.Option(min=0.0, help="Most the store may take, in GB; 68.7 if never given.")]
+Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
+Encrypt = Annotated[bool, typer.Option("--encrypt", help="Encrypt a new store; the secret is in QCFUSE_SECRET.")]
 
 
 @app.command()
@@ -52,22 +64,70 @@ def demo(
     run_demo(model, embedder, store, question, top_k, repeats, device, dtype, as_json=as_json)
 
 
-@app.command()
-def warm(
-    paths: Annotated[list[Path], typer.Argument(help="Text files, or folders of them.")],
+@warm_app.command("run")
+def warm_run(
+    paths: Paths,
     store: Store,
+    reader: Reader = "files",
     model: Model = None,
     embedder: EmbedderName = None,
     base: BaseName = None,
-    max_tokens: Annotated[int, typer.Option(min=16, help="Most tokens in a passage.")] = 384,
+    max_tokens: MaxTokens = 384,
+    batch_tokens: BatchTokens = None,
+    numbers: NumbersName = None,
+    limit_gb: LimitGB = None,
+    tenant: Tenant = None,
+    encrypt: Encrypt = False,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Split documents into passages, index them, and prefill each into the store; run again to resume or add."""
-    from qcfuse_rag.cli.library import warm_library
+    """Split documents into passages, index them, and prefill each into the store; run again to add or go on."""
+    from qcfuse_rag.cli.warm import WarmOptions, run_warming
 
-    warm_library(paths, store, model, embedder, base, max_tokens, device, dtype, as_json=as_json)
+    given = tuple(str(path) for path in paths)
+    about = (reader, model, embedder, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, encrypt, device, dtype)
+    run_warming(store, WarmOptions(given, *about), as_json=as_json)
+
+
+@warm_app.command("plan")
+def warm_plan(
+    paths: Paths,
+    store: Store,
+    reader: Reader = "files",
+    model: Model = None,
+    base: BaseName = None,
+    max_tokens: MaxTokens = 384,
+    batch_tokens: BatchTokens = None,
+    numbers: NumbersName = None,
+    limit_gb: LimitGB = None,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Say how many bytes and seconds `warm run` would take; nothing is stored."""
+    from qcfuse_rag.cli.warm import WarmOptions, plan_warming
+
+    given = tuple(str(path) for path in paths)
+    about = (reader, model, None, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, False, device, dtype)
+    plan_warming(store, WarmOptions(given, *about), as_json=as_json)
+
+
+@warm_app.command("resume")
+def warm_resume(store: Store, as_json: Json = False) -> None:
+    """Go on with the last job of a store, with the options it had."""
+    from qcfuse_rag.cli.warm import resume_warming
+
+    resume_warming(store, as_json=as_json)
+
+
+@warm_app.command("status")
+def warm_status(store: Store, as_json: Json = False) -> None:
+    """Say how far the last job of a store is."""
+    from qcfuse_rag.cli.warm import show_status
+
+    show_status(store, as_json=as_json)
 
 
 @app.command()
@@ -82,12 +142,13 @@ def ask(
     top_k: Annotated[int, typer.Option(min=0, help="Passages to retrieve.")] = 6,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     explain: Annotated[Path | None, typer.Option(help="Write a page that shows which tokens were recomputed.")] = None,
+    tenant: Tenant = None,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Answer a question over warmed documents and say what was reused."""
-    from qcfuse_rag.cli.library import ask_library
+    from qcfuse_rag.cli.ask import ask_library
     from qcfuse_rag.methods import choose_method
 
     ask_library(
@@ -101,27 +162,9 @@ def ask(
         explain,
         device,
         dtype,
+        tenant,
         as_json=as_json,
     )
-
-
-@store_app.command("stats")
-def store_stats(folder: Annotated[Path, typer.Argument(help="Folder of the store.")], as_json: Json = False) -> None:
-    """Show what a store holds."""
-    from qcfuse_rag.cli.library import KV_FOLDER
-    from qcfuse_rag.store.disk import DiskStore
-
-    place = folder / KV_FOLDER if (folder / KV_FOLDER).is_dir() else folder
-    if not (place / "objects").is_dir():
-        raise QCFuseError(f"no store in {folder}; `qcfuse warm` makes one")
-    with DiskStore(place) as opened:
-        stats, models = opened.stats()[0], opened.models()
-    if as_json:
-        print_json({**stats.to_dict(), "models": list(models.values())})
-        return
-    OUT.print(f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {place}")
-    for digest, fields in models.items():
-        OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 OUT = Console()
 ERR = Console(stderr=True)
@@ -23,20 +23,26 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error, so that it never mixes with results; yields `(done, total) -> None`."""
+def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error, so that it never mixes with results; yields `(done, total) -> None`.
+
+    Args:
+        title: what is being done.
+        unit: what is counted.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.completed:,} of {task.fields[all]} {task.fields[unit]}, {task.fields[rate]} a second"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=ERR) as progress:
-        task = progress.add_task(title, total=None)
+        task = progress.add_task(title, total=None, unit=unit, all="?", rate="0")
 
         def advance(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+            speed = progress.tasks[0].finished_speed or progress.tasks[0].speed or 0.0
+            progress.update(task, completed=done, total=total, all=f"{total:,}", rate=f"{speed:,.3g}")
 
         yield advance
 
@@ -69,3 +75,11 @@ def size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

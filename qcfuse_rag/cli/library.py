@@ -1,137 +1,103 @@
-"""`qcfuse warm` and `qcfuse ask`: a folder that holds passages, their embeddings and their caches."""
+"""A library, what the command line works on: a folder that holds caches, passages and their embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
-from qcfuse_rag.demo.assets import default_embedder, default_model
+from qcfuse_rag.cli.console import status
+from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.methods import choose_method
-from qcfuse_rag.report.explain import explain_html
-from qcfuse_rag.report.fusion import FusionReport
-from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.disk import DiskStore
+from qcfuse_rag.store.open import open_store
+from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.settings import kept_settings
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+SECRET_VARIABLE = "QCFUSE_SECRET"
 
 
-def warm_library(
-    paths: Sequence[Path],
-    store: Path,
-    model: str | None,
-    embedder: str | None,
-    base: str | None,
-    max_tokens: int,
-    device: str | None,
-    dtype: str | None,
+def open_kv(
+    library: Path,
     *,
-    as_json: bool,
-) -> None:
-    """Split, embed and prefill documents into a library folder, and print what was done."""
-    with _needing_extra():
-        from qcfuse_rag.ingest.split import find_documents, split_document
-        from qcfuse_rag.retrieve.embed import Embedder
+    numbers: str | None = None,
+    limit_gb: float | None = None,
+    tenant: str | None = None,
+    encrypt: bool = False,
+) -> KVStore:
+    """Open a library's store; a secret comes from the environment variable QCFUSE_SECRET.
 
-    files = list(find_documents(paths))
-    if not files:
-        raise QCFuseError(f"no text files in {', '.join(str(path) for path in paths)}")
-    embed = Embedder(embedder or default_embedder())
-    with _open(store, model, choose_method(base=base), device, dtype) as engine:
-        place, name = store / INDEX_FOLDER, embedder or DEFAULT_EMBEDDER
-        index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
-        index.remove(_vanished(index, paths))
-        texts: list[str] = []
-        with progress_bar("indexing documents") as advance:
-            for done, file in enumerate(files, start=1):
-                passages = split_document(file, engine.lm.tokenizer, max_tokens=max_tokens)
-                index.replace(str(file.resolve()), passages, embed(passages))
-                texts += passages
-                advance(done, len(files))
-        index.save(place)
-        with progress_bar("prefilling passages") as advance:
-            summary = engine.warm(texts, progress=advance)
-    if as_json:
-        print_json({"documents": len(files), "passages": len(texts), **summary.to_dict()})
-        return
-    OUT.print(
-        f"{len(files)} documents, {len(texts)} passages: {summary.warmed} prefilled ({summary.tokens:,} tokens, "
-        f"{size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, {summary.present} were there already",
-        soft_wrap=True,
+    Args:
+        library: the library's folder.
+        numbers: see `open_store`.
+        limit_gb: most bytes on disk, in units of 10^9.
+        tenant: whose view to open.
+        encrypt: encrypt a new store; one that is encrypted is opened as such anyway.
+
+    Raises:
+        StoreError: if it cannot be opened.
+    """
+    kept = kept_settings(library / KV_FOLDER)
+    return open_store(
+        library / KV_FOLDER,
+        disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+        numbers=numbers,
+        secret=_secret(),
+        tenant=tenant,
+        encrypt=encrypt or (kept is not None and kept.encrypted),
     )
-    for index_of_passage, reason in summary.failed:
-        ERR.print(f"[yellow]not stored[/yellow] passage {index_of_passage}: {reason}", highlight=False, soft_wrap=True)
 
 
-def ask_library(
-    question: str,
-    store: Path,
-    model: str | None,
-    embedder: str | None,
-    method: Method,
-    top_k: int,
-    max_new_tokens: int,
-    explain: Path | None,
-    device: str | None,
-    dtype: str | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Retrieve, fuse, answer, and say what was reused."""
-    with _needing_extra():
-        from qcfuse_rag.retrieve.embed import Embedder
+def open_disk(folder: Path) -> DiskStore:
+    """Open the store of a library, or a store's folder itself, for looking after it.
 
-    index = PassageIndex.load(store / INDEX_FOLDER, embedder or DEFAULT_EMBEDDER)
-    embed = Embedder(embedder or default_embedder())
-    found = index.search(embed([question])[0], top_k)
-    with _open(store, model, method, device, dtype) as engine:
-        prompt = engine.prompt(question, [passage.text for passage in found])
-        stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
-        if explain is not None:
-            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report), "utf-8")
-        if as_json:
-            answer = stream.result()
-            sources = list(dict.fromkeys(passage.source for passage in found))
-            print_json({"question": question, "answer": answer.text, "sources": sources, **answer.to_dict()})
-            return
-        for piece in stream:
-            OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
-        OUT.print()
-        ERR.print(describe(stream.report), style="dim", highlight=False, soft_wrap=True)
+    Raises:
+        QCFuseError: if there is none.
+    """
+    place = disk_folder(folder)
+    kept, secret = kept_settings(place), _secret()
+    return DiskStore(place, seal=Seal(secret or b"") if kept is not None and kept.encrypted else None)
 
 
-def describe(report: FusionReport) -> str:
-    """Say in one line what a fused prefill did."""
-    head = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
-    line = (
-        f"{head}computed {report.rows:,} of {report.prompt_tokens:,} tokens, loaded {size(report.bytes_loaded)}, "
-        f"first token after {report.timings.ttft_s:.2f} s"
-    )
-    return f"{line}; {report.fallback}" if report.fallback else line
+def disk_folder(folder: Path) -> Path:
+    """Return where a library's store is.
+
+    Raises:
+        QCFuseError: if there is none.
+    """
+    place = folder / KV_FOLDER if (folder / KV_FOLDER).is_dir() else folder
+    if not (place / "objects").is_dir():
+        raise QCFuseError(f"no store in {folder}; `qcfuse warm run` makes one")
+    return place
 
 
-def _vanished(index: PassageIndex, paths: Sequence[Path]) -> set[str]:
-    """Return indexed files that no longer exist in the folders named."""
-    folders = [path.resolve() for path in paths if path.is_dir()]
-    sources = {passage.source for passage in index.passages}
-    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+def index_folder(library: Path, store: KVStore | None = None) -> Path:
+    """Return where a library's passages are; each tenant's are in a folder of their own."""
+    return library / (INDEX_FOLDER if store is None or not store.prefix else f"{INDEX_FOLDER}-{store.prefix[:-1]}")
+
+
+def open_engine(
+    store: KVStore, model: str | None, method: Method, device: str | None, dtype: str | None
+) -> FusionEngine:
+    """Load a model, SmolLM2-135M if none is named, onto an open store."""
+    with status("loading the model"):
+        return FusionEngine.load(model or default_model(), store=store, method=method, device=device, dtype=dtype)
 
 
 @contextmanager
-def _needing_extra() -> Iterator[None]:
+def needing_extra() -> Iterator[None]:
+    """Turn the absence of what only the command line needs into one clear error."""
     try:
         yield
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
 
 
-def _open(store: Path, model: str | None, method: Method, device: str | None, dtype: str | None) -> FusionEngine:
-    with status("loading the model"):
-        return FusionEngine.load(
-            model or default_model(), store=store / KV_FOLDER, method=method, device=device, dtype=dtype
-        )
+def _secret() -> bytes | None:
+    return os.environ.get(SECRET_VARIABLE, "").encode() or None

@@ -99,7 +99,7 @@ def run_demo(
             nodes = pipeline.run(documents=documents)
             index = VectorStoreIndex(nodes, embed_model=embed)
         setup_s = time.perf_counter() - started
-        with progress_bar(f"warming {len(nodes)} passages") as advance:
+        with progress_bar(f"warming {len(nodes)} passages", "tokens") as advance:
             warmup = QCFuseWarmup(llm, progress=advance)
             warmup(nodes)
         assert warmup.summary is not None
@@ -122,7 +122,7 @@ def run_demo(
             OUT.print("\n")
         passages = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in response.source_nodes]
         prompt = engine.prompt(asked, passages)
-        with progress_bar("measuring") as advance:
+        with progress_bar("measuring", "runs") as advance:
             measured = compare(engine, prompt, METHODS, repeats, advance)
 
     data = to_json(engine, measured, setup_s, warmup.summary.elapsed_s)

@@ -1,44 +1,27 @@
-"""Read documents and split them into passages, for the command line."""
+"""Split text into passages, for the command line."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import QCFuseError
-
-TEXT_ENDINGS = {".txt", ".md", ".markdown", ".rst"}
+PAGE_BREAK = "\f"
 
 
-def find_documents(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the text files among paths and in folders below them, in order.
+class TextSplitting:
+    """Splits text at its own structure.
 
-    Raises:
-        QCFuseError: if a path does not exist, or a file named outright is not text.
+    Args:
+        tokenizer: measures passages.
+        max_tokens: most tokens of a passage.
     """
-    for path in paths:
-        if path.is_dir():
-            yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in TEXT_ENDINGS and p.is_file())
-        elif not path.exists():
-            raise QCFuseError(f"no file or folder at {path}")
-        elif path.suffix.lower() not in TEXT_ENDINGS:
-            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(TEXT_ENDINGS))}); convert it first")
-        else:
-            yield path
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        backend = tokenizer.backend_tokenizer
+        self._plain = TextSplitter.from_huggingface_tokenizer(backend, max_tokens)
+        self._markdown = MarkdownSplitter.from_huggingface_tokenizer(backend, max_tokens)
 
-def split_document(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> list[str]:
-    """Split a file at its own structure into passages of at most `max_tokens` tokens.
-
-    Raises:
-        QCFuseError: if the file cannot be read as UTF-8 text.
-    """
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise QCFuseError(f"cannot read {path}: {error}") from error
-    kind = MarkdownSplitter if path.suffix.lower() in {".md", ".markdown"} else TextSplitter
-    return list(kind.from_huggingface_tokenizer(tokenizer.backend_tokenizer, max_tokens).chunks(text))
+    def split(self, text: str, *, markdown: bool) -> list[str]:
+        """Return the passages of a text; the page breaks of extracted PDF count as blank lines."""
+        splitter = self._markdown if markdown else self._plain
+        return list(splitter.chunks(text.replace(PAGE_BREAK, "\n\n")))

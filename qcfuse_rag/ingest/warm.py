@@ -146,20 +146,21 @@ class WarmJob:
                 raise ValueError(f"{len(priority)} priorities for {count} chunks")
             self._pending.sort(key=lambda one: -priority[one.index])
 
-    def plan(self, *, measure: bool = False) -> WarmPlan:
+    def plan(self, *, measure: bool = False, limit_bytes: int | None = None) -> WarmPlan:
         """Say what `run` would do, without storing anything.
 
         Args:
             measure: prefill one batch to estimate the time.
+            limit_bytes: most bytes the store may take, instead of its own limit.
         """
-        work, present, left_out, failed = self._sort_out()
+        work, present, left_out, failed = self._sort_out(limit_bytes or self._store.stats()[-1].limit_bytes)
         tokens = sum(len(one.ids) for one in work)
         return WarmPlan(
             chunks=len(self._pending),
             present=present,
             to_warm=len(work),
             tokens=tokens,
-            size_bytes=sum(self._entry_bytes(one) for one in work),
+            size_bytes=sum(self._entry_bytes(len(one.ids)) for one in work),
             seconds=self._measured(work) if measure else None,
             left_out=left_out,
             failed=tuple(failed),
@@ -172,7 +173,7 @@ class WarmJob:
             StoreError: if the store cannot be written.
         """
         started = time.perf_counter()
-        work, present, left_out, failed = self._sort_out()
+        work, present, left_out, failed = self._sort_out(self._store.stats()[-1].limit_bytes)
         head = self._head() if self._frame and self._pending else None
         total = sum(len(one.ids) for one in work)
         warmed = tokens = computed = size = 0
@@ -194,15 +195,13 @@ class WarmJob:
             len(self._pending), warmed, present, left_out, tokens, computed, size, elapsed, tuple(failed)
         )
 
-    def _sort_out(self) -> tuple[list[Pending], int, int, list[tuple[int, str]]]:
+    def _sort_out(self, limit: int | None) -> tuple[list[Pending], int, int, list[tuple[int, str]]]:
         """Return what to prefill, and how many are there, have no room, or cannot be stored and why."""
-        limits = [stats.limit_bytes for stats in self._store.stats()]
-        limit = limits[-1]
-        work, present, left_out, size = [], 0, 0, 0
+        work, present, left_out, size = [], 0, 0, self._entry_bytes(len(self._frame))
         failed: list[tuple[int, str]] = []
         for one in self._pending:
             length = len(one.ids) + (len(self._frame) if one.base.behind_frame else 0)
-            size += (needs := self._entry_bytes(one))
+            size += (needs := self._entry_bytes(len(one.ids)))
             if one.key in self._store:
                 present += 1
             elif length > self._lm.window.tokens:
@@ -237,8 +236,8 @@ class WarmJob:
         rate = (time.perf_counter() - begun) / sum(len(one.ids) for one in middle)
         return rate * sum(len(one.ids) for one in work)
 
-    def _entry_bytes(self, one: Pending) -> int:
-        return entry_bytes(self._lm.shapes, self._lm.dtype, self._store.numbers, len(one.ids))
+    def _entry_bytes(self, tokens: int) -> int:
+        return entry_bytes(self._lm.shapes, self._lm.dtype, self._store.numbers, tokens)
 
     def _head(self, *, store: bool = True) -> ChunkKV:
         """Return the exact keys and values of the prompt's fixed head, computing and storing them if need be.

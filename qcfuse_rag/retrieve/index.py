@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +43,26 @@ class PassageIndex:
         self.passages = list(passages)
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
 
-    def replace(self, source: str, texts: Sequence[str], embeddings: NDArray[np.float32]) -> None:
-        """Put a document's passages in the place of those it had."""
-        self.remove({source})
-        if texts:
+    def replace(self, documents: Mapping[str, Sequence[str]], embeddings: NDArray[np.float32]) -> None:
+        """Put documents' passages in the place of those they had.
+
+        Args:
+            documents: source -> its passages.
+            embeddings: `[N, D]` of all these passages, in order.
+        """
+        self.remove(set(documents))
+        added = [Passage(source, text) for source, texts in documents.items() for text in texts]
+        if added:
             old = self.embeddings if self.passages else embeddings[:0]
-            self.passages += [Passage(source, text) for text in texts]
+            self.passages += added
             self.embeddings = np.concatenate([old, embeddings])
+
+    def by_source(self) -> dict[str, list[str]]:
+        """Return each document's passages, in order."""
+        texts: dict[str, list[str]] = {}
+        for passage in self.passages:
+            texts.setdefault(passage.source, []).append(passage.text)
+        return texts
 
     def remove(self, sources: set[str]) -> None:
         """Take documents out."""
@@ -87,11 +100,13 @@ class PassageIndex:
             embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
             made_with = json.loads((folder / ABOUT).read_text("utf-8"))["embedder"]
         except FileNotFoundError as error:
-            raise QCFuseError(f"no passages in {folder}; run `qcfuse warm` on some documents first") from error
+            raise QCFuseError(f"no passages in {folder}; run `qcfuse warm run` on some documents first") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise QCFuseError(f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm`") from error
+            raise QCFuseError(
+                f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm run`"
+            ) from error
         if len(passages) != len(embeddings):
-            raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm`")
+            raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
         if made_with != embedder:
             raise QCFuseError(f"{folder} was made with the embedder {made_with!r}; name it with --embedder")
         return cls(embedder, passages, embeddings)

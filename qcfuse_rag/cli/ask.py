@@ -1,0 +1,68 @@
+"""`qcfuse ask`: retrieve, fuse, answer, and say what was reused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcfuse_rag.cli.console import ERR, OUT, print_json, size
+from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, needing_extra, open_engine, open_kv
+from qcfuse_rag.demo.assets import default_embedder
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.report.explain import explain_html
+from qcfuse_rag.report.fusion import FusionReport
+from qcfuse_rag.retrieve.frequency import RetrievalCounts
+from qcfuse_rag.retrieve.index import PassageIndex
+
+
+def ask_library(
+    question: str,
+    library: Path,
+    model: str | None,
+    embedder: str | None,
+    method: Method,
+    top_k: int,
+    max_new_tokens: int,
+    explain: Path | None,
+    device: str | None,
+    dtype: str | None,
+    tenant: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Answer a question over a library."""
+    with needing_extra():
+        from qcfuse_rag.retrieve.embed import Embedder
+
+    if not library.is_dir():
+        PassageIndex.load(index_folder(library), embedder or DEFAULT_EMBEDDER)  # says what is missing
+    with open_kv(library, tenant=tenant) as store:
+        place = index_folder(library, store)
+        index = PassageIndex.load(place, embedder or DEFAULT_EMBEDDER)
+        embed = Embedder(embedder or default_embedder())
+        found = index.search(embed([question])[0], top_k)
+        RetrievalCounts(place).note(passage.text for passage in found)
+        engine = open_engine(store, model, method, device, dtype)
+        prompt = engine.prompt(question, [passage.text for passage in found])
+        stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
+        if explain is not None:
+            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report), "utf-8")
+        if as_json:
+            answer = stream.result()
+            sources = list(dict.fromkeys(passage.source for passage in found))
+            print_json({"question": question, "answer": answer.text, "sources": sources, **answer.to_dict()})
+            return
+        for piece in stream:
+            OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
+        OUT.print()
+        ERR.print(describe(stream.report), style="dim", highlight=False, soft_wrap=True)
+
+
+def describe(report: FusionReport) -> str:
+    """Say in one line what a fused prefill did."""
+    head = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
+    line = (
+        f"{head}computed {report.rows:,} of {report.prompt_tokens:,} tokens, loaded {size(report.bytes_loaded)}, "
+        f"first token after {report.timings.ttft_s:.2f} s"
+    )
+    return f"{line}; {report.fallback}" if report.fallback else line

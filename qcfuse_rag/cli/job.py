@@ -1,0 +1,106 @@
+"""The record of a warming job beside its store: what was asked for and how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from qcfuse_rag.errors import QCFuseError
+
+NAME = "warm.json"
+SAVED_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class JobRecord:
+    """A warming job, as `qcfuse warm status` shows it.
+
+    Attributes:
+        folder: of the library.
+        arguments: what `qcfuse warm run` was given; `resume` gives them again.
+        state: `running`, `finished`, `interrupted` or `failed`.
+        pid, host: of the process that runs it.
+        started, updated: unix times.
+        done_tokens, total_tokens: how far it is, of what the store did not have.
+        summary: what a finished job did.
+        error: why it failed.
+    """
+
+    folder: Path
+    arguments: dict[str, Any]
+    state: str = "running"
+    pid: int = field(default_factory=os.getpid)
+    host: str = field(default_factory=platform.node)
+    started: float = field(default_factory=time.time)
+    updated: float = 0.0
+    done_tokens: int = 0
+    total_tokens: int = 0
+    summary: dict[str, Any] | None = None
+    error: str | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Read the record of a library's last job.
+
+        Raises:
+            QCFuseError: if there is none.
+        """
+        path = folder / NAME
+        try:
+            return cls(folder, **json.loads(path.read_text("utf-8")))
+        except FileNotFoundError as error:
+            raise QCFuseError(f"no warming job in {folder}; start one with `qcfuse warm run`") from error
+        except (OSError, ValueError, TypeError) as error:
+            raise QCFuseError(f"cannot read {path} ({error}); start the job again with `qcfuse warm run`") from error
+
+    def save(self) -> None:
+        """Write the record; a disk on which that fails stops the job elsewhere and for a better reason."""
+        self.updated = time.time()
+        path = self.folder / NAME
+        part = path.with_name(f"{NAME}.{os.getpid()}.part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.to_dict(), indent=2), "utf-8")
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+
+    def advance(self, done: int, total: int) -> None:
+        """Note how far the job is; written at most once a second."""
+        self.done_tokens, self.total_tokens = done, total
+        if time.time() - self.updated >= SAVED_EVERY_S:
+            self.save()
+
+    def finish(self, state: str, *, summary: dict[str, Any] | None = None, error: str | None = None) -> None:
+        """Note how the job ended."""
+        self.state, self.summary, self.error = state, summary, error
+        self.save()
+
+    @property
+    def actual_state(self) -> str:
+        """The state, or `killed` for a job that says it is running and whose process, on this machine, is gone."""
+        if self.state != "running" or self.host != platform.node():
+            return self.state
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return "killed"
+        except OSError:
+            return self.state
+        return self.state
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens prefilled a second so far."""
+        return self.done_tokens / max(1e-9, self.updated - self.started)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        data = asdict(self)
+        del data["folder"]
+        return data

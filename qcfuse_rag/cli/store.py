@@ -1,0 +1,256 @@
+"""`qcfuse store ...`: look after a store."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
+from qcfuse_rag.errors import QCFuseError
+
+store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="Folder of a library, or of a store.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it; nothing asks again.")]
+SourceName = Annotated[str | None, typer.Option("--source", help="All entries of this document.")]
+Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entries, as `lookup` shows them.")]
+
+
+@store_app.command()
+def stats(folder: Folder, as_json: Json = False) -> None:
+    """Show what a store holds and how it is set up."""
+    from dataclasses import asdict
+
+    from qcfuse_rag.cli.library import open_disk
+
+    with open_disk(folder) as store:
+        found, models, settings = store.stats()[0], store.models(), asdict(store.settings)
+    if as_json:
+        print_json({**found.to_dict(), "settings": settings, "models": list(models.values())})
+        return
+    OUT.print(f"{found.entries} chunks, {size(found.size_bytes)} of {size(found.limit_bytes or 0)}, in {store.folder}")
+    OUT.print("  " + ", ".join(f"{name} {value}" for name, value in settings.items() if name != "limit_bytes"))
+    for digest, fields in models.items():
+        OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
+
+
+@store_app.command()
+def health(folder: Folder, as_json: Json = False) -> None:
+    """Try whether a store can be read and written; exits with 1 if not."""
+    from qcfuse_rag.cli.library import open_disk
+
+    with open_disk(folder) as store:
+        [found] = store.health()
+        notes = list(store.notes)
+    if as_json:
+        print_json({**found.to_dict(), "notes": notes})
+    else:
+        OUT.print("[green]healthy[/green]" if found.ok else "[red]not healthy[/red]")
+        for line in (*found.problems, *notes):
+            OUT.print(f"  {line}", highlight=False, soft_wrap=True)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def fsck(folder: Folder, as_json: Json = False) -> None:
+    """Read and check every entry, quarantine damaged ones, and make files and index agree; exits with 1 on damage."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.repair import fsck as check
+
+    with open_disk(folder) as store, progress_bar("checking", "entries") as advance:
+        report = check(store, progress=advance)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        OUT.print(f"{report.sound} of {report.checked} entries sound, {size(report.reclaimed_bytes)} reclaimed")
+        OUT.print(f"  {report.found} files taken up, {report.lost} lost, {report.leftovers} leftovers removed")
+        for address, reason in report.damaged:
+            ERR.print(f"[red]damaged[/red] {address}: {reason}, now in quarantine", highlight=False, soft_wrap=True)
+    if report.damaged:
+        raise typer.Exit(1)
+
+
+@store_app.command()
+def gc(folder: Folder, as_json: Json = False) -> None:
+    """Remove what has expired, lost its last source, was left by writers, or is in quarantine."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.repair import collect_garbage
+    from qcfuse_rag.store.sources import Sources
+
+    with open_disk(folder) as store:
+        with closing(Sources(store)) as manifest:
+            unwanted = manifest.collect()
+        freed = collect_garbage(store)
+    _report({"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted")
+
+
+@store_app.command()
+def rebuild(folder: Folder, as_json: Json = False) -> None:
+    """Make the index again from the files; counts of uses and pins are lost."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.repair import rebuild as again
+
+    with open_disk(folder) as store:
+        entries = again(store)
+    _report({"entries": entries}, as_json, f"{entries} entries")
+
+
+@store_app.command()
+def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
+    """Overwrite every file of a store with zeros and remove it; see docs/store.md for what that cannot promise."""
+    from qcfuse_rag.cli.library import disk_folder
+    from qcfuse_rag.store.repair import wipe as overwrite
+
+    place = disk_folder(folder)
+    _insist(yes, f"this destroys the store in {place}")
+    files = overwrite(place)
+    _report({"files": files}, as_json, f"{files} files overwritten and removed")
+
+
+@store_app.command()
+def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
+    """Remove every entry, pinned ones too."""
+    from qcfuse_rag.cli.library import open_disk
+
+    _insist(yes, "this removes every entry")
+    with open_disk(folder) as store:
+        entries = store.clear()
+    _report({"entries": entries}, as_json, f"{entries} entries removed")
+
+
+@store_app.command()
+def sources(folder: Folder, as_json: Json = False) -> None:
+    """List the documents whose passages the store has, and how many of them are missing."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.sources import Sources
+
+    with open_disk(folder) as store, closing(Sources(store)) as manifest:
+        missing = manifest.missing()
+        counts = {name: len(manifest.addresses(name)) for name in manifest.names()}
+    found = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
+    if as_json:
+        print_json({"sources": found})
+        return
+    for name, count in counts.items():
+        absent = f", {missing[name]} not stored" if name in missing else ""
+        OUT.print(f"{name}: {count} chunks{absent}", highlight=False, soft_wrap=True)
+
+
+@store_app.command()
+def lookup(folder: Folder, source: Annotated[str, typer.Argument(help="A document.")], as_json: Json = False) -> None:
+    """Show where the chunks of a document are."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.control import lookup as find
+
+    with open_disk(folder) as store:
+        found = find(store, _chosen(store, None, source))
+    if as_json:
+        print_json({"source": source, "chunks": found})
+        return
+    for address, tier in found.items():
+        OUT.print(f"{address}  {tier or 'not stored'}", highlight=False)
+
+
+@store_app.command()
+def forget(folder: Folder, source: Annotated[str, typer.Argument(help="A document.")], as_json: Json = False) -> None:
+    """Remove a document's chunks, less those that other documents have too."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.sources import Sources
+
+    with open_disk(folder) as store, closing(Sources(store)) as manifest:
+        removed = manifest.forget(source)
+    _report({"source": source, "removed": removed}, as_json, f"{removed} chunks removed")
+
+
+@store_app.command()
+def pin(
+    folder: Folder,
+    addresses: Addresses = None,
+    source: SourceName = None,
+    off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Keep entries from being evicted."""
+    from qcfuse_rag.cli.library import open_disk
+
+    with open_disk(folder) as store:
+        count = sum(store.pin(address, pinned=not off) for address in _chosen(store, addresses, source))
+    _report({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
+
+
+@store_app.command()
+def compress(
+    folder: Folder,
+    addresses: Addresses = None,
+    source: SourceName = None,
+    numbers: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+    as_json: Json = False,
+) -> None:
+    """Write entries in fewer bytes; all of them if none are named."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.control import rewrite
+
+    with open_disk(folder) as store, progress_bar("compressing", "entries") as advance:
+        chosen = _chosen(store, addresses, source) if addresses or source else None
+        report = rewrite(store, numbers, chosen, progress=advance)
+    _report(
+        report.to_dict(),
+        as_json,
+        f"{report.done} entries, {size(report.bytes_before)} before, {size(report.bytes_after)} after",
+    )
+
+
+@store_app.command()
+def move(
+    folder: Folder,
+    addresses: Addresses = None,
+    source: SourceName = None,
+    to: Annotated[str | None, typer.Option(help="A remote, such as s3://bucket/kv or redis://host.")] = None,
+    back: Annotated[str | None, typer.Option("--from", help="The other way: from this remote.")] = None,
+    keep: Annotated[bool, typer.Option(help="Copy instead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Move entries to a remote store or back; all of them if none are named."""
+    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.control import move as carry
+    from qcfuse_rag.store.remote import open_remote
+
+    if (to is None) == (back is None):
+        raise QCFuseError("say where to with --to, or where from with --from")
+    with open_disk(folder) as store, open_remote(to or back or "") as remote:
+        chosen = _chosen(store, addresses, source) if addresses or source else None
+        here, there = (store, remote) if to is not None else (remote, store)
+        with progress_bar("moving", "entries") as advance:
+            report = carry(here, there, chosen, keep=keep, progress=advance)
+    _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be")
+
+
+def _chosen(store: Any, addresses: list[str] | None, source: str | None) -> list[str]:
+    from qcfuse_rag.store.sources import Sources
+
+    chosen = list(addresses or ())
+    if source is not None:
+        with closing(Sources(store)) as manifest:
+            if source not in manifest.names():
+                raise QCFuseError(f"no document {source!r} in the store; `qcfuse store sources` lists them")
+            chosen += sorted(manifest.addresses(source))
+    if not chosen:
+        raise QCFuseError("name entries by address, or a document with --source")
+    return chosen
+
+
+def _insist(yes: bool, what: str) -> None:
+    if not yes:
+        raise QCFuseError(f"{what}; say --yes if you mean it")
+
+
+def _report(data: dict[str, Any], as_json: bool, text: str) -> None:
+    if as_json:
+        print_json(data)
+    else:
+        OUT.print(text, highlight=False, soft_wrap=True)

@@ -1,0 +1,230 @@
+"""`qcfuse warm plan|run|resume|status`: documents in, caches kept."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
+from qcfuse_rag.cli.job import JobRecord
+from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, KV_FOLDER, index_folder, needing_extra, open_engine, open_kv
+from qcfuse_rag.demo.assets import default_embedder
+from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.methods import choose_method
+from qcfuse_rag.retrieve.frequency import RetrievalCounts
+from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.open import open_store
+
+EMBEDDED_AT_ONCE = 256
+INDEX_SAVED_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmOptions:
+    """What `qcfuse warm run` was given; kept in the job's record, so that `resume` can give it again."""
+
+    paths: tuple[str, ...]
+    reader: str
+    model: str | None
+    embedder: str | None
+    base: str | None
+    max_tokens: int
+    batch_tokens: int | None
+    numbers: str | None
+    limit_gb: float | None
+    tenant: str | None
+    encrypt: bool
+    device: str | None
+    dtype: str | None
+
+
+def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
+    """Say what warming would take, without storing anything."""
+    limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
+    exists = (library / KV_FOLDER).is_dir()
+    with open_kv(library, tenant=options.tenant) if exists else open_store(memory_bytes=limit or 64 << 30) as store:
+        store.numbers = options.numbers or store.numbers  # of this view only: a plan changes nothing
+        engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
+        passages = _read(engine, options)
+        texts = [text for own in passages.values() for text in own]
+        job = engine.warm_job(_ids(engine, texts), batch_tokens=options.batch_tokens)
+        plan = job.plan(measure=True, limit_bytes=limit)
+    free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
+    if as_json:
+        print_json({"documents": len(passages), "passages": len(texts), **plan.to_dict(), "disk_free_bytes": free})
+        return
+    OUT.print(
+        f"{len(passages)} documents, {len(texts)} passages: {plan.to_warm} to prefill ({plan.tokens:,} tokens), "
+        f"{plan.present} there already",
+        soft_wrap=True,
+    )
+    OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
+    if plan.left_out:
+        OUT.print(f"[yellow]{plan.left_out} passages do not fit the store's limit[/yellow]; raise --limit-gb")
+    _print_failed(plan.failed)
+
+
+def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
+    """Read, index and prefill documents; what a job that stopped has done is not done again."""
+    record = JobRecord(library, asdict(options))
+    try:
+        summary = _warm(library, options, record)
+    except KeyboardInterrupt:
+        record.finish("interrupted")
+        raise
+    except Exception as error:
+        record.finish("failed", error=str(error))
+        raise
+    record.finish("finished", summary=summary)
+    if as_json:
+        print_json(summary)
+        return
+    OUT.print(
+        f"{summary['documents']} documents, {summary['passages']} passages: {summary['warmed']} prefilled "
+        f"({summary['tokens']:,} tokens, {size(summary['size_bytes'])}) in {duration(summary['elapsed_s'])}, "
+        f"{summary['present']} were there already",
+        soft_wrap=True,
+    )
+    if summary["left_out"]:
+        ERR.print(
+            f"[yellow]{summary['left_out']} passages left out[/yellow]: they do not fit the store; raise --limit-gb"
+        )
+    _print_failed(summary["failed"])
+
+
+def resume_warming(library: Path, *, as_json: bool) -> None:
+    """Run a library's last job again with the options it had.
+
+    Raises:
+        QCFuseError: if there was none.
+    """
+    try:
+        given = JobRecord.load(library).arguments
+        options = WarmOptions(**{**given, "paths": tuple(given["paths"])})
+    except (TypeError, KeyError) as error:
+        raise QCFuseError(
+            f"cannot read the record of the last job ({error}); start it with `qcfuse warm run`"
+        ) from error
+    run_warming(library, options, as_json=as_json)
+
+
+def show_status(library: Path, *, as_json: bool) -> None:
+    """Say how far a library's last job is.
+
+    Raises:
+        QCFuseError: if there was none.
+    """
+    record = JobRecord.load(library)
+    data = {**record.to_dict(), "state": record.actual_state, "tokens_per_s": record.tokens_per_s}
+    if as_json:
+        print_json(data)
+        return
+    OUT.print(f"{record.actual_state}: {record.done_tokens:,} of {record.total_tokens:,} tokens", highlight=False)
+    if record.actual_state == "running" and record.done_tokens:
+        left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
+        OUT.print(f"{record.tokens_per_s:,.0f} tokens a second, {duration(left)} left", highlight=False)
+    if record.error:
+        OUT.print(record.error, highlight=False, soft_wrap=True)
+    if record.actual_state not in ("running", "finished"):
+        OUT.print(f"`qcfuse warm resume --store {library}` goes on where it stopped", highlight=False, soft_wrap=True)
+
+
+def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, Any]:
+    with _open(library, options) as store:
+        engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
+        passages = _read(engine, options)
+        record.save()
+        place, name = index_folder(library, store), options.embedder or DEFAULT_EMBEDDER
+        index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
+        vanished = _vanished(index, options)
+        index.remove(vanished)
+        _index_passages(index, place, passages, options)
+        for source in vanished:
+            engine.forget(source)
+        pairs = [(source, text) for source, texts in passages.items() for text in texts]
+        texts = [text for _, text in pairs]
+        with progress_bar("prefilling passages", "tokens") as advance:
+
+            def note(done: int, total: int) -> None:
+                advance(done, total)
+                record.advance(done, total)
+
+            summary = engine.warm(
+                texts,
+                sources=[source for source, _ in pairs],
+                priority=RetrievalCounts(place).of(texts),
+                batch_tokens=options.batch_tokens,
+                progress=note,
+            )
+        engine.sources.close()
+    return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
+
+
+def _index_passages(index: PassageIndex, place: Path, passages: dict[str, list[str]], options: WarmOptions) -> None:
+    """Embed the passages of new and changed documents, saving the index now and then."""
+    with needing_extra():
+        from qcfuse_rag.retrieve.embed import Embedder
+
+    embed = Embedder(options.embedder or default_embedder())
+    had = index.by_source()
+    changed = {source: texts for source, texts in passages.items() if had.get(source) != texts}
+    saved = time.monotonic()
+    with progress_bar("indexing passages", "passages") as advance:
+        done, total = 0, sum(len(texts) for texts in changed.values())
+        while changed:
+            group: dict[str, list[str]] = {}
+            while changed and sum(map(len, group.values())) < EMBEDDED_AT_ONCE:
+                source = next(iter(changed))
+                group[source] = changed.pop(source)
+            index.replace(group, embed([text for texts in group.values() for text in texts]))
+            done += sum(map(len, group.values()))
+            advance(done, total)
+            if time.monotonic() - saved > INDEX_SAVED_EVERY_S:
+                index.save(place)
+                saved = time.monotonic()
+    index.save(place)
+
+
+def _open(library: Path, options: WarmOptions) -> KVStore:
+    return open_kv(
+        library,
+        numbers=options.numbers,
+        limit_gb=options.limit_gb,
+        tenant=options.tenant,
+        encrypt=options.encrypt,
+    )
+
+
+def _read(engine: FusionEngine, options: WarmOptions) -> dict[str, list[str]]:
+    with needing_extra():
+        from qcfuse_rag.ingest.read import read_passages
+
+    with progress_bar("reading documents", "files") as advance:
+        return read_passages(
+            [Path(path) for path in options.paths],
+            engine.lm.tokenizer,
+            reader=options.reader,
+            max_tokens=options.max_tokens,
+            progress=advance,
+        )
+
+
+def _ids(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
+    return [engine.prompts.chunk_ids(text) for text in texts]
+
+
+def _vanished(index: PassageIndex, options: WarmOptions) -> set[str]:
+    """Return indexed files that no longer exist in the folders named."""
+    folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
+    sources = {passage.source for passage in index.passages}
+    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+
+
+def _print_failed(failed: Any) -> None:
+    for index, reason in failed:
+        ERR.print(f"[yellow]not stored[/yellow] passage {index}: {reason}", highlight=False, soft_wrap=True)

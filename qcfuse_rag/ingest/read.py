@@ -1,0 +1,125 @@
+"""Read what is to be warmed: folders of text, lines of JSON, or an index that another library keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingest.split import TextSplitting
+
+TEXT_ENDINGS = {".txt", ".text", ".md", ".markdown", ".rst"}
+JSON_LINES = {".jsonl", ".ndjson"}
+READERS_GROUP = "qcfuse_rag.readers"
+FILES = "files"
+
+Passages = dict[str, list[str]]
+"""Source -> its passages, in order."""
+
+
+def read_passages(
+    paths: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reader: str = FILES,
+    max_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Passages:
+    """Read passages from files or from an index.
+
+    Args:
+        paths: text files (also text extracted from PDF), files of JSON lines, and folders of them; or, for another
+            reader, what that reader reads.
+        tokenizer: measures passages.
+        reader: `files`, or the name of an entry point in the group `qcfuse_rag.readers`: a function that takes a path
+            and yields `(source, passage)`. The integrations bring `llama-index` and `langchain`.
+        max_tokens: most tokens of a passage; what other libraries have split is left as it is.
+        progress: called with files `(done, total)`.
+
+    Raises:
+        QCFuseError: if there is nothing to read, or it cannot be read.
+    """
+    given = list(paths)
+    passages: Passages = {}
+    if reader != FILES:
+        read = reader_named(reader)
+        for path in given:
+            for source, text in read(path):
+                passages.setdefault(source, []).append(text)
+    else:
+        splitting = TextSplitting(tokenizer, max_tokens)
+        files = list(find_files(given))
+        for done, file in enumerate(files, start=1):
+            passages.update(_read_file(file, splitting))
+            if progress is not None:
+                progress(done, len(files))
+    if not any(passages.values()):
+        raise QCFuseError(f"no passages in {', '.join(str(path) for path in given)}")
+    return passages
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that can be read among paths and in folders below them, in order.
+
+    Raises:
+        QCFuseError: if a path does not exist, or a file named outright cannot be read.
+    """
+    known = TEXT_ENDINGS | JSON_LINES
+    for path in paths:
+        if path.is_dir():
+            yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
+        elif not path.exists():
+            raise QCFuseError(f"no file or folder at {path}")
+        elif path.suffix.lower() not in known:
+            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(known))}); convert it first")
+        else:
+            yield path
+
+
+def reader_named(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
+    """Return the reader that an installed package brings.
+
+    Raises:
+        QCFuseError: if none brings it.
+    """
+    found = entry_points(group=READERS_GROUP)
+    if name not in found.names:
+        names = ", ".join(sorted({FILES, *found.names}))
+        raise QCFuseError(
+            f"no reader {name!r}; there are {names}. `llama-index` comes with llama-index-llms-qcfuse, "
+            "`langchain` with langchain-qcfuse"
+        )
+    read: Callable[[Path], Iterable[tuple[str, str]]] = found[name].load()
+    return read
+
+
+def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise QCFuseError(f"cannot read {path}: {error}") from error
+    name = str(path.resolve())
+    if path.suffix.lower() in JSON_LINES:
+        return _read_lines(path, text, name, splitting)
+    return {name: splitting.split(text, markdown=path.suffix.lower() in {".md", ".markdown"})}
+
+
+def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
+    """Read one passage a line: `{"text": ..., "source": ...}`; the source is the file if none is given."""
+    passages: Passages = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            passage, source = data["text"], data.get("source", name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
+        if not isinstance(passage, str) or not isinstance(source, str):
+            raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
+        passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
+    return passages
