@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.families import FAMILIES, build_model, build_tokenizer
+from tests.unit.cli import Run
 
 torch.set_num_threads(2)
 
@@ -50,6 +51,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
 def engine(llama: LanguageModel) -> FusionEngine:
     """Return an engine over a tiny Llama and an empty store."""
     return FusionEngine(llama, MemoryStore())
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run `qcfuse ...` and return exit code, standard output and standard error."""
+    return Run(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -44,13 +44,14 @@ def open_kv(
         StoreError: if it cannot be opened.
     """
     kept = kept_settings(library / KV_FOLDER)
+    encrypted = encrypt or (kept is not None and kept.encrypted)
     return open_store(
         library / KV_FOLDER,
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
         numbers=numbers,
-        secret=_secret(),
+        secret=_secret() if encrypted or tenant is not None else None,
         tenant=tenant,
-        encrypt=encrypt or (kept is not None and kept.encrypted),
+        encrypt=encrypted,
     )
 
 
@@ -61,8 +62,8 @@ def open_disk(folder: Path) -> DiskStore:
         QCFuseError: if there is none.
     """
     place = disk_folder(folder)
-    kept, secret = kept_settings(place), _secret()
-    return DiskStore(place, seal=Seal(secret or b"") if kept is not None and kept.encrypted else None)
+    kept = kept_settings(place)
+    return DiskStore(place, seal=Seal(_secret()) if kept is not None and kept.encrypted else None)
 
 
 def disk_folder(folder: Path) -> Path:
@@ -99,5 +100,8 @@ def needing_extra() -> Iterator[None]:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
 
 
-def _secret() -> bytes | None:
-    return os.environ.get(SECRET_VARIABLE, "").encode() or None
+def _secret() -> bytes:
+    secret = os.environ.get(SECRET_VARIABLE, "").encode()
+    if not secret:
+        raise QCFuseError(f"this needs a secret; set {SECRET_VARIABLE} to at least 16 random bytes and keep them")
+    return secret

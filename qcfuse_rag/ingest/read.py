@@ -54,7 +54,8 @@ def read_passages(
         splitting = TextSplitting(tokenizer, max_tokens)
         files = list(find_files(given))
         for done, file in enumerate(files, start=1):
-            passages.update(_read_file(file, splitting))
+            for source, texts in _read_file(file, splitting).items():
+                passages.setdefault(source, []).extend(texts)
             if progress is not None:
                 progress(done, len(files))
     if not any(passages.values()):

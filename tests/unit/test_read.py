@@ -1,0 +1,92 @@
+"""What a warming job reads: text, text extracted from PDF, lines of JSON, and what other packages' readers bring."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import QCFuseError
+from qcfuse_rag.ingest import read
+from qcfuse_rag.ingest.read import read_passages
+from tests.conftest import PASSAGES
+
+
+def test_folders_are_read_in_order_with_the_file_as_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text(PASSAGES[0])
+    (tmp_path / "b" / "c.md").write_text(f"# Title\n\n{PASSAGES[1]}")
+    (tmp_path / "d.bin").write_bytes(b"\x00")
+    found = read_passages([tmp_path], tokenizer, max_tokens=200)
+    assert list(found) == [str((tmp_path / name).resolve()) for name in ("a.txt", "b/c.md")]
+    assert found[str(tmp_path / "a.txt")] == [PASSAGES[0]]
+
+
+def test_no_passage_is_longer_than_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(PASSAGES * 5))
+    [passages] = read_passages([tmp_path], tokenizer, max_tokens=30).values()
+    assert len(passages) > 3
+    assert all(len(tokenizer(text)["input_ids"]) <= 30 for text in passages)
+
+
+def test_the_page_breaks_of_extracted_pdf_separate(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.txt").write_text("\f".join(PASSAGES))
+    [passages] = read_passages([tmp_path], tokenizer, max_tokens=80).values()
+    assert "\f" not in "".join(passages)
+    assert passages == PASSAGES
+
+
+def test_lines_of_json_are_passages_with_sources(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": PASSAGES[0], "source": "one"}, {"text": PASSAGES[1]}, {"text": PASSAGES[2], "source": "one"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    found = read_passages([path], tokenizer, max_tokens=200)
+    assert found == {"one": [PASSAGES[0], PASSAGES[2]], str(path.resolve()): [PASSAGES[1]]}
+
+
+def test_two_files_may_share_a_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": PASSAGES[number], "source": "one"}))
+    assert read_passages([tmp_path], tokenizer, max_tokens=200) == {"one": [PASSAGES[1], PASSAGES[2]]}
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', '"text"'])
+def test_a_line_that_is_none_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(QCFuseError, match=r"rows\.jsonl, line 2"):
+        read_passages([path], tokenizer, max_tokens=200)
+
+
+def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for path, message in [
+        (tmp_path / "a.pdf", "is not a text file"),
+        (tmp_path / "none", "no file or folder"),
+        (tmp_path / "latin.txt", "cannot read"),
+    ]:
+        with pytest.raises(QCFuseError, match=message):
+            read_passages([path], tokenizer, max_tokens=200)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(QCFuseError, match="no passages in"):
+        read_passages([tmp_path / "empty"], tokenizer, max_tokens=200)
+
+
+def test_installed_packages_bring_readers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = EntryPoint("shelf", f"{__name__}:read_shelf", read.READERS_GROUP)
+    monkeypatch.setattr(read, "entry_points", lambda group: EntryPoints([own]))
+    monkeypatch.setattr(EntryPoint, "load", lambda self: read_shelf)
+    found = read_passages([tmp_path], tokenizer, reader="shelf", max_tokens=4)
+    assert found == {"shelf": PASSAGES}, "left as they are, however long"
+    with pytest.raises(QCFuseError, match="no reader 'shelve'; there are files, shelf"):
+        read_passages([tmp_path], tokenizer, reader="shelve", max_tokens=4)
+
+
+def read_shelf(path: Path) -> list[tuple[str, str]]:
+    return [("shelf", text) for text in PASSAGES]
