@@ -222,7 +222,7 @@ def move(
 
     if (to is None) == (back is None):
         raise QCFuseError("say where to with --to, or where from with --from")
-    with open_disk(folder) as store, open_remote(to or back or "") as remote:
+    with open_disk(folder) as store, open_remote(to or back or "", seal=store.seal) as remote:
         chosen = _chosen(store, addresses, source) if addresses or source else None
         here, there = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:

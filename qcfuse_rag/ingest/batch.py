@@ -8,6 +8,9 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 BATCHES_PER_WINDOW = 32
+ENOUGH = 4
+"""A batch of a quarter of the bound keeps the machine busy: it takes no item that would be filled up by much."""
+TOO_SHORT = 0.9
 
 
 def batches_by_length(
@@ -38,9 +41,13 @@ def batches_by_length(
 def _cut(window: list[Item], length: Callable[[Item], int], batch_tokens: int, extra: int) -> Iterator[list[Item]]:
     batch: list[Item] = []
     for item in sorted(window, key=length, reverse=True):  # so that the first of a batch is its longest
-        if batch and (len(batch) + 1) * (length(batch[0]) + extra) > batch_tokens:
-            yield batch
-            batch = []
+        if batch:
+            longest = length(batch[0])
+            full = (len(batch) + 1) * (longest + extra) > batch_tokens
+            enough = len(batch) * (longest + extra) >= batch_tokens // ENOUGH
+            if full or (enough and length(item) < TOO_SHORT * longest):
+                yield batch
+                batch = []
         batch.append(item)
     if batch:
         yield batch

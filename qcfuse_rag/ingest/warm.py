@@ -153,7 +153,7 @@ class WarmJob:
             measure: prefill one batch to estimate the time.
             limit_bytes: most bytes the store may take, instead of its own limit.
         """
-        work, present, left_out, failed = self._sort_out(limit_bytes or self._store.stats()[-1].limit_bytes)
+        work, present, left_out, failed = self._sort_out(limit_bytes or self._store.limit_bytes)
         tokens = sum(len(one.ids) for one in work)
         return WarmPlan(
             chunks=len(self._pending),
@@ -173,7 +173,7 @@ class WarmJob:
             StoreError: if the store cannot be written.
         """
         started = time.perf_counter()
-        work, present, left_out, failed = self._sort_out(self._store.stats()[-1].limit_bytes)
+        work, present, left_out, failed = self._sort_out(self._store.limit_bytes)
         head = self._head() if self._frame and self._pending else None
         total = sum(len(one.ids) for one in work)
         warmed = tokens = computed = size = 0

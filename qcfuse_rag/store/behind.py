@@ -34,6 +34,7 @@ class WriteBehind:
         self._store, self._limit = store, limit_bytes
         self._waiting: OrderedDict[str, Waiting] = OrderedDict()
         self._size = 0
+        self._writing: str | None = None
         self._errors: list[str] = []
         self._changed = threading.Condition()
         self._closing = False
@@ -55,12 +56,20 @@ class WriteBehind:
         """Return an entry that is still waiting."""
         with self._changed:
             item = self._waiting.get(address)
-            return None if item is None else (item.key, item.chunk)
+            return None if item is None or item.chunk.expired else (item.key, item.chunk)
+
+    def entries(self) -> list[tuple[str, int]]:
+        """Return address and size of what is waiting."""
+        with self._changed:
+            return [(address, item.size) for address, item in self._waiting.items()]
 
     def discard(self, address: str) -> bool:
-        """Take a chunk out of the queue; return whether it was there."""
+        """Take a chunk out of the queue, once it is not being written any more; return whether it was there."""
         with self._changed:
-            return self._remove(address)
+            found = self._remove(address)
+            while self._writing == address:
+                self._changed.wait()
+            return found
 
     def flush(self) -> None:
         """Wait until the queue is empty.
@@ -69,7 +78,7 @@ class WriteBehind:
             StoreError: naming what could not be written since the last call.
         """
         with self._changed:
-            while self._waiting:
+            while self._waiting or self._writing:
                 self._changed.wait()
             errors, self._errors = self._errors, []
         if errors:
@@ -98,21 +107,16 @@ class WriteBehind:
                 if not self._waiting:
                     return
                 item = next(iter(self._waiting.values()))
+                self._writing = item.key.address
             error: str | None = None
             try:
                 self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
             except Exception as failure:  # whatever it is, the thread must live and the reason be told
                 error = str(failure)
             with self._changed:
-                gone = self._waiting.get(item.key.address) is not item
+                self._writing = None
                 if error is not None:
                     self._errors.append(error)
-                if not gone:
+                if self._waiting.get(item.key.address) is item:  # neither discarded nor replaced meanwhile
                     self._remove(item.key.address)
-            if gone and self._is_unwanted(item.key.address):
-                self._store.discard(item.key)
-
-    def _is_unwanted(self, address: str) -> bool:
-        """Whether a chunk was discarded, and not replaced, while it was being written."""
-        with self._changed:
-            return address not in self._waiting
+                self._changed.notify_all()

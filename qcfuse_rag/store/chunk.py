@@ -124,6 +124,10 @@ class ChunkKV:
         """Return the same chunk with a time to expire, unless it has one already."""
         return self if expires is None or self.expires is not None else replace(self, expires=expires)
 
+    def lasting(self, ttl_s: float | None) -> ChunkKV:
+        """Return the same chunk to expire after so many seconds, unless it has a time to expire already."""
+        return self.until(None if ttl_s is None else time.time() + ttl_s)
+
     @property
     def expired(self) -> bool:
         """Whether its time is over."""
@@ -156,7 +160,7 @@ def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...]) -> l
     """Return the names of a chunk's blocks in the order they are stored."""
     probed = [f"key.{layer}" for layer in probe_layers]
     rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
-    ordered = [*probed, *(name for name in rest if name not in probed)]
+    ordered = list(dict.fromkeys([*probed, *rest]))
     if numbers == LOSSLESS:
         return [RANKING, *ordered]
     return [RANKING, *(part for name in ordered for part in (f"{name}.scale", name))]

@@ -105,14 +105,21 @@ class KVStore(ABC):
     always recompute. Writing raises `StoreError`. Where a method takes a key, an address will do.
 
     Attributes:
+        kind: what it is, for reports: `memory`, `disk` and so on.
         numbers: format in which `put` writes, see `store.numbers`.
         folder: where things that belong to the store can be kept beside it, or None if it lives in memory.
         prefix: what the addresses of all its entries begin with, if it is a tenant's.
+        limit_bytes: most bytes it may take, or None if that is not for this library to bound; of several tiers, the
+            last one's.
+        ttl_s: seconds after which a new entry is gone, or None.
     """
 
+    kind: str = "tiered"
     numbers: str = LOSSLESS
     folder: Path | None = None
     prefix: str = ""
+    limit_bytes: int | None = None
+    ttl_s: float | None = None
 
     def address(self, key: ChunkKey | str) -> str:
         """Return the address under which this store keeps a key's entry."""
@@ -132,7 +139,7 @@ class KVStore(ABC):
 
         Args:
             key: its key.
-            chunk: converted to the store's format of numbers if it is in another.
+            chunk: written in the store's format of numbers, or in its own if that is narrow already.
             saved_ms: milliseconds its prefill took, which is what keeping it saves.
 
         Raises:

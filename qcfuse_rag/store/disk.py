@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from qcfuse_rag.store.files import StoreFiles
 from qcfuse_rag.store.format import encode
 from qcfuse_rag.store.index import ENTRY, INDEX_FAILURES, PINNED, open_index
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.numbers import compress
-from qcfuse_rag.store.reader import MappedFile, open_chunk
+from qcfuse_rag.store.numbers import as_kept
+from qcfuse_rag.store.reader import MappedFile, check_key, open_chunk
 from qcfuse_rag.store.room import UNKNOWN_MS_PER_TOKEN, Room
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import settle, try_writing
@@ -62,7 +61,7 @@ class DiskStore(KVStore):
         self.files = StoreFiles(place)
         self.notes: list[str] = []  # what is remarkable and has been mended
         self._broken: list[str] = []  # what keeps the store from being written
-        self._seal = seal
+        self.seal = seal
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
         try:
@@ -73,7 +72,8 @@ class DiskStore(KVStore):
             self._broken.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
         self.settings = settle(self.files, given, encrypted=seal is not None)
-        self.numbers = self.settings.numbers
+        self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
+        self.ttl_s = self.settings.ttl_s
         self._models = self._known_models()
         self.room = self._open_room()
 
@@ -96,9 +96,8 @@ class DiskStore(KVStore):
         """Write the chunk; it can be found only once it is complete on disk."""
         if self.room is None:
             raise self._unwritable()
-        ttl_s = self.settings.ttl_s
-        lasting = compress(chunk, self.numbers).until(None if ttl_s is None else time.time() + ttl_s)
-        parts = encode(key, lasting, seal=self._seal)
+        lasting = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        parts = encode(key, lasting, seal=self.seal)
         saved = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN if saved_ms is None else saved_ms
         try:
             reserved = self.room.reserve(key.address, sum(len(part) for part in parts))
@@ -126,7 +125,10 @@ class DiskStore(KVStore):
         return found
 
     def __contains__(self, key: ChunkKey | str) -> bool:
-        return self.files.path(address_of(key)).exists()
+        try:
+            return self.files.path(address_of(key)).exists()
+        except OSError:
+            return False
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""
@@ -138,6 +140,12 @@ class DiskStore(KVStore):
             u = record.usage
             about = (u.size_bytes, record.numbers, u.uses, u.used, u.saved_ms, expires)
             yield EntryInfo(address, *about, pinned=tag == PINNED)
+
+    def clear(self) -> int:
+        """Remove every entry, pinned ones too, and return how many that was."""
+        if self.room is None:
+            raise self._unwritable()
+        return super().clear()
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Keep an entry from being evicted, or allow it again.
@@ -194,10 +202,8 @@ class DiskStore(KVStore):
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
         try:
-            header, chunk = open_chunk(MappedFile(self.files.path(address)), self._seal)
-            differing = _differences(header.key, key, address)
-            if differing:
-                raise CorruptEntry(f"entry of another chunk: {', '.join(differing)} differ")
+            header, chunk = open_chunk(MappedFile(self.files.path(address)), self.seal)
+            check_key(header.key, key, address)
         except FileNotFoundError:
             return Miss("absent")
         except CorruptEntry as error:
@@ -225,7 +231,7 @@ class DiskStore(KVStore):
         if index is None:
             return None
         worth = policy_named(self.settings.eviction)
-        room = Room(index, self.files, self.settings.limit_bytes, worth, self._seal)
+        room = Room(index, self.files, self.settings.limit_bytes, worth, self.seal)
         try:
             if not index.count(ENTRY, PINNED):
                 room.adopt_all()
@@ -252,13 +258,3 @@ class DiskStore(KVStore):
             self._models[digest] = key.fingerprint.fields()
             path = self.files.folder / "models" / f"{digest}.json"
             try_writing(lambda: self.files.write_json(path, key.fingerprint.fields()))
-
-
-def _differences(found: ChunkKey, key: ChunkKey | None, address: str) -> list[str]:
-    """Name the parts in which an entry's key is not the one it should be."""
-    if key is None:
-        return [] if found.address == address else ["address"]
-    if found == key:
-        return []
-    parts = [name for name in ("base", "prefix", "ids", "namespace") if getattr(found, name) != getattr(key, name)]
-    return key.fingerprint.differences(found.fingerprint.fields()) + parts

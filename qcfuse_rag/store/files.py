@@ -98,7 +98,7 @@ class StoreFiles:
 
     def is_abandoned(self, temporary: str) -> bool:
         """Return whether whoever was writing a temporary file, on this machine, is gone."""
-        host, pid, _ = temporary.rsplit("-", 2)
+        host, _, pid = temporary.rpartition("-")[0].rpartition("-")
         if host != platform.node() or not pid.isdigit():
             return False
         try:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import ROWS_PER_PIECE, Header, aligned, parse_header
@@ -31,7 +31,7 @@ VERSION = 2
 SEALED = 1
 MAX_HEADER_BYTES = 4 << 20
 PREAMBLE = struct.Struct(f"<8sIII4xQ{SALT_BYTES}s")
-MISSHAPEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Buffer = bytes | bytearray | memoryview
 
 
@@ -80,6 +80,9 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[B
 
     Returns:
         The entry's bytes in parts to be written one after the other, blocks uncopied where they lie on the CPU.
+
+    Raises:
+        StoreError: if the chunk is so long that its header would be refused.
     """
     salt, entry = seal.new_entry() if seal else (bytes(SALT_BYTES), None)
     described: list[dict[str, Any]] = []
@@ -113,6 +116,8 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[B
     flags = 0
     if entry is not None:
         flags, header = SEALED, entry.close(0, header, _context(SEALED, salt))
+    if len(header) > MAX_HEADER_BYTES:
+        raise StoreError(f"a chunk of {chunk.n_tokens:,} tokens is too long to be stored; make passages shorter")
     checksum = _header_checksum(flags, salt, header)
     preamble = PREAMBLE.pack(MAGIC, VERSION, flags, len(header), checksum, salt)
     padding = bytes(aligned(PREAMBLE.size + len(header)) - PREAMBLE.size - len(header))
@@ -148,7 +153,7 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
         start = aligned(PREAMBLE.size + preamble.header_bytes)
         return parse_header(json.loads(bytes(data)), start, sealed=entry is not None), entry
     except MISSHAPEN as error:
-        raise CorruptEntry(f"header makes no sense: {error}") from error
+        raise CorruptEntry(f"header makes no sense: {str(error)[:100]}") from error
 
 
 def check_piece(stored: Buffer, expected: str, name: str) -> None:

@@ -10,11 +10,12 @@ both: keys and values are text, and anything else found in the index is an error
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,7 @@ ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
 
 INDEX_FAILURES = (sqlite3.Error, diskcache.Timeout, CorruptEntry, OSError)
 DAMAGE = ("malformed", "not a database")
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +113,40 @@ class Index:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Nothing is culled by diskcache itself, whose limit holds only after the fact.
-        self._cache = diskcache.Cache(str(folder), disk=TextDisk, eviction_policy="none", cull_limit=0)
-        strange = "raw != 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR mode != 1 OR filename IS NOT NULL"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(
+            FileExistsError
+        ):  # for its owner only. Never opened once it exists: closing it drops SQLite's locks
+            os.close(os.open(folder / "cache.db", os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        # Nothing is culled by diskcache itself, whose limit holds only after the fact. Nothing is mapped into memory: a
+        # disk error there is a signal that ends the process.
+        options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0}
+        self._cache = diskcache.Cache(str(folder), disk=TextDisk, **options)
+        strange = (
+            "raw IS NOT 1 OR mode IS NOT 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR filename IS NOT NULL"
+            " OR json_extract(value, '$.usage.size_bytes') IS NOT size"
+        )
         if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {strange}")[0][0]:
             raise CorruptEntry("the index holds what is not text; it was not written by this library")
         # diskcache has no order of our own making; its table and `_sql` are those of its last release, 5.6.3.
         self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 
-    def transact(self) -> AbstractContextManager[None]:
-        """Hold the index against all other writers, who see all or nothing of what happens inside."""
-        return self._cache.transact(retry=True)  # type: ignore[no-any-return]
+    @contextmanager
+    def transact(self, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+        """Hold the index against all other writers, who see all or nothing of what happens inside.
+
+        Args:
+            patience_s: longest time to wait for another writer.
+
+        Raises:
+            sqlite3.Error: if the index cannot be had or cannot be written.
+        """
+        self._cache._sql(f"PRAGMA busy_timeout = {round(1000 * patience_s)}")
+        try:
+            with self._cache.transact():
+                yield
+        except diskcache.Timeout as error:  # stands for every failure to begin; say which
+            raise error.__context__ or error from None
 
     def size(self) -> int:
         """Bytes of all rows."""
@@ -135,7 +160,7 @@ class Index:
     def set(self, name: str, record: Record, tag: str, expires: float | None = None) -> None:
         """Write a row, replacing one of that name."""
         left = None if expires is None else expires - time.time()
-        self._cache.set(name, record, expire=left, tag=tag, retry=True)
+        self._cache.set(name, record, expire=left, tag=tag)
 
     def delete(self, name: str) -> bool:
         """Remove a row; return whether there was one."""
@@ -170,7 +195,7 @@ class Index:
 
     def clear(self) -> None:
         """Remove all rows."""
-        self._cache.clear(retry=True)
+        self._cache.clear()
 
     def close(self) -> None:
         """Close the database."""

@@ -47,6 +47,11 @@ class ChunkKey:
             "namespace": self.namespace,
         }
 
+    def differences(self, other: ChunkKey) -> list[str]:
+        """Name the parts in which another key differs from this one."""
+        parts = [name for name in ("base", "prefix", "ids", "namespace") if getattr(other, name) != getattr(self, name)]
+        return self.fingerprint.differences(other.fingerprint.fields()) + parts
+
     @classmethod
     def from_fields(cls, parts: dict[str, Any]) -> Self:
         """Return the key that `fields` was taken from.
@@ -62,6 +67,7 @@ class ChunkKey:
         texts = [getattr(key, field.name) for field in fields(cls) if field.name != "fingerprint"]
         if not all(isinstance(text, str) for text in (*texts, *fingerprint.fields().values())):
             raise ValueError("not a key: a part is not text")
+        "".join(texts).encode()  # what cannot be encoded has no address, which is a ValueError too
         return key
 
 

@@ -17,6 +17,9 @@ from qcfuse_rag.store.seal import TAG_BYTES
 
 ALIGNMENT = 4096
 ROWS_PER_PIECE = 128
+HEADER_BYTES, BLOCK_HEADER_BYTES, CHECKSUM_BYTES = 700, 85, 20
+"""What a header takes as JSON, about: by itself, for each block, and for each checksum."""
+
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.float8_e4m3fn)
@@ -97,16 +100,19 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
         sealed: whether the entry is encrypted.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, OverflowError: if it is not a header.
+        ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
     """
     tokens, layers, numbers, expires = about["tokens"], about["layers"], about["numbers"], about["expires"]
     described, probe_layers = about["blocks"], tuple(about["probe_layers"])
+    found = [one["name"] for one in described]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
-    _require(numbers in NUMBERS and len(described) >= layers, "numbers of blocks")
+    # Counts first: nothing is made in numbers that the header has only claimed.
+    _require(numbers in NUMBERS and len(found) == 1 + layers * (2 if numbers == LOSSLESS else 4), "numbers of blocks")
     _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
+    _require(len(set(probe_layers)) == len(probe_layers), "probe layers")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
     names = block_names(layers, numbers, probe_layers)
-    _require([one["name"] for one in described] == names, "names of blocks")
+    _require(found == names, "names of blocks")
     blocks: list[Block] = []
     offset, number = 0, 1
     for one in described:
@@ -128,7 +134,7 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
 
 
 def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tokens: int) -> int:
-    """Return the bytes an entry of so many tokens takes, less what its header has beyond 4096.
+    """Return about how many bytes an entry takes, up to a few thousand, without making it.
 
     Args:
         shapes: cache sizes of each layer.
@@ -136,14 +142,15 @@ def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tok
         numbers: format of the entry.
         tokens: length of the chunk.
     """
-    size = ALIGNMENT + aligned(4 * len(shapes) * tokens)
+    sizes = [4 * len(shapes) * tokens]
     for shape in shapes:
         for kind, channels in (("key", shape.key_dim), ("value", shape.value_dim)):
-            width = dtype.itemsize if numbers == LOSSLESS else 1
-            size += aligned(tokens * shape.kv_heads * channels * width)
+            sizes.append(tokens * shape.kv_heads * channels * (dtype.itemsize if numbers == LOSSLESS else 1))
             if numbers != LOSSLESS:
-                size += aligned(4 * shape.kv_heads * (channels if kind == "key" else tokens))
-    return size
+                sizes.append(4 * shape.kv_heads * (channels if kind == "key" else tokens))
+    checksums = len(sizes) * -(-tokens // ROWS_PER_PIECE)
+    header = HEADER_BYTES + len(sizes) * BLOCK_HEADER_BYTES + checksums * CHECKSUM_BYTES
+    return aligned(header) + sum(aligned(size) for size in sizes)
 
 
 def aligned(size: int) -> int:

@@ -14,7 +14,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.eviction import Usage, policy_named
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.numbers import LOSSLESS, check_numbers, compress
+from qcfuse_rag.store.numbers import LOSSLESS, as_kept, check_numbers
 
 
 @dataclass(slots=True)
@@ -53,17 +53,14 @@ class MemoryStore(KVStore):
         ttl_s: float | None = None,
     ) -> None:
         check_numbers(numbers)
+        self.kind = "memory" if torch.device(device).type == "cpu" else device
         self.numbers = numbers
-        self._limit, self._device, self._pinned, self._ttl_s = limit_bytes, torch.device(device), pinned, ttl_s
+        self.limit_bytes, self._limit, self.ttl_s = limit_bytes, limit_bytes, ttl_s
+        self._device, self._pinned = torch.device(device), pinned
         self._worth = policy_named(eviction)
         self._entries: dict[str, Held] = {}
         self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
-
-    @property
-    def kind(self) -> str:
-        """Name of the tier."""
-        return "memory" if self._device.type == "cpu" else str(self._device)
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk or a miss."""
@@ -80,12 +77,14 @@ class MemoryStore(KVStore):
         """Return an entry with its key."""
         with self._lock:
             held = self._entries.get(address)
-            return Miss("absent") if held is None else (held.key, held.chunk)
+            if held is None or held.chunk.expired:
+                return Miss("absent" if held is None else "expired")
+            return held.key, held.chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Keep a copy of the chunk."""
-        lasting = chunk.until(None if self._ttl_s is None else time.time() + self._ttl_s)
-        copied = compress(lasting, self.numbers).held(self._device, pinned=self._pinned)
+        lasting = chunk.lasting(self.ttl_s)
+        copied = as_kept(lasting, self.numbers).held(self._device, pinned=self._pinned)
         size = copied.nbytes
         usage = Usage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:

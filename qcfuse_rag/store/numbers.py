@@ -49,6 +49,11 @@ def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
     return chunk.with_blocks(tensors, numbers)
 
 
+def as_kept(chunk: ChunkKV, numbers: str) -> ChunkKV:
+    """Return a chunk as a store of this format keeps it: one that is narrow already stays as it is."""
+    return compress(chunk, numbers) if chunk.numbers == LOSSLESS else chunk
+
+
 def check_numbers(numbers: str) -> None:
     """Raise `ValueError` unless there is such a format."""
     if numbers not in NUMBERS:

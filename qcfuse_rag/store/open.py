@@ -9,6 +9,7 @@ from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.memory import MemoryStore
 from qcfuse_rag.store.numbers import LOSSLESS
+from qcfuse_rag.store.remote import open_remote
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.tenant import TenantStore
 from qcfuse_rag.store.tiered import TieredStore
@@ -25,7 +26,7 @@ def open_store(
     secret: bytes | None = None,
     tenant: str | None = None,
     encrypt: bool = False,
-    remote: KVStore | None = None,
+    remote: str | None = None,
     write_behind_bytes: int = 0,
 ) -> KVStore:
     """Open a store.
@@ -40,7 +41,8 @@ def open_store(
         secret: for `tenant` and `encrypt`; random bytes from configuration, never from a request.
         tenant: open this tenant's view, see `store.tenant`.
         encrypt: encrypt files, see `store.seal`.
-        remote: a store behind the disk, shared by machines; see `store.remote`.
+        remote: URL of a bucket or server behind the disk, shared by machines, in the same format and under the same
+            seal; see `store.remote`. While it is away, chunks are kept on disk alone.
         write_behind_bytes: write to the slowest tier later, holding back at most so many bytes.
 
     What is not given is as the folder was opened before.
@@ -54,10 +56,14 @@ def open_store(
     seal = Seal(secret) if encrypt and secret is not None else None
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
     if folder is not None:
-        disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal)
-        memory = MemoryStore(memory_bytes, numbers=disk.numbers, ttl_s=disk.settings.ttl_s)
-        far = disk if remote is None else TieredStore(disk, remote, write_behind_bytes=write_behind_bytes)
-        store = TieredStore(memory, far, write_behind_bytes=write_behind_bytes if remote is None else 0)
+        far: KVStore = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal)
+        numbers, ttl_s = far.numbers, far.ttl_s
+        store = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
+        if remote is not None:
+            behind = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=seal)
+            far = TieredStore(far, behind, write_behind_bytes=write_behind_bytes, near_suffices=True)
+        store = TieredStore(store, far, write_behind_bytes=0 if remote else write_behind_bytes)
     elif remote is not None:
-        store = TieredStore(store, remote, write_behind_bytes=write_behind_bytes)
-    return store if tenant is None or secret is None else TenantStore(store, tenant, secret)
+        behind = open_remote(remote, numbers=numbers or LOSSLESS, ttl_s=ttl_s, seal=seal)
+        store = TieredStore(store, behind, write_behind_bytes=write_behind_bytes)
+    return store if tenant is None or secret is None else TenantStore(store, tenant, secret, owned=True)

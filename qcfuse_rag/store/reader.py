@@ -15,6 +15,7 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.format import PREAMBLE, Preamble, check_piece, read_header
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import ROWS_PER_PIECE, Block, Header
 from qcfuse_rag.store.seal import EntrySeal, Seal
 
@@ -118,6 +119,19 @@ def open_chunk(source: Source, seal: Seal | None = None) -> tuple[Header, ChunkK
     return header, ChunkKV(*about, blocks)
 
 
+def check_key(found: ChunkKey, key: ChunkKey | None, address: str) -> None:
+    """Raise `CorruptEntry` unless an entry is the one that was asked for, naming what differs.
+
+    Args:
+        found: the key in the entry.
+        key: the key asked for, or None if only its address is known.
+        address: its address.
+    """
+    if (key is None and found.address == address) or found == key:
+        return
+    raise CorruptEntry(f"entry of another chunk: {', '.join(key.differences(found) if key else ['address'])} differ")
+
+
 class StoredBlocks(Blocks):
     """Blocks of an entry as tensors, checked when they are first read.
 
@@ -142,6 +156,9 @@ class StoredBlocks(Blocks):
         """Read, check and return rows of a block; of the others only those that share a piece with them are read."""
         if name in self._whole:
             return self._whole[name][start:stop]
+        if start >= stop:
+            block = self._blocks[name]
+            return torch.empty((0, *block.shape[1:]), dtype=block.dtype)
         first = start // ROWS_PER_PIECE
         read = self._pieces(self._blocks[name], first, -(-stop // ROWS_PER_PIECE))
         return read[start - first * ROWS_PER_PIECE : stop - first * ROWS_PER_PIECE]

@@ -66,7 +66,8 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
     room, report = _room(store), CheckReport()
     try:
         before = room.index.size()
-        room.reclaim()
+        with room.index.transact():
+            room.reclaim()
         report.leftovers = _remove_leftovers(store, room)
         report.lost = _remove_lost(store, room)
         report.found = room.adopt_all()
@@ -113,9 +114,10 @@ def rebuild(store: DiskStore) -> int:
     """
     room = _room(store)
     try:
-        room.index.clear()
-        room.adopt_all()
-        return room.index.count(ENTRY)
+        with room.index.transact():  # so that nobody finds room where there is none, even if this process dies
+            room.index.clear()
+            room.adopt_all()
+            return room.index.count(ENTRY)
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot make the index of {store.folder} again: {error}") from error
 
@@ -172,10 +174,11 @@ def _damage(store: DiskStore, address: str) -> str | None:
 
 def _remove_lost(store: DiskStore, room: Room) -> int:
     count = 0
-    for address, *_ in list(room.index.rows(ENTRY, PINNED)):
+    for name, _, _, tag in list(room.index.rows(ENTRY, PINNED, QUARANTINE)):
+        path = store.files.quarantined / name if tag == QUARANTINE else store.files.path(name)
         with room.index.transact():
-            if address not in store:
-                count += room.index.delete(address)
+            if not path.exists():
+                count += room.index.delete(name)
     return count
 
 

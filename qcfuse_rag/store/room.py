@@ -79,7 +79,7 @@ class Room:
                     self.index.set(temporary.name, row, WRITING, expires=time.time() + WRITING_S)
                     return Reservation(address, temporary, size)
                 pinned, writing = self.index.size_of(PINNED), self.index.size_of(WRITING)
-            if not writing or time.monotonic() > deadline:
+            if not writing or pinned + size > self._limit or time.monotonic() > deadline:
                 taken = f", of which {pinned:,} are pinned and {writing:,} being written" if pinned or writing else ""
                 raise StoreError(f"a chunk of {size:,} bytes does not fit a store of {self._limit:,} bytes{taken}")
             time.sleep(0.01)
@@ -89,15 +89,16 @@ class Room:
         usage = Usage(reserved.size, saved_ms, 1.0, time.time())
         with self.index.transact():
             before = self.index.get(reserved.address)
-            self._files.publish(reserved.temporary, reserved.address)
             self.index.delete(reserved.temporary.name)
             tag = PINNED if before is not None and before[2] == PINNED else ENTRY
             self.index.set(reserved.address, Record(usage, numbers, self._worth(usage)), tag, expires)
+            self._files.publish(reserved.temporary, reserved.address)  # last: whatever fails before undoes all of it
 
     def release(self, reserved: Reservation) -> None:
         """Give reserved bytes back."""
         reserved.temporary.unlink(missing_ok=True)
-        self.index.delete(reserved.temporary.name)
+        with self.index.transact():
+            self.index.delete(reserved.temporary.name)
 
     def adopt(self, address: str) -> bool:
         """Index an entry whose file is there, or quarantine it if its header is damaged; return whether it was sound.
@@ -113,21 +114,23 @@ class Room:
         except CorruptEntry as error:
             self.quarantine(address, str(error))
             return False
-        about = path.stat()
+        about, before = path.stat(), self.index.get(address)
         usage = Usage(about.st_size, header.tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
-        self.index.set(address, Record(usage, header.numbers, self._worth(usage)), ENTRY, header.expires)
+        tag = PINNED if before is not None and before[2] == PINNED else ENTRY
+        self.index.set(address, Record(usage, header.numbers, self._worth(usage)), tag, header.expires)
         return True
 
     def adopt_all(self) -> int:
         """Index every entry that has a file and no row; return how many were sound."""
         count = 0
-        for address, _ in list(self._files.entries()):
+        for address, path in list(self._files.entries()):
             with self.index.transact():
-                if self.index.get(address) is None:
+                if self.index.get(address) is None and path.exists():  # others may evict meanwhile
                     count += self.adopt(address)
         for path in list(self._files.quarantined.glob(f"*{ENDING}")):
-            if self.index.get(path.name) is None:
-                self._index_quarantined(path, "")
+            with self.index.transact():
+                if self.index.get(path.name) is None and path.exists():
+                    self._index_quarantined(path, "")
         return count
 
     def pin(self, address: str, *, pinned: bool) -> bool:
@@ -157,14 +160,14 @@ class Room:
         """Count a use; written to the index later, together with others."""
         with self._lock:
             self._uses[address] += 1
-            many = self._uses.total() >= USES_KEPT_BACK
+            many = self._uses.total() % USES_KEPT_BACK == 0
         if many:
-            self.write_uses()
+            self.write_uses(patience_s=0.0)  # a reader does not wait for writers
 
-    def write_uses(self) -> None:
-        """Write counted uses to the index; an index that cannot be written loses them and nothing else."""
+    def write_uses(self, *, patience_s: float = PATIENCE_S) -> None:
+        """Write counted uses to the index; one that cannot be written loses them at worst."""
         try:
-            with self.index.transact():
+            with self.index.transact(patience_s=patience_s):
                 self._write_uses()
         except INDEX_FAILURES:
             return
@@ -179,12 +182,17 @@ class Room:
                 freed += record.usage.size_bytes
                 if left.exists():
                     left.unlink()
-                elif self._files.path(record.about).exists() and self.index.get(record.about) is None:
+                elif not self._is_indexed(record.about):
                     self.adopt(record.about)  # it was published, and the writer died before it was indexed
         for address, size in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
             freed += size if self.index.delete(address) else 0
         return freed
+
+    def _is_indexed(self, address: str) -> bool:
+        """Whether an entry's row is that of its file; also if there is no file."""
+        path, row = self._files.path(address), self.index.get(address)
+        return not path.exists() or (row is not None and row[0].usage.size_bytes == path.stat().st_size)
 
     def _index_quarantined(self, path: Path, reason: str) -> None:
         about = path.stat()

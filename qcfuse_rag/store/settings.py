@@ -33,6 +33,8 @@ class StoreSettings:
     encrypted: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
+            raise ValueError("limit_bytes and ttl_s are numbers")
         check_numbers(self.numbers)
         policy_named(self.eviction)
 
@@ -50,7 +52,7 @@ def settle(files: StoreFiles, given: dict[str, Any], *, encrypted: bool) -> Stor
         ValueError: if there is no such format or policy.
     """
     path = files.folder / "store.json"
-    kept = _kept(path)
+    kept = kept_settings(files.folder)
     if kept is not None and kept.encrypted != encrypted:
         have, need = ("no secret was given", "is") if kept.encrypted else ("a secret was given", "is not")
         raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
@@ -69,7 +71,13 @@ def try_writing(write: Callable[[], None]) -> None:
         return
 
 
-def _kept(path: Path) -> StoreSettings | None:
+def kept_settings(folder: Path) -> StoreSettings | None:
+    """Return the settings kept with a store, or None if there is no store.
+
+    Raises:
+        StoreError: if they cannot be read.
+    """
+    path = folder / "store.json"
     try:
         return StoreSettings(**json.loads(path.read_text("utf-8")))
     except FileNotFoundError:

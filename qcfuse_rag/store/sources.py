@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 
 SCHEMA = """
@@ -77,7 +77,8 @@ class Sources:
             with self._writing() as database:  # so that nobody takes the chunk up again while it is removed
                 if not self._rows("SELECT 1 FROM chunks WHERE address = ?", address):
                     removed += self._store.discard(address)
-                if address not in self._store:
+                left = self._store.open(address)  # a remote that is away is not one without the entry
+                if isinstance(left, Miss) and left.reason in ("absent", "expired"):
                     database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
         return removed
 
@@ -118,4 +119,7 @@ class Sources:
                 raise StoreError(f"cannot write the manifest of sources: {error}") from error
 
     def _rows(self, statement: str, *values: str) -> list[tuple[str]]:
-        return self._database.execute(statement, values).fetchall()
+        try:
+            return self._database.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read the manifest of sources: {error}") from error

@@ -22,18 +22,20 @@ class TenantStore(KVStore):
     """A tenant's view of a store.
 
     Args:
-        store: shared by all tenants; closing this view leaves it open.
+        store: shared by all tenants.
         tenant: whose view.
         secret: at least 16 random bytes from configuration, the same for all tenants, never from a request.
+        owned: whether closing this view closes the store.
 
     Raises:
         StoreError: if the secret is too short.
     """
 
-    def __init__(self, store: KVStore, tenant: str, secret: bytes) -> None:
+    def __init__(self, store: KVStore, tenant: str, secret: bytes, *, owned: bool = False) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
-        self.store, self.numbers, self.folder = store, store.numbers, store.folder
+        self.store, self.numbers, self.folder, self._owned = store, store.numbers, store.folder, owned
+        self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
         key = hashlib.blake2b(secret, digest_size=64).digest()
         self._token = hashlib.blake2b(tenant.encode(), key=key, digest_size=16).hexdigest()
         self.prefix = tenant_prefix(self._token)
@@ -94,6 +96,11 @@ class TenantStore(KVStore):
     def flush(self) -> None:
         """Wait until everything put is where it is to stay."""
         self.store.flush()
+
+    def close(self) -> None:
+        """Close the shared store if it is this view's own."""
+        if self._owned:
+            self.store.close()
 
     def _own(self, key: ChunkKey) -> ChunkKey:
         return key if key.namespace == self._token else replace(key, namespace=self._token)

@@ -10,17 +10,19 @@ class TestMyStore(KVStoreTests):
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import torch
 
 from qcfuse_rag.model.fingerprint import Fingerprint
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import KVStore, Miss
+from qcfuse_rag.store.contract import EntryInfo, KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.store.numbers import NARROW, compress
 
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer", "rope", "float32")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def example_key(number: int = 0) -> ChunkKey:
@@ -38,30 +40,93 @@ def example_chunk(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
 
 
 def assert_same(found: ChunkKV | Miss, expected: ChunkKV) -> None:
-    """Assert that a store gave back exactly what it was given."""
+    """Assert that a store gave back exactly what it was given, to the last bit."""
     assert isinstance(found, ChunkKV), f"expected a chunk, got {found}"
     assert (found.n_tokens, found.n_layers) == (expected.n_tokens, expected.n_layers)
+    assert (found.dtype, found.numbers) == (expected.dtype, expected.numbers)
+    assert found.probe_layers == expected.probe_layers
+    assert found.names() == expected.names()
     for name in expected.names():
-        assert found.blocks[name].dtype == expected.blocks[name].dtype
-        assert torch.equal(found.blocks[name], expected.blocks[name]), f"block {name} differs"
+        one, other = found.blocks[name].cpu(), expected.blocks[name]
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"block {name} is another kind of tensor"
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), f"block {name} differs"
 
 
 class KVStoreTests:
-    """Conformance of a `KVStore`; needs a fixture `store` that gives an empty one of at least 1 MB."""
+    """Conformance of a `KVStore`.
+
+    Needs a fixture `store` that gives an empty one of at least 1 MB, whose entries do not expire by themselves. A
+    store must bear being closed twice. What a store does not know it answers with None, see `EntryInfo`.
+    """
 
     def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
-        """A key never put is absent."""
+        """A key never put is absent, whichever way it is asked for."""
         assert store.get(example_key()) == Miss("absent")
+        assert store.open(store.address(example_key())) == Miss("absent")
         assert example_key() not in store
+        assert list(store.entries()) == []
+        assert store.clear() == 0
 
     def test_what_is_put_comes_back_bit_for_bit(self, store: KVStore) -> None:
         """In every dtype, and whatever becomes of the tensors that were put."""
-        for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        for number, dtype in enumerate(DTYPES):
             chunk = example_chunk(number, dtype=dtype)
             store.put(example_key(number), chunk)
             chunk.blocks["key.0"].zero_()
-            assert_same(store.get(example_key(number)), compress(example_chunk(number, dtype=dtype), store.numbers))
+            assert_same(store.get(example_key(number)), self._kept(store, number, dtype=dtype))
             assert example_key(number) in store
+
+    def test_extreme_numbers_come_back_bit_for_bit(self, store: KVStore) -> None:
+        """Negative zero, the smallest normal and the largest number of a dtype are numbers like any other."""
+        for number, dtype in enumerate(DTYPES):
+            chunk, about = example_chunk(dtype=dtype), torch.finfo(dtype)
+            extremes = torch.tensor([-0.0, about.smallest_normal, about.max, about.min], dtype=dtype)
+            chunk.blocks["value.1"][2, 1] = extremes
+            store.put(example_key(number), chunk)
+            assert_same(store.get(example_key(number)), compress(chunk, store.numbers))
+
+    def test_a_chunk_that_is_narrow_already_stays_as_it_is(self, store: KVStore) -> None:
+        """It would only lose more."""
+        for number, numbers in enumerate(NARROW):
+            narrow = compress(example_chunk(number), numbers)
+            store.put(example_key(number), narrow)
+            assert_same(store.get(example_key(number)), narrow)
+
+    def test_layers_come_back_in_the_dtype_of_the_model(self, store: KVStore) -> None:
+        """`[Hkv, n_tokens, D]`, whatever numbers the store writes."""
+        store.put(example_key(), example_chunk(dtype=torch.bfloat16))
+        keys, values = self._found(store).layer(1)
+        assert (keys.shape, values.shape) == ((2, 5, 8), (2, 5, 4))
+        assert (keys.dtype, values.dtype) == (torch.bfloat16, torch.bfloat16)
+
+    def test_a_range_of_tokens_is_that_slice_of_the_whole(self, store: KVStore) -> None:
+        """Also across the borders of the pieces in which long chunks are stored."""
+        store.put(example_key(), example_chunk(n_tokens=300))
+        expected = self._kept(store, n_tokens=300)
+        for start, stop in (
+            (0, 300),
+            (0, 1),
+            (0, 128),
+            (127, 129),
+            (128, 256),
+            (130, 140),
+            (299, 300),
+            (0, 0),
+            (7, 7),
+            (128, 128),
+        ):
+            for layer in range(expected.n_layers):
+                ranges = self._found(store).layer(layer, start, stop)
+                for found, whole in zip(ranges, expected.layer(layer), strict=True):
+                    assert torch.equal(found.cpu(), whole[:, start:stop]), f"tokens {start} to {stop} differ"
+
+    def test_a_long_chunk_comes_back_whole(self, store: KVStore) -> None:
+        """After ranges of it have been read, and before."""
+        store.put(example_key(), example_chunk(n_tokens=300))
+        found = self._found(store)
+        found.layer(2, 100, 200)
+        assert_same(found, self._kept(store, n_tokens=300))
+        assert torch.equal(found.anchors(0, 0.1).cpu(), example_chunk(n_tokens=300).anchors(0, 0.1))
 
     def test_a_key_that_differs_anywhere_is_another_key(self, store: KVStore) -> None:
         """Model, base, prefix and ids all count."""
@@ -75,8 +140,51 @@ class KVStoreTests:
         """The newest chunk under a key is the one that counts."""
         store.put(example_key(), example_chunk(1))
         store.put(example_key(), example_chunk(2, n_tokens=7))
-        assert_same(store.get(example_key()), example_chunk(2, n_tokens=7))
+        assert_same(store.get(example_key()), self._kept(store, 2, n_tokens=7))
+        assert len(list(store.entries())) == 1
+        store.flush()
         assert store.stats()[-1].entries == 1
+
+    def test_an_entry_opens_by_its_address_alone(self, store: KVStore) -> None:
+        """With the key it was put under, and without counting as a use."""
+        store.put(example_key(), example_chunk())
+        store.flush()
+        found = store.open(store.address(example_key()))
+        assert not isinstance(found, Miss)
+        key, chunk = found
+        assert replace(key, namespace="") == example_key()
+        assert key.address == store.address(example_key())
+        assert_same(chunk, self._kept(store))
+        assert sum(s.hits + s.misses for s in store.stats()) == 0
+
+    def test_entries_says_what_is_there(self, store: KVStore) -> None:
+        """Every entry once; what the store knows of it is right."""
+        for number in range(3):
+            store.put(example_key(number), example_chunk(number), saved_ms=12.5)
+        entries = list(store.entries())
+        assert sorted(e.address for e in entries) == sorted(store.address(example_key(number)) for number in range(3))
+        for entry in entries:
+            assert entry.size_bytes >= 5 * 2 * (8 + 4) * 3  # a byte a number at least
+            assert entry.numbers in (None, store.numbers)
+            assert entry.saved_ms in (None, 12.5)
+            assert entry.uses is None or entry.uses > 0
+            assert entry.used is None or abs(entry.used - time.time()) < 3600
+            assert entry.expires is None
+            assert not entry.pinned
+
+    def test_entries_fits_json(self, store: KVStore) -> None:
+        """As plain data."""
+        store.put(example_key(), example_chunk())
+        assert [entry.to_dict()["address"] for entry in store.entries()] == [store.address(example_key())]
+
+    def test_pin_says_whether_there_is_such_an_entry(self, store: KVStore) -> None:
+        """By key and by address, on and off."""
+        store.put(example_key(), example_chunk())
+        assert store.pin(example_key())
+        assert store.pin(store.address(example_key()), pinned=False)
+        assert not store.pin(example_key(1))
+        assert not any(entry.pinned for entry in store.entries())
+        assert_same(store.get(example_key()), self._kept(store))
 
     def test_discard_removes_one_entry(self, store: KVStore) -> None:
         """And says whether there was one."""
@@ -85,26 +193,64 @@ class KVStoreTests:
         assert store.discard(example_key(1))
         assert not store.discard(example_key(1))
         assert isinstance(store.get(example_key(1)), Miss)
-        assert_same(store.get(example_key(2)), example_chunk(2))
+        assert_same(store.get(example_key(2)), self._kept(store, 2))
+
+    def test_an_address_does_where_a_key_does(self, store: KVStore) -> None:
+        """For asking and for removing."""
+        address = store.address(example_key())
+        assert address not in store
+        store.put(example_key(), example_chunk())
+        assert address in store
+        assert store.discard(address)
+        assert example_key() not in store
+        assert not store.discard(address)
+
+    def test_what_is_discarded_for_a_reason_is_counted_and_can_be_put_again(self, store: KVStore) -> None:
+        """Which is how a damaged entry heals."""
+        store.put(example_key(), example_chunk())
+        store.flush()
+        assert store.discard(example_key(), "a block differs")
+        assert example_key() not in store
+        assert store.stats()[-1].discarded == 1
+        store.put(example_key(), example_chunk())
+        assert_same(store.get(example_key()), self._kept(store))
+
+    def test_an_entry_whose_time_is_over_is_a_miss(self, store: KVStore) -> None:
+        """Both by key and by address."""
+        for number in range(2):
+            store.put(example_key(number), example_chunk().until(time.time() - 1.0))
+        assert isinstance(store.get(example_key(0)), Miss)
+        assert isinstance(store.open(store.address(example_key(1))), Miss)
+
+    def test_an_entry_keeps_the_time_at_which_it_expires(self, store: KVStore) -> None:
+        """And is used until then."""
+        soon = time.time() + 3600.0
+        store.put(example_key(), example_chunk().until(soon))
+        assert self._found(store).expires == soon
+        [entry] = store.entries()
+        assert entry.expires is None or abs(entry.expires - soon) < 1.0
 
     def test_a_chunk_in_use_survives_its_removal(self, store: KVStore) -> None:
         """Eviction must not pull memory away from a running request."""
         store.put(example_key(), example_chunk())
         found = store.get(example_key())
         store.clear()
-        assert_same(found, example_chunk())
+        assert_same(found, self._kept(store))
 
     def test_clear_leaves_nothing(self, store: KVStore) -> None:
-        """And counts what was there."""
+        """And counts what was there, pinned or not."""
         for number in range(3):
             store.put(example_key(number), example_chunk(number))
+        store.pin(example_key(0))
         assert store.clear() == 3
         assert [stats.entries for stats in store.stats()] == [0] * len(store.stats())
         assert isinstance(store.get(example_key(0)), Miss)
+        assert list(store.entries()) == []
 
     def test_stats_count_uses(self, store: KVStore) -> None:
         """Hits and misses, over all tiers."""
         store.put(example_key(), example_chunk())
+        store.flush()
         store.get(example_key())
         store.get(example_key(1))
         stats = store.stats()
@@ -112,21 +258,66 @@ class KVStoreTests:
         assert stats[-1].misses == 1
         assert 0 < stats[-1].size_bytes <= (stats[-1].limit_bytes or 1 << 40)
 
+    def test_every_tier_is_told_of(self, store: KVStore) -> None:
+        """By `tiers`, `stats` and `health` alike, and a store that was just opened is well."""
+        health = store.health()
+        assert [h.kind for h in health] == [s.kind for s in store.stats()] == [tier.kind for tier in store.tiers]
+        assert all(isinstance(tier, KVStore) for tier in store.tiers)
+        assert [(h.ok, h.problems) for h in health] == [(True, ())] * len(health)
+
+    def test_after_flush_the_farthest_tier_has_what_was_put(self, store: KVStore) -> None:
+        """So that it stays."""
+        store.put(example_key(), example_chunk())
+        store.flush()
+        assert store.address(example_key()) in store.tiers[-1]
+
     def test_threads_may_share_it(self, store: KVStore) -> None:
         """Readers see a whole chunk or none."""
+        expected = [self._kept(store, number).blocks["value.2"] for number in range(5)]
         wrong: list[object] = []
 
         def work(offset: int) -> None:
-            for step in range(25):
+            for step in range(15):
                 number = (step + offset) % 5
                 store.put(example_key(number), example_chunk(number))
                 found = store.get(example_key(number))
-                if not isinstance(found, ChunkKV) or not torch.equal(
-                    found.blocks["value.2"], example_chunk(number).blocks["value.2"]
-                ):
+                if not isinstance(found, ChunkKV) or not torch.equal(found.blocks["value.2"].cpu(), expected[number]):
                     wrong.append(found)
 
         threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert len(list(store.entries())) == 5
+
+    def test_threads_may_remove_what_others_use(self, store: KVStore) -> None:
+        """They then see a whole chunk or a miss, and no error."""
+        expected = self._kept(store)
+        wrong: list[object] = []
+
+        def use() -> None:
+            for _ in range(15):
+                store.put(example_key(), example_chunk())
+                found = store.get(example_key())
+                if not isinstance(found, Miss) and not torch.equal(
+                    found.blocks["key.1"].cpu(), expected.blocks["key.1"]
+                ):
+                    wrong.append(found)
+
+        def remove() -> None:
+            for _ in range(15):
+                store.discard(example_key())
+                wrong.extend(entry for entry in store.entries() if not isinstance(entry, EntryInfo))
+
+        def guarded(work: object) -> None:
+            try:
+                work()  # type: ignore[operator]
+            except Exception as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=guarded, args=(work,)) for work in (use, use, remove)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -137,4 +328,22 @@ class KVStoreTests:
         """Absent keys are harmless, present ones stay as they were."""
         store.put(example_key(), example_chunk())
         store.prefetch([example_key(), example_key(1)])
-        assert_same(store.get(example_key()), example_chunk())
+        assert_same(store.get(example_key()), self._kept(store))
+
+    def test_it_is_a_context_manager(self, store: KVStore) -> None:
+        """That gives itself, and closes at the end."""
+        with store as entered:
+            assert entered is store
+            entered.put(example_key(), example_chunk())
+            assert_same(entered.get(example_key()), self._kept(store))
+
+    @staticmethod
+    def _found(store: KVStore) -> ChunkKV:
+        found = store.get(example_key())
+        assert isinstance(found, ChunkKV), f"expected a chunk, got {found}"
+        return found
+
+    @staticmethod
+    def _kept(store: KVStore, number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
+        """Return an example in the numbers the store writes."""
+        return compress(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.numbers)

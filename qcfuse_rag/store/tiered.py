@@ -10,7 +10,7 @@ from qcfuse_rag.store.behind import WriteBehind
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.key import ChunkKey, address_of
-from qcfuse_rag.store.numbers import LOSSLESS, compress
+from qcfuse_rag.store.numbers import LOSSLESS, as_kept
 
 
 class TieredStore(KVStore):
@@ -24,12 +24,16 @@ class TieredStore(KVStore):
         far: the one that counts.
         write_behind_bytes: write to the far store later, holding back at most so many bytes; 0 writes at once. What is
             held back is lost if the process dies, and warmed again by the next job.
+        near_suffices: whether a chunk that could be written near alone counts as kept, as on a disk before a remote
+            that is away; `flush` tells of it.
 
     Raises:
         StoreError: if the near store keeps fewer digits than the far one.
     """
 
-    def __init__(self, near: KVStore, far: KVStore, *, write_behind_bytes: int = 0) -> None:
+    def __init__(
+        self, near: KVStore, far: KVStore, *, write_behind_bytes: int = 0, near_suffices: bool = False
+    ) -> None:
         if near.numbers not in (LOSSLESS, far.numbers):
             raise StoreError(
                 f"the near store keeps {near.numbers} and the far one {far.numbers}, so that answers would depend on "
@@ -38,6 +42,8 @@ class TieredStore(KVStore):
         self.near, self.far = near, far
         self.numbers = far.numbers
         self.folder = far.folder or near.folder
+        self.limit_bytes, self.ttl_s = far.limit_bytes, far.ttl_s
+        self._near_suffices, self._unwritten = near_suffices, list[str]()
         self._behind = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-prefetch")
 
@@ -64,8 +70,8 @@ class TieredStore(KVStore):
             return found  # too large for the near tier, or that one is full or read-only: use it from where it is
         except OSError as error:
             return Miss(f"cannot be read: {error}")
-        promoted = self.near.get(key)
-        return promoted if isinstance(promoted, ChunkKV) else found
+        promoted = self.near.open(key.address)  # which does not count as another use
+        return found if isinstance(promoted, Miss) else promoted[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key, from the nearest tier that has it; nothing is copied."""
@@ -75,16 +81,26 @@ class TieredStore(KVStore):
         return (self._behind and self._behind.get(address)) or self.far.open(address)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Keep a chunk in both tiers; only the far one must succeed."""
-        converted = compress(chunk, self.numbers)
+        """Keep a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
+        converted = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        trouble: StoreError | None = None
         if self._behind is not None:
             self._behind.put(key, converted.held(), saved_ms)
         else:
-            self.far.put(key, converted, saved_ms=saved_ms)
+            try:
+                self.far.put(key, converted, saved_ms=saved_ms)
+            except StoreError as error:
+                if not self._near_suffices:
+                    raise
+                trouble = error
         try:
             self.near.put(key, converted, saved_ms=saved_ms)
         except StoreError:
             self.near.discard(key)
+            if trouble is not None:
+                raise trouble from None
+        if trouble is not None:
+            self._unwritten.append(str(trouble))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry from both tiers."""
@@ -98,11 +114,12 @@ class TieredStore(KVStore):
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry, as its farthest tier knows it."""
+        waiting = self._behind.entries() if self._behind is not None else []
         seen = set()
-        for entry in self.far.entries():
-            seen.add(entry.address)
-            yield entry
-        yield from (entry for entry in self.near.entries() if entry.address not in seen)
+        for entry in (*self.far.entries(), *self.near.entries(), *(EntryInfo(*one) for one in waiting)):
+            if entry.address not in seen:
+                seen.add(entry.address)
+                yield entry
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Keep an entry from being evicted from either tier, or allow it again."""
@@ -138,11 +155,21 @@ class TieredStore(KVStore):
             self._behind.flush()
         self.near.flush()
         self.far.flush()
+        unwritten, self._unwritten = self._unwritten, []
+        if unwritten:
+            raise StoreError(f"{len(unwritten)} chunks are in the {self.near.kind} tier only: {unwritten[-1]}")
 
     def close(self) -> None:
-        """Stop prefetching, write what is waiting, and close both tiers."""
+        """Stop prefetching, write what is waiting, and close both tiers.
+
+        Raises:
+            StoreError: if something put since the last `flush` could not be written.
+        """
         self._reader.shutdown(wait=True, cancel_futures=True)
-        if self._behind is not None:
-            self._behind.close()
-        self.near.close()
-        self.far.close()
+        try:
+            self.flush()
+        finally:
+            if self._behind is not None:
+                self._behind.close()
+            self.near.close()
+            self.far.close()

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from qcfuse_rag import DiskStore
 from qcfuse_rag.cli.app import main
+from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.conftest import PASSAGES
 from tests.families import build_model
 
@@ -52,11 +54,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    code, out, _ = run("warm", documents, "--store", store, "--model", model, "--device", "cpu", "--json")
+    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu", "--json")
     summary = json.loads(out)
     assert (code, summary["documents"], summary["warmed"], summary["present"]) == (0, 3, 3, 0)
 
-    code, out, _ = run("warm", documents, "--store", store, "--model", model, "--device", "cpu")
+    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu")
     assert code == 0
     assert "0 prefilled" in out
     assert "3 were there already" in out
@@ -86,9 +88,9 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
 def test_a_changed_document_replaces_its_passages(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
     options = ("--store", store, "--model", model, "--device", "cpu", "--json")
-    run("warm", documents, *options)
+    run("warm", "run", documents, *options)
     (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
-    run("warm", documents, *options)
+    run("warm", "run", documents, *options)
     lines = (store / "passages" / "passages.jsonl").read_text().splitlines()
     texts = [json.loads(line)["text"] for line in lines]
     assert len(texts) == 3
@@ -134,10 +136,10 @@ def test_models_check_refuses_with_the_reason(run: Any, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm`"),
-        (["warm", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
-        (["warm", __file__, "--store", "s"], "is not a text file"),
-        (["store", "stats", "nowhere"], "no store in nowhere; `qcfuse warm` makes one"),
+        (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm run`"),
+        (["warm", "run", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
+        (["warm", "run", __file__, "--store", "s"], "is not a text file"),
+        (["store", "stats", "nowhere"], "no store in nowhere; `qcfuse warm run` makes one"),
         (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
         (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "no method 'qcfuze'"),
         (["ask", "Who?", "--store", "s", "--ratio", "1.5"], "ratio must be a fraction in [0, 1], got 1.5"),
@@ -162,7 +164,18 @@ def test_debug_shows_the_traceback(run: Any, tmp_path: Path) -> None:
 
 
 def test_a_store_damaged_beyond_opening_is_one_line(run: Any, tmp_path: Path) -> None:
-    (tmp_path / "cache.db").write_bytes(b"this is no database" * 100)
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "store.json").write_text("no settings")
     code, _, err = run("store", "stats", tmp_path)
     assert code == 1
-    assert err.startswith("error: cannot open a store in")
+    assert err.startswith("error: cannot read ")
+    assert err.endswith("remove it and give the store's settings again\n")
+    assert err.count("\n") == 1
+
+
+def test_a_store_whose_index_is_damaged_is_mended(run: Any, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        store.put(example_key(), example_chunk())
+    (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
+    code, out, _ = run("store", "stats", tmp_path, "--json")
+    assert (code, json.loads(out)["entries"]) == (0, 1)

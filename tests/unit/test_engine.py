@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.ingest.warm import warm
+from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.format import ALIGNMENT, PREAMBLE
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.reader import MappedFile, open_header
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 
@@ -129,19 +128,19 @@ def test_warming_again_does_nothing(engine: FusionEngine) -> None:
 
 def test_an_interrupted_warming_goes_on_where_it_stopped(engine: FusionEngine) -> None:
     def stop(done: int, total: int) -> None:
-        if done == 2:
+        if done < total:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.warm(PASSAGES, progress=stop)
-    assert engine.warm(PASSAGES).warmed == 1
+        engine.warm(PASSAGES, batch_tokens=1, progress=stop)
+    assert engine.warm(PASSAGES).warmed == len(PASSAGES) - 1
 
 
-def test_stored_bytes_do_not_depend_on_what_is_warmed_beside_or_before(llama: LanguageModel) -> None:
+def test_chunks_warmed_alone_are_the_same_bytes_whatever_is_warmed_beside_or_before(llama: LanguageModel) -> None:
     engines = [FusionEngine(llama, MemoryStore()) for _ in range(3)]
-    engines[0].warm(PASSAGES)
-    engines[1].warm(PASSAGES[::-1])
-    engines[2].warm([PASSAGES[1]])
+    engines[0].warm(PASSAGES, batch_tokens=1)
+    engines[1].warm(PASSAGES[::-1], batch_tokens=1)
+    engines[2].warm([PASSAGES[1]], batch_tokens=1)
     one, other, alone = (stored(engine, PASSAGES[1]) for engine in engines)
     for name in one.names():
         assert torch.equal(one.blocks[name], other.blocks[name])
@@ -167,41 +166,43 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES)
 
-        def broken(path: Path) -> bytes:
+        def broken(path: Path) -> MappedFile:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(Path, "read_bytes", broken)
+        monkeypatch.setattr("qcfuse_rag.store.disk.MappedFile", broken)
         prompt = engine.prompt(QUESTION, PASSAGES)
         done = engine.prefill(prompt, method=QCFUSE)
     assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
     assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
 
 
-def test_an_index_that_fails_costs_time_and_nothing_else(llama: LanguageModel, tmp_path: Path) -> None:
+def test_an_index_that_fails_keeps_passages_from_being_stored_and_from_nothing_else(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
     with DiskStore(tmp_path) as store:
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES)
-        store._cache.close()
-        (tmp_path / "cache.db").write_bytes(b"overwritten" * 1000)
         prompt = engine.prompt(QUESTION, PASSAGES)
+        sound = engine.prefill(prompt, method=QCFUSE)
+        store.room.index.close()
+        (tmp_path / "index" / "cache.db").write_bytes(b"overwritten" * 1000)
         done = engine.prefill(prompt, method=QCFUSE)
-    assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
-    assert "cannot be read: file is not a database" in str(done.report.fallback)
+        with pytest.raises(StoreError, match="file is not a database"):
+            engine.warm(["One more."])
+    assert torch.equal(done.logits, sound.logits)
+    assert done.report.fallback is None
 
 
 def file_of(store: DiskStore, key: ChunkKey) -> Path:
-    [row] = store._cache._sql("SELECT filename FROM Cache WHERE key = ?", (key.address,))
-    return store.folder / str(row[0])
+    return store.files.path(key.address)
 
 
 def damage(path: Path, block: str) -> None:
     """Flip one bit in a block of an entry."""
+    header, _ = open_header(MappedFile(path))
+    [offset] = [described.offset for described in header.blocks if described.name == block]
     data = bytearray(path.read_bytes())
-    header_bytes = int.from_bytes(data[12:16], "little")
-    header = json.loads(data[PREAMBLE.size : PREAMBLE.size + header_bytes])
-    [offset] = [b["offset"] for b in header["blocks"] if b["name"] == block]
-    start = -(-(PREAMBLE.size + header_bytes) // ALIGNMENT) * ALIGNMENT
-    data[start + offset] ^= 1
+    data[header.start + offset] ^= 1
     path.write_bytes(data)
 
 
@@ -280,13 +281,7 @@ def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageMode
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
         key = FRAMED.key(llama.fingerprint, prompt.frame, prompt.chunks[1].segment.ids)
-        [path] = [
-            tmp_path / row[0] for row in store._cache._sql("SELECT filename FROM Cache WHERE key = ?", (key.address,))
-        ]
-        data = bytearray(path.read_bytes())
-        data[-4096] ^= 1  # in the last block: found only when the last layer is read
-        path.write_bytes(data)
-
+        damage(file_of(store, key), "value.3")  # found only when the last layer is read
         done = engine.prefill(prompt, method=make_method("reuse"))
         assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
         assert done.report.fallback == "1 of 3 passages computed in full: checksum of block value.3 differs"
@@ -360,10 +355,10 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
     secret = "xyzzy-plugh-42"
     with FusionEngine(llama, open_store(tmp_path)) as engine:
         engine.warm(PASSAGES)
-        before = set(tmp_path.rglob("*.val"))
+        before = set(tmp_path.rglob("*.kv"))
         engine.generate(engine.prompt(secret, PASSAGES, history=[("user", secret)]), SamplingParams(max_new_tokens=2))
         question = torch.tensor(engine.prompt(secret).spans[-2].segment.ids).numpy().tobytes()
-        assert set(tmp_path.rglob("*.val")) == before, "no entry was added or replaced"
+        assert set(tmp_path.rglob("*.kv")) == before, "no entry was added or replaced"
     for path in tmp_path.rglob("*"):
         if path.is_file():
             data = path.read_bytes()
@@ -373,5 +368,5 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
 
 def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    warm(engine.lm, engine.store, prompt.frame, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,))
+    WarmJob(engine.lm, engine.store, prompt.frame, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
     assert engine.warm(PASSAGES).warmed == 0

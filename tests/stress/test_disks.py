@@ -1,0 +1,217 @@
+"""A disk that is full, read-only, broken or far away costs time and nothing else: every question is answered.
+
+Where nothing can be read, the answer is that of a plain prefill, bit for bit, and the report says why.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import FRAMED, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, StoreError, TieredStore
+from qcfuse_rag import make_method
+from qcfuse_rag.fuse.prefill import Prefilled
+from qcfuse_rag.store.remote import open_remote
+from qcfuse_rag.store.repair import fsck
+from tests.conftest import PASSAGES, QUESTION
+from tests.stress.campaign import Tally, sized
+from tests.stress.mounts import disk, tmpfs
+
+QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
+OTHERS = [f"{text} Another page." for text in PASSAGES]
+
+
+def ask(engine: FusionEngine, texts: list[str] = PASSAGES) -> Prefilled:
+    return engine.prefill(engine.prompt(QUESTION, texts), method=QCFUSE)
+
+
+def answers_in_full(engine: FusionEngine, tally: Tally, reason: str, texts: list[str] = PASSAGES) -> None:
+    """Assert that a question is answered as without a store, and that the report gives the reason."""
+    tally.trials += 1
+    done = ask(engine, texts)
+    full = FusionEngine(engine.lm, MemoryStore())
+    expected = full.prefill(full.prompt(QUESTION, texts), method=make_method("full"))
+    assert torch.equal(done.logits, expected.logits)
+    assert done.report.reused_tokens == 0
+    assert done.report.fallback is not None
+    assert done.report.fallback.startswith(f"3 of 3 passages computed in full: {reason}"), done.report.fallback
+
+
+def answers_from_store(engine: FusionEngine, tally: Tally, texts: list[str] = PASSAGES) -> None:
+    """Assert that a question is answered from what is stored, as it would be anywhere else."""
+    tally.trials += 1
+    done = ask(engine, texts)
+    elsewhere = FusionEngine(engine.lm, MemoryStore())
+    elsewhere.warm(texts, batch_tokens=1)
+    assert done.report.fallback is None
+    assert torch.equal(done.logits, ask(elsewhere, texts).logits)
+
+
+def warm(engine: FusionEngine, texts: list[str] = PASSAGES) -> None:
+    engine.warm(texts, batch_tokens=1)
+
+
+def fill(place: Path, leaving: int = 0) -> Path:
+    """Fill a disk, but for some bytes, with one file."""
+    ballast = place / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            size = file.tell()
+        file.truncate(max(0, size - leaving))
+    return ballast
+
+
+@pytest.mark.slow
+def test_a_full_disk(llama: LanguageModel, tmp_path: Path) -> None:
+    tally = Tally("a full disk")
+    with tmpfs(tmp_path / "disk", "2m") as place, DiskStore(place / "kv") as store:
+        engine = FusionEngine(llama, store)
+        ballast = fill(place)
+        with pytest.raises(StoreError, match=r"cannot write to .*(No space left|disk is full|disk I/O error)"):
+            warm(engine)
+        assert not store.health()[0].ok
+        answers_in_full(engine, tally, "absent")
+        ballast.unlink()
+        warm(engine)
+        answers_from_store(engine, tally)
+        assert fsck(store).clean
+    tally.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_disk_that_fills_up_at_any_moment(llama: LanguageModel, tmp_path: Path) -> None:
+    """Space runs out in the index, in its journal or in an entry: wherever, it works again once there is some."""
+    tally, rng = Tally("a disk that fills up while passages are warmed"), random.Random(0)
+    with tmpfs(tmp_path / "disk", "2m") as place, DiskStore(place / "kv") as store:
+        engine = FusionEngine(llama, store)
+        for _ in range(sized(15, 300)):
+            ballast = fill(place, leaving=4096 * rng.randrange(60))
+            try:
+                warm(engine)
+                tally.note("all fitted")
+            except StoreError as error:
+                tally.note("entry" if "No space left" in str(error) else "index")
+            tally.trials += 1
+            done = ask(engine)
+            tally.reads += len(done.report.lookups) - len(done.report.missing)
+            ballast.unlink()
+            warm(engine)
+            answers_from_store(engine, tally)
+            report = fsck(store)
+            assert not report.damaged
+            if not report.clean:
+                tally.note("fsck had something to do")
+            assert fsck(store).clean
+            store.clear()
+    assert len(tally.notes) >= 2
+    tally.finish()
+
+
+@pytest.mark.slow
+def test_a_disk_that_becomes_read_only(llama: LanguageModel, tmp_path: Path) -> None:
+    tally = Tally("a disk that becomes read-only, with the store open")
+    with disk(tmp_path) as ext4:
+        store = DiskStore(ext4.place / "kv")
+        engine = FusionEngine(llama, store)
+        warm(engine)
+        ext4.give_up_writing()
+        for _ in range(20):  # uses are counted and cannot be written
+            answers_from_store(engine, tally)
+        answers_in_full(engine, tally, "absent", OTHERS)
+        with pytest.raises(StoreError, match="cannot write to"):
+            warm(engine, OTHERS)
+        assert not store.health()[0].ok
+        with DiskStore(ext4.place / "kv") as again:
+            answers_from_store(FusionEngine(llama, again), tally)
+        store.close()
+        ext4.unmount()
+        ext4.mount()
+        with DiskStore(ext4.place / "kv") as after:
+            warm(FusionEngine(llama, after), OTHERS)
+            answers_from_store(FusionEngine(llama, after), tally, OTHERS)
+            assert fsck(after).clean
+    tally.finish()
+
+
+@pytest.mark.slow
+def test_a_read_only_mount(llama: LanguageModel, tmp_path: Path) -> None:
+    tally = Tally("a read-only mount")
+    with tmpfs(tmp_path / "disk", "4m") as place:
+        with DiskStore(place / "kv") as store:
+            warm(FusionEngine(llama, store))
+        remount(place, "ro")
+        with DiskStore(place / "kv") as store:
+            engine = FusionEngine(llama, store)
+            assert any("Read-only" in problem for problem in store.health()[0].problems)
+            answers_from_store(engine, tally)
+            answers_in_full(engine, tally, "absent", OTHERS)
+            with pytest.raises(StoreError, match="cannot write to"):
+                warm(engine, OTHERS)
+        with pytest.raises(StoreError, match="cannot open a store in"):
+            DiskStore(place / "new")
+        remount(place, "rw")
+        with DiskStore(place / "kv") as store:
+            warm(FusionEngine(llama, store), OTHERS)
+            answers_from_store(FusionEngine(llama, store), tally, OTHERS)
+    tally.finish()
+
+
+@pytest.mark.slow
+def test_damage_that_cannot_be_put_away(llama: LanguageModel, tmp_path: Path) -> None:
+    """On a disk that cannot be written, a damaged entry stays where it is, and is refused every time."""
+    tally = Tally("damaged entries on a read-only mount")
+    with tmpfs(tmp_path / "disk", "4m") as place:
+        with DiskStore(place / "kv") as store:
+            warm(FusionEngine(llama, store))
+            for _, path in store.files.entries():
+                data = bytearray(path.read_bytes())
+                data[-1] ^= 1
+                path.write_bytes(data)
+        remount(place, "ro")
+        with DiskStore(place / "kv") as store:
+            for _ in range(3):
+                answers_in_full(FusionEngine(llama, store), tally, "checksum of block value.3 differs")
+    tally.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_pages", [0, 3], ids=["from the header on", "in the blocks"])
+def test_sectors_that_cannot_be_read(llama: LanguageModel, tmp_path: Path, after_pages: int) -> None:
+    """A page that a mapped file cannot get is an error like any other, not a signal that ends the process."""
+    tally = Tally("sectors that cannot be read")
+    with disk(tmp_path) as ext4:
+        with DiskStore(ext4.place / "kv") as store:
+            warm(FusionEngine(llama, store))
+        ext4.unmount()
+        ext4.mount()
+        store = DiskStore(ext4.place / "kv")
+        ...
+    tally.finish()
+
+
+@pytest.mark.slow
+def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
+    tally = Tally("a remote that cannot be reached")
+    remote = open_remote(f"unix://{tmp_path}/nobody.sock")
+    stores: list[KVStore] = [remote, TieredStore(MemoryStore(), remote)]
+    for store in stores:
+        engine = FusionEngine(llama, store)
+        for _ in range(3):
+            answers_in_full(engine, tally, "remote redis cannot be reached")
+        with pytest.raises(StoreError, match="remote redis cannot be reached"):
+            warm(engine)
+        assert not store.health()[-1].ok
+    tally.finish()
+
+
+def remount(place: Path, how: str) -> None:
+    from tests.stress.mounts import run
+
+    run("mount", "-o", f"remount,{how}", str(place))

@@ -1,0 +1,163 @@
+"""Numbers of one byte: how far they may be off, and that what is large does not spoil what is small."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.numbers import LOSSLESS, NARROW, NUMBERS, as_kept, check_numbers, compress, narrow, restore
+from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk
+
+CHANNEL, TOKEN = 0, 2
+"""What shares a scale: one channel's numbers over all tokens, or one token's over all channels."""
+
+ROUNDING = 1 + 1e-5
+"""Scales and products are float32 numbers themselves."""
+
+
+def allowed(original: torch.Tensor, scale: torch.Tensor, numbers: str) -> torch.Tensor:
+    """Return how far a number may be off: half a step."""
+    if numbers == "int8":
+        return (scale / 2).expand_as(original) * ROUNDING
+    # fp8 has three bits behind the leading one, and steps of 2**-9 below its smallest normal number, 2**-6
+    return torch.maximum(original.abs() / 16, scale * 2.0**-10) * ROUNDING
+
+
+def errors(original: torch.Tensor, numbers: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how far each number is off after having been written, and how far it may be."""
+    narrowed, scale = narrow(original, numbers, over=over)
+    restored = restore(narrowed, scale, torch.float32)
+    return (restored - original).abs(), allowed(original, scale, numbers)
+
+
+def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
+    """Tokens of any numbers: of any size, zeros, and such as are below the smallest normal one."""
+    shapes = st.tuples(st.integers(1, 8), st.integers(1, 2), st.integers(1, 5))
+    sizes = st.floats(smallest, 2.0**127, width=32) | st.floats(-(2.0**127), -smallest, width=32)
+    return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=sizes)).map(torch.from_numpy)
+
+
+@given(original=tensors(), numbers=st.sampled_from(list(NARROW)), over=st.sampled_from([CHANNEL, TOKEN]))
+@settings(max_examples=150, deadline=None)
+def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, numbers: str, over: int) -> None:
+    off, bound = errors(original, numbers, over)
+    assert (off <= bound).all()
+
+
+@given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(NARROW)))
+@settings(max_examples=50, deadline=None)
+def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, numbers: str) -> None:
+    narrowed, scale = narrow(original, numbers, over=CHANNEL)
+    restored = restore(narrowed, scale, torch.float32)
+    assert (restored * original.sign() >= 0).all()
+    assert (restored.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()
+
+
+@pytest.mark.parametrize("over", [CHANNEL, TOKEN])
+@pytest.mark.parametrize("numbers", NARROW)
+def test_zeros_stay_zeros_beside_other_numbers_and_alone(numbers: str, over: int) -> None:
+    original = torch.randn(6, 2, 4)
+    original[:, 1, 2] = 0.0
+    original[3] = 0.0
+    narrowed, scale = narrow(original, numbers, over=over)
+    assert torch.isfinite(scale).all()
+    assert (scale > 0).all()
+    assert (restore(narrowed, scale, torch.float32)[original == 0.0] == 0.0).all()
+    nothing = torch.zeros(6, 2, 4)
+    assert torch.equal(restore(*narrow(nothing, numbers, over=over), torch.float32), nothing)
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_the_largest_number_of_a_channel_is_restored(numbers: str) -> None:
+    original = torch.randn(50, 2, 4)
+    restored = restore(*narrow(original, numbers, over=CHANNEL), torch.float32)
+    assert torch.allclose(restored.abs().amax(0), original.abs().amax(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_a_channel_of_large_keys_does_not_spoil_the_others(numbers: str) -> None:
+    original = torch.randn(100, 2, 8)
+    with_outlier = original.clone()
+    with_outlier[:, :, 3] *= 1000.0
+    others = [channel for channel in range(8) if channel != 3]
+    plain, spoiled = (restore(*narrow(keys, numbers, over=CHANNEL), torch.float32) for keys in (original, with_outlier))
+    assert torch.equal(spoiled[..., others], plain[..., others])
+
+
+def test_it_would_spoil_them_if_they_shared_its_scale() -> None:
+    keys = torch.randn(100, 2, 8)
+    keys[:, :, 3] *= 1000.0
+    others = [channel for channel in range(8) if channel != 3]
+    per_channel, per_token = (errors(keys, "int8", over)[0][..., others].mean() for over in (CHANNEL, TOKEN))
+    assert per_token > 20 * per_channel
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_keys_have_a_scale_a_channel_and_values_one_a_token(numbers: str) -> None:
+    chunk = compress(example_chunk(), numbers)
+    assert chunk.blocks["key.0"].shape == (5, 2, 8)
+    assert chunk.blocks["key.0.scale"].shape == (1, 2, 8)
+    assert chunk.blocks["value.0"].shape == (5, 2, 4)
+    assert chunk.blocks["value.0.scale"].shape == (5, 2, 1)
+    kinds = {chunk.blocks[name].dtype for name in chunk.names() if not name.endswith("scale") and name != "ranking"}
+    assert kinds == {NARROW[numbers][0]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numbers", NARROW)
+def test_layers_are_near_what_they_were_and_of_the_dtype_they_were(numbers: str, dtype: torch.dtype) -> None:
+    original, chunk = example_chunk(dtype=dtype), compress(example_chunk(dtype=dtype), numbers)
+    for layer in range(3):
+        for kind, found, expected in zip(("key", "value"), chunk.layer(layer), original.layer(layer), strict=True):
+            assert found.dtype == dtype
+            scale = chunk.blocks[f"{kind}.{layer}.scale"].transpose(0, 1)
+            wide = expected.to(torch.float32)
+            bound = allowed(wide, scale, numbers) + wide.abs() * torch.finfo(dtype).eps
+            assert ((found.to(torch.float32) - wide).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_what_the_anchors_are_does_not_change(numbers: str) -> None:
+    chunk = compress(example_chunk(n_tokens=40), numbers)
+    assert torch.equal(chunk.anchors(2, 0.25), example_chunk(n_tokens=40).anchors(2, 0.25))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.52), (torch.float32, 0.26)], ids=str)
+@pytest.mark.parametrize("numbers", NARROW)
+def test_a_passage_takes_a_byte_a_number_and_little_more(numbers: str, dtype: torch.dtype, share: float) -> None:
+    keys, values = ([torch.randn(4, 256, 128).to(dtype) for _ in range(2)] for _ in range(2))
+    chunk = ChunkKV.of(keys, values, torch.arange(256).expand(2, 256))
+    assert 0.49 * share < compress(chunk, numbers).nbytes / chunk.nbytes < share
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_what_is_in_a_format_already_stays_as_it_is(numbers: str) -> None:
+    chunk = compress(example_chunk(), numbers)
+    assert compress(chunk, numbers) is chunk
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_a_store_keeps_what_is_narrow_as_it_is_and_makes_the_rest_narrow(numbers: str) -> None:
+    narrow_already = compress(example_chunk(), "int8")
+    assert as_kept(narrow_already, numbers) is narrow_already
+    assert as_kept(narrow_already, LOSSLESS) is narrow_already
+    assert_same(as_kept(example_chunk(), numbers), compress(example_chunk(), numbers))
+
+
+@pytest.mark.parametrize("numbers", NARROW)
+def test_the_way_back_gives_the_models_dtype_without_what_was_lost(numbers: str) -> None:
+    chunk = compress(example_chunk(dtype=torch.float16), numbers)
+    back = compress(chunk, LOSSLESS)
+    assert (back.numbers, back.blocks["key.0"].dtype) == (LOSSLESS, torch.float16)
+    assert all(torch.equal(one, other) for one, other in zip(back.layer(1), chunk.layer(1), strict=True))
+
+
+def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
+    for refuse in (check_numbers, lambda numbers: compress(example_chunk(), numbers)):
+        with pytest.raises(ValueError, match="no format of numbers 'int4'; there are model, int8, fp8"):
+            refuse("int4")

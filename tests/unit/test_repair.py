@@ -1,0 +1,279 @@
+"""Looking after a store on disk: what a check finds, what it puts right, what it leaves alone, and what wiping does."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag.store.repair import CheckReport, collect_garbage, fsck, rebuild, wipe
+from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+
+KEY = example_key()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[DiskStore]:
+    """Give a store of three entries."""
+    with DiskStore(folder) as store:
+        for number in range(3):
+            store.put(example_key(number), example_chunk(number))
+        yield store
+
+
+@pytest.fixture
+def gone() -> int:
+    """Give the id of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def file_of(store: DiskStore, number: int = 0) -> Path:
+    return store.files.path(example_key(number).address)
+
+
+def addresses(store: DiskStore) -> set[str]:
+    return {entry.address for entry in store.entries()}
+
+
+def temporary(store: DiskStore, pid: int | str, host: str = platform.node()) -> Path:
+    path = store.files.tmp / f"{host}-{pid}-0123456789abcdef.part"
+    path.write_bytes(b"half an entry")
+    return path
+
+
+# fsck.
+
+
+def test_a_sound_store_is_clean(store: DiskStore) -> None:
+    report = fsck(store)
+    assert report == CheckReport(checked=3, sound=3)
+    assert report.clean
+    assert json.loads(json.dumps(report.to_dict()))["clean"] is True
+
+
+def test_every_entry_is_told_of_as_it_is_checked(store: DiskStore) -> None:
+    told: list[tuple[int, int]] = []
+    fsck(store, progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("position", "reason"), [(-1, "checksum of block value.2 differs"), (100, "header checksum differs")]
+)
+def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: int, reason: str) -> None:
+    data = bytearray(file_of(store).read_bytes())
+    data[position] ^= 1
+    file_of(store).write_bytes(data)
+    report = fsck(store)
+    assert (report.checked, report.sound, report.damaged) == (3, 2, [(KEY.address, reason)])
+    assert not report.clean
+    assert addresses(store) == {example_key(number).address for number in (1, 2)}
+    assert len(list(store.files.quarantined.glob("*.kv"))) == 1
+    assert fsck(store).clean
+
+
+def test_damage_in_an_encrypted_store_is_found_too(folder: Path) -> None:
+    with DiskStore(folder, seal=Seal(bytes(range(32)))) as store:
+        store.put(KEY, example_chunk(n_tokens=300))
+        assert fsck(store).clean
+        data = bytearray(file_of(store).read_bytes())
+        data[len(data) // 2] ^= 1
+        file_of(store).write_bytes(data)
+        assert [address for address, _ in fsck(store).damaged] == [KEY.address]
+
+
+def test_files_the_index_does_not_know_are_taken_up(store: DiskStore) -> None:
+    before = store.stats()
+    for number in (0, 1):
+        store.room.index.delete(example_key(number).address)
+    report = fsck(store)
+    assert (report.found, report.checked, report.sound) == (2, 3, 3)
+    assert store.stats() == before
+
+
+def test_a_file_the_index_does_not_know_and_that_is_damaged_is_not(store: DiskStore) -> None:
+    stray = store.files.path("ab" * 16)
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"damaged")
+    report = fsck(store)
+    assert (report.found, report.checked, report.sound) == (0, 3, 3)
+    assert not stray.exists()
+    assert store.stats()[0].size_bytes == sum(path.stat().st_size for path in store.folder.rglob("*.kv"))
+
+
+def test_rows_whose_files_are_gone_are_removed_and_their_bytes_taken_back(store: DiskStore) -> None:
+    before = store.stats()[0].size_bytes
+    size = file_of(store).stat().st_size
+    file_of(store).unlink()
+    report = fsck(store)
+    assert (report.lost, report.checked, report.reclaimed_bytes) == (1, 2, size)
+    assert store.stats()[0].size_bytes == before - size
+
+
+def test_what_a_dead_writer_left_is_removed(store: DiskStore, gone: int) -> None:
+    left = temporary(store, gone)
+    assert fsck(store).leftovers == 1
+    assert not left.exists()
+    assert fsck(store).clean
+
+
+def test_what_a_living_writer_is_writing_is_left_alone(store: DiskStore) -> None:
+    reserved = store.room.reserve(example_key(9).address, 1000)
+    reserved.temporary.write_bytes(b"half an entry")
+    writing = [reserved.temporary, temporary(store, os.getpid())]
+    assert fsck(store).clean
+    assert all(path.exists() for path in writing)
+    assert store.room.index.size_of("writing") == 1000
+
+
+def test_what_another_machine_or_a_stranger_left_is_not_touched(store: DiskStore, gone: int) -> None:
+    strange = [temporary(store, gone, host="elsewhere"), temporary(store, "x"), store.files.tmp / ".nfs0001"]
+    strange[2].write_bytes(b"")
+    assert fsck(store).clean
+    assert all(path.exists() for path in strange)
+
+
+def test_what_has_expired_is_removed(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = time.time() + 60.0
+    store.put(example_key(7), example_chunk().until(soon))
+    monkeypatch.setattr(time, "time", lambda: soon + 1.0)
+    report = fsck(store)
+    assert (report.checked, report.sound) == (3, 3)
+    assert report.reclaimed_bytes > 0
+    assert example_key(7) not in store
+
+
+def test_a_store_that_cannot_be_written_cannot_be_looked_after(
+    store: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locked(place: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("qcfuse_rag.store.index.Index", locked)
+    with DiskStore(folder) as read_only:
+        for act in (fsck, collect_garbage, rebuild):
+            with pytest.raises(StoreError, match=r"its index cannot be opened: .*Read-only file system"):
+                act(read_only)  # type: ignore[operator]
+
+
+# Garbage.
+
+
+def test_garbage_is_collected(store: DiskStore, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = store.stats()[0].size_bytes
+    size = file_of(store).stat().st_size
+    soon = time.time() + 60.0
+    store.put(KEY, example_chunk().until(soon))
+    store.discard(example_key(1), "looks odd")
+    left = temporary(store, gone)
+    monkeypatch.setattr(time, "time", lambda: soon + 1.0)
+    assert collect_garbage(store) == 2 * size
+    assert store.stats()[0].size_bytes == before - 2 * size
+    assert addresses(store) == {example_key(2).address}
+    assert list(store.files.quarantined.iterdir()) == []
+    assert not left.exists()
+    assert collect_garbage(store) == 0
+
+
+def test_what_is_sound_is_not_garbage(store: DiskStore) -> None:
+    assert collect_garbage(store) == 0
+    assert all(example_key(number) in store for number in range(3))
+
+
+# The index.
+
+
+def test_the_index_can_be_made_again_while_the_store_is_open(store: DiskStore) -> None:
+    before = addresses(store), store.stats()[0].size_bytes
+    store.pin(KEY)
+    assert rebuild(store) == 3
+    assert (addresses(store), store.stats()[0].size_bytes) == before
+    assert not any(entry.pinned for entry in store.entries()), "uses and pins are lost"
+    assert fsck(store).clean
+
+
+def test_an_index_whose_folder_was_removed_is_the_same_afterwards(store: DiskStore, folder: Path) -> None:
+    def known(store: DiskStore) -> set[tuple[object, ...]]:
+        return {(e.address, e.size_bytes, e.numbers, e.expires) for e in store.entries()}
+
+    store.put(example_key(3), example_chunk(3).until(4e9))
+    before = known(store)
+    store.close()
+    shutil.rmtree(folder / "index")
+    with DiskStore(folder) as again:
+        found = known(again)
+        assert {one[:3] for one in found} == {one[:3] for one in before}
+        assert [round(one[3]) for one in found if one[3] is not None] == [4_000_000_000]  # type: ignore[call-overload]
+        assert fsck(again).clean
+
+
+def test_what_is_in_quarantine_still_counts_after_the_index_was_made_again(store: DiskStore) -> None:
+    before = store.stats()[0].size_bytes
+    store.discard(KEY, "looks odd")
+    assert rebuild(store) == 2
+    assert store.stats()[0].size_bytes == before
+
+
+# Wiping.
+
+
+def test_wiping_overwrites_every_file_and_removes_it(store: DiskStore, folder: Path, tmp_path: Path) -> None:
+    Sources(store).close()
+    store.discard(example_key(1), "looks odd")
+    store.close()
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    links = [tmp_path / str(number) for number in range(len(files))]
+    for path, link in zip(files, links, strict=True):
+        os.link(path, link)
+    sizes = [link.stat().st_size for link in links]
+    assert max(sizes) > 20_000
+
+    assert wipe(folder) == len(files)
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert not (folder / "objects").exists()
+    assert [link.stat().st_size for link in links] == sizes
+    assert [link for link in links if link.read_bytes().strip(b"\0")] == []
+
+
+def test_a_wiped_store_can_be_used_anew(store: DiskStore, folder: Path) -> None:
+    store.close()
+    wipe(folder)
+    with DiskStore(folder) as again:
+        assert list(again.entries()) == []
+        again.put(KEY, example_chunk())
+        assert_same(again.get(KEY), example_chunk())
+
+
+def test_wiping_does_not_follow_links_out_of_the_store(store: DiskStore, folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("keep me")
+    (folder / "objects" / "link").symlink_to(outside)
+    (folder / "objects" / "file-link").symlink_to(outside / "precious")
+    store.close()
+    wipe(folder)
+    assert (outside / "precious").read_text() == "keep me"
+
+
+def test_what_is_no_store_is_not_wiped(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    with pytest.raises(StoreError, match="no store in"):
+        wipe(tmp_path)
+    assert (tmp_path / "precious").read_text() == "keep me"

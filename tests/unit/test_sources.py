@@ -1,0 +1,285 @@
+"""Which document has which passages: a changed or deleted one takes its own with it, and nobody else's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, KVStore, MemoryStore, StoreError, TieredStore
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.store.tenant import TenantStore
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+
+SECRET = bytes(range(32))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(tmp_path / "kv") as store:
+        yield store
+
+
+@pytest.fixture
+def sources(store: DiskStore) -> Iterator[Sources]:
+    sources = Sources(store)
+    yield sources
+    sources.close()
+
+
+def keys(*numbers: int) -> list[ChunkKey]:
+    return [example_key(number) for number in numbers]
+
+
+def stored(store: KVStore, *numbers: int) -> list[ChunkKey]:
+    """Put chunks into a store and return their keys."""
+    for number in numbers:
+        store.put(example_key(number), example_chunk(number))
+    return keys(*numbers)
+
+
+def present(store: KVStore, count: int) -> list[int]:
+    return [number for number in range(count) if example_key(number) in store]
+
+
+def test_a_source_has_the_chunks_it_was_given(store: DiskStore, sources: Sources) -> None:
+    assert sources.replace("a.md", stored(store, 0, 1)) == 0
+    assert sources.names() == ["a.md"]
+    assert sources.addresses("a.md") == {key.address for key in keys(0, 1)}
+    assert sources.addresses("unheard of") == set()
+
+
+def test_a_changed_document_takes_the_passages_with_it_that_it_had_alone(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0, 1, 2))
+    assert sources.replace("a.md", [*keys(1), *stored(store, 3)]) == 2
+    assert present(store, 4) == [1, 3]
+    assert sources.addresses("a.md") == {key.address for key in keys(1, 3)}
+
+
+def test_a_passage_that_two_documents_have_stays_until_the_last_one_goes(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0, 1))
+    sources.replace("b.md", stored(store, 1, 2))
+    assert sources.forget("a.md") == 1
+    assert present(store, 3) == [1, 2]
+    assert sources.forget("b.md") == 2
+    assert (present(store, 3), sources.names()) == ([], [])
+
+
+def test_a_passage_named_twice_is_one(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0, 0))
+    sources.replace("a.md", stored(store, 0))
+    assert sources.forget("a.md") == 1
+
+
+def test_forgetting_what_was_never_known_does_nothing(store: DiskStore, sources: Sources) -> None:
+    stored(store, 0)
+    assert sources.forget("unheard of") == 0
+    assert present(store, 1) == [0]
+
+
+def test_chunks_that_never_had_a_source_are_left_alone(store: DiskStore, sources: Sources) -> None:
+    stored(store, 0)
+    sources.replace("a.md", stored(store, 1))
+    sources.forget("a.md")
+    assert sources.collect() == 0
+    assert present(store, 2) == [0]
+
+
+def test_what_is_forgotten_goes_from_all_tiers_pinned_or_not(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+        sources = Sources(store)
+        sources.replace("a.md", stored(store, 0))
+        store.pin(example_key(0))
+        assert sources.forget("a.md") == 1
+        assert [example_key(0) in tier for tier in store.tiers] == [False, False]
+
+
+def test_what_was_evicted_before_is_forgotten_without_counting(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0, 1))
+    store.discard(example_key(0))
+    assert sources.forget("a.md") == 1
+
+
+def test_what_is_missing_is_told_by_source(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0, 1))
+    sources.replace("b.md", stored(store, 1, 2, 3))
+    sources.replace("c.md", stored(store, 4))
+    assert sources.missing() == {}
+    for key in keys(1, 2):
+        store.discard(key)
+    assert sources.missing() == {"a.md": 1, "b.md": 2}
+
+
+def test_a_manifest_survives_a_restart(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0))
+    sources.close()
+    assert Sources(store).addresses("a.md") == {example_key(0).address}
+
+
+def test_what_a_crash_left_undone_is_finished_later(
+    store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is written first; the process ends before the store has done its part."""
+
+    def die(key: object, reason: str | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    sources.replace("a.md", stored(store, 0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "discard", die)
+        with pytest.raises(KeyboardInterrupt):
+            sources.forget("a.md")
+    assert (sources.names(), present(store, 2)) == ([], [0, 1])
+    again = Sources(store)
+    assert again.collect() == 2
+    assert present(store, 2) == []
+    assert again.collect() == 0
+
+
+def test_a_chunk_taken_up_again_meanwhile_is_not_removed(
+    store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources.replace("a.md", stored(store, 0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "collect", lambda: 0)
+        sources.forget("a.md")
+    sources.replace("b.md", keys(1))
+    assert sources.collect() == 0
+    assert present(store, 2) == [1]
+
+
+def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
+    store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between looking for what nobody wants and removing it."""
+    other, begin = Sources(store), sources._writing
+
+    def begin_late() -> object:
+        if not other.names():
+            other.replace("b.md", keys(0))
+        return begin()
+
+    sources.replace("a.md", stored(store, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "collect", lambda: 0)
+        sources.forget("a.md")
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_writing", begin_late)
+        assert sources.collect() == 0
+    assert present(store, 1) == [0]
+
+
+def test_what_a_store_could_not_remove_is_tried_again(
+    store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources.replace("a.md", stored(store, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "discard", lambda key, reason=None: False)
+        assert sources.forget("a.md") == 0
+    assert sources.collect() == 1
+    assert present(store, 1) == []
+
+
+def test_two_that_have_a_store_open_count_together(store: DiskStore, sources: Sources, tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "kv") as second:
+        other = Sources(second)
+        sources.replace("a.md", stored(store, 0, 1))
+        other.replace("b.md", stored(second, 1))
+        assert sources.forget("a.md") == 1
+        assert present(second, 2) == [1]
+        assert other.names() == ["b.md"]
+        other.close()
+
+
+def test_writers_at_the_same_time_never_remove_what_another_has(store: DiskStore, tmp_path: Path) -> None:
+    stored(store, *range(8))
+
+    def work(number: int) -> None:
+        with DiskStore(tmp_path / "kv") as own:
+            sources = Sources(own)
+            for step in range(8):
+                sources.replace(f"{number}.md", keys(0, 1 + (step + number) % 7))
+            sources.close()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sources = Sources(store)
+    assert sources.names() == ["0.md", "1.md", "2.md"]
+    assert all(sources.addresses(f"{n}.md") == {key.address for key in keys(0, 1 + n)} for n in range(3))
+    assert_same(store.get(example_key(0)), example_chunk(0))
+    for name in sources.names():
+        assert example_key(0) in store
+        sources.forget(name)
+    assert present(store, 8) == []
+
+
+def test_a_store_in_memory_has_sources_too() -> None:
+    store = MemoryStore()
+    sources = Sources(store)
+    sources.replace("a.md", stored(store, 0))
+    assert sources.forget("a.md") == 1
+    assert present(store, 1) == []
+
+
+# Tenants.
+
+
+def test_documents_of_the_same_name_are_each_tenants_own(store: DiskStore) -> None:
+    alice, bob = (TenantStore(store, name, SECRET) for name in ("alice", "bob"))
+    of_alice, of_bob = Sources(alice), Sources(bob)
+    of_alice.replace("a.md", stored(alice, 0, 1))
+    of_bob.replace("a.md", stored(bob, 0))
+    assert (of_alice.names(), of_bob.names()) == (["a.md"], ["a.md"])
+    assert of_bob.addresses("a.md") == {bob.address(example_key(0))}
+    assert of_alice.forget("a.md") == 2
+    assert of_bob.names() == ["a.md"]
+    assert_same(bob.get(example_key(0)), example_chunk(0))
+
+
+def test_a_tenant_does_not_remove_anothers_chunk_by_naming_it(store: DiskStore) -> None:
+    alice, bob = (TenantStore(store, name, SECRET) for name in ("alice", "bob"))
+    stored(alice, 0)
+    of_bob = Sources(bob)
+    of_bob.replace("a.md", [alice.address(example_key(0))])
+    assert of_bob.forget("a.md") == 0
+    assert_same(alice.get(example_key(0)), example_chunk(0))
+
+
+def test_what_one_tenants_crash_left_undone_is_not_anothers_to_finish(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alice, bob = (TenantStore(store, name, SECRET) for name in ("alice", "bob"))
+    of_alice = Sources(alice)
+    of_alice.replace("a.md", stored(alice, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(of_alice, "collect", lambda: 0)
+        of_alice.forget("a.md")
+    assert Sources(bob).collect() == 0
+    assert example_key(0) in alice
+    assert of_alice.collect() == 1
+
+
+# Manifests that fail.
+
+
+def test_a_damaged_manifest_is_one_clear_error(store: DiskStore) -> None:
+    (store.folder / "sources.db").write_bytes(b"this is no database" * 100)
+    with pytest.raises(StoreError, match=r"cannot open .*sources\.db"):
+        Sources(store)
+
+
+def test_a_manifest_that_fails_later_is_one_clear_error(store: DiskStore, sources: Sources) -> None:
+    sources.replace("a.md", stored(store, 0))
+    sources.close()
+    for act in (sources.names, sources.missing, sources.collect, lambda: sources.addresses("a.md")):
+        with pytest.raises(StoreError, match="cannot read the manifest of sources"):
+            act()
+    with pytest.raises(StoreError, match="cannot write the manifest of sources"):
+        sources.forget("a.md")
+    assert present(store, 1) == [0]

@@ -1,0 +1,356 @@
+"""A fast store before a slow one: what comes near, what is written later, and what is told when that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import DiskStore, MemoryStore, Miss, StoreError, TieredStore, open_store
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+
+KEY = example_key()
+SIZE = example_chunk().nbytes
+PATIENCE_S = 20.0
+
+
+class Watched(MemoryStore):
+    """Tells when something was put."""
+
+    def __init__(self, limit_bytes: int = 1 << 20) -> None:
+        super().__init__(limit_bytes)
+        self.was_put = threading.Event()
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+        super().put(key, chunk, saved_ms=saved_ms)
+        self.was_put.set()
+
+
+class Gated(MemoryStore):
+    """Writes only while its gate is open, fails if told to, and says when it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20)
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.broken: Exception | None = None
+        self.order: list[str] = []
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+        self.begun.set()
+        assert self.gate.wait(PATIENCE_S)
+        if self.broken is not None:
+            raise self.broken
+        super().put(key, chunk, saved_ms=saved_ms)
+        self.order.append(key.address)
+
+
+@pytest.fixture
+def far() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def later(far: Gated) -> Iterator[TieredStore]:
+    """Give a store that writes later, holding back two and a half chunks, and keeps nothing near."""
+    with TieredStore(MemoryStore(10), far, write_behind_bytes=5 * SIZE // 2) as store:
+        yield store
+        far.gate.set()
+
+
+def put(store: TieredStore, *numbers: int) -> None:
+    for number in numbers:
+        store.put(example_key(number), example_chunk(number))
+
+
+def waiting_for(thread: threading.Thread) -> bool:
+    """Return whether a thread still waits, having had the time not to."""
+    thread.join(0.2)
+    return thread.is_alive()
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+# Reading.
+
+
+def test_what_is_read_from_far_comes_near(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+        store.far.put(KEY, example_chunk())
+        assert KEY not in store.near
+        assert_same(store.get(KEY), example_chunk())
+        assert KEY in store.near
+        (tmp_path / "objects").rename(tmp_path / "elsewhere")
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_what_is_opened_does_not(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+        store.far.put(KEY, example_chunk())
+        assert not isinstance(store.open(KEY.address), Miss)
+        assert KEY not in store.near
+
+
+def test_what_is_damaged_far_does_not_come_near(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+        store.far.put(KEY, example_chunk())
+        [path] = tmp_path.rglob("*.kv")
+        path.write_bytes(path.read_bytes()[:-1] + b"X")
+        assert store.get(KEY) == Miss("checksum of block value.2 differs")
+        assert [KEY in tier for tier in store.tiers] == [False, False]
+        assert store.far.stats()[0].discarded == 1
+
+
+def test_a_disk_that_fails_under_a_chunk_is_a_miss_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*place: int) -> memoryview:
+        raise OSError(5, "Input/output error")
+
+    with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
+        store.far.put(KEY, example_chunk())
+        found = store.far.get(KEY)
+        assert isinstance(found, ChunkKV)
+        with monkeypatch.context() as patch:
+            patch.setattr(found.blocks._source, "read", broken)  # type: ignore[attr-defined]
+            patch.setattr(store.far, "get", lambda key: found)
+            assert store.get(KEY) == Miss("cannot be read: [Errno 5] Input/output error")
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_prefetch_brings_near_by_itself() -> None:
+    near = Watched()
+    with TieredStore(near, MemoryStore()) as store:
+        store.far.put(KEY, example_chunk())
+        store.prefetch([example_key(1), KEY])
+        assert near.was_put.wait(PATIENCE_S)
+        assert_same(near.get(KEY), example_chunk())
+
+
+def test_prefetch_passes_over_what_is_near_already() -> None:
+    with TieredStore(MemoryStore(), MemoryStore()) as store:
+        put(store, 0)
+        store.prefetch([KEY])
+        store.close()
+        assert [stats.hits for stats in store.stats()] == [0, 0]
+
+
+def test_a_near_tier_too_small_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(limit_bytes=10), DiskStore(tmp_path)) as store:
+        put(store, 0)
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_a_near_tier_that_cannot_take_the_new_chunk_does_not_keep_the_old_one() -> None:
+    with TieredStore(MemoryStore(limit_bytes=SIZE), MemoryStore()) as store:
+        put(store, 0)
+        store.put(KEY, example_chunk(1, n_tokens=50))
+        assert_same(store.get(KEY), example_chunk(1, n_tokens=50))
+
+
+def test_if_the_far_tier_cannot_be_written_the_near_one_is_not(tmp_path: Path) -> None:
+    with TieredStore(MemoryStore(), MemoryStore(limit_bytes=10)) as store:
+        with pytest.raises(StoreError, match="does not fit"):
+            put(store, 0)
+        assert KEY not in store
+
+
+def test_an_entry_of_several_tiers_is_one_entry() -> None:
+    with TieredStore(MemoryStore(), TieredStore(MemoryStore(), MemoryStore())) as store:
+        put(store, 0)
+        store.near.put(example_key(1), example_chunk(1))
+        assert sorted(entry.address for entry in store.entries()) == sorted(example_key(n).address for n in (0, 1))
+        assert store.clear() == 2
+        assert [tier.stats()[0].entries for tier in store.tiers] == [0, 0, 0]
+
+
+def test_what_is_pinned_is_kept_in_every_tier() -> None:
+    with TieredStore(MemoryStore(2 * SIZE), MemoryStore(3 * SIZE)) as store:
+        put(store, 0)
+        assert store.pin(KEY)
+        put(store, *range(1, 6))
+        assert [KEY in tier for tier in store.tiers] == [True, True]
+
+
+# Numbers: whichever tier answers, it answers the same.
+
+
+@pytest.mark.parametrize(("near", "far"), [("int8", "model"), ("fp8", "model"), ("int8", "fp8")])
+def test_a_near_tier_of_other_digits_than_the_far_one_is_refused(near: str, far: str) -> None:
+    with pytest.raises(StoreError, match=f"the near store keeps {near} and the far one {far}"):
+        TieredStore(MemoryStore(numbers=near), MemoryStore(numbers=far))
+
+
+@pytest.mark.parametrize("near", ["model", "int8"])
+def test_every_tier_answers_the_same_numbers(near: str) -> None:
+    with TieredStore(MemoryStore(numbers=near), MemoryStore(numbers="int8")) as store:
+        put(store, 0)
+        answers = [store.near.get(KEY), store.far.get(KEY)]
+        store.near.clear()
+        answers += [store.get(KEY), store.get(KEY)]
+        expected = compress(example_chunk(), "int8").layer(2)
+        for answer in answers:
+            assert isinstance(answer, ChunkKV)
+            assert all(torch.equal(one, other) for one, other in zip(answer.layer(2), expected, strict=True))
+
+
+def test_a_store_opened_again_keeps_its_numbers_in_memory_too(tmp_path: Path) -> None:
+    open_store(tmp_path, numbers="fp8").close()
+    with open_store(tmp_path) as store:
+        assert [tier.numbers for tier in store.tiers] == ["fp8", "fp8"]
+
+
+# Writing later.
+
+
+def test_put_returns_before_the_far_tier_has_the_chunk(later: TieredStore, far: Gated) -> None:
+    put(later, 0)
+    assert far.begun.wait(PATIENCE_S)
+    assert KEY not in far
+    far.gate.set()
+    later.flush()
+    assert_same(far.get(KEY), example_chunk())
+
+
+def test_what_waits_can_be_seen_in_every_way(later: TieredStore) -> None:
+    put(later, 0, 1)
+    for number in (0, 1):
+        assert example_key(number) in later
+        assert_same(later.get(example_key(number)), example_chunk(number))
+        found = later.open(example_key(number).address)
+        assert not isinstance(found, Miss)
+        assert found[0] == example_key(number)
+    assert {(e.address, e.size_bytes) for e in later.entries()} == {(example_key(n).address, SIZE) for n in (0, 1)}
+
+
+def test_what_waits_is_a_copy(later: TieredStore, far: Gated) -> None:
+    chunk = example_chunk()
+    later.put(KEY, chunk)
+    chunk.blocks["key.0"].zero_()
+    assert_same(later.get(KEY), example_chunk())
+    far.gate.set()
+    later.flush()
+    assert_same(far.get(KEY), example_chunk())
+
+
+def test_whoever_brings_more_than_may_be_held_back_waits(later: TieredStore, far: Gated) -> None:
+    put(later, 0, 1)
+    third = threading.Thread(target=put, args=(later, 2))
+    third.start()
+    assert waiting_for(third)
+    assert example_key(2) not in later
+    far.gate.set()
+    assert ends(third)
+    later.flush()
+    assert far.order == [example_key(number).address for number in range(3)]
+
+
+def test_a_chunk_larger_than_may_be_held_back_may_wait_alone(later: TieredStore, far: Gated) -> None:
+    later.put(KEY, example_chunk(n_tokens=100))
+    another = threading.Thread(target=put, args=(later, 1))
+    another.start()
+    assert waiting_for(another)
+    far.gate.set()
+    assert ends(another)
+
+
+def test_the_newest_of_two_chunks_that_wait_is_written(later: TieredStore, far: Gated) -> None:
+    put(later, 1)
+    assert far.begun.wait(PATIENCE_S)
+    later.put(KEY, example_chunk(8))
+    later.put(KEY, example_chunk(9))
+    assert_same(later.get(KEY), example_chunk(9))
+    far.gate.set()
+    later.flush()
+    assert_same(far.get(KEY), example_chunk(9))
+    assert far.order == [example_key(1).address, KEY.address]
+
+
+def test_a_chunk_put_again_while_it_is_written_is_written_again(later: TieredStore, far: Gated) -> None:
+    put(later, 0)
+    assert far.begun.wait(PATIENCE_S)
+    later.put(KEY, example_chunk(9))
+    far.gate.set()
+    later.flush()
+    assert_same(far.get(KEY), example_chunk(9))
+
+
+@pytest.mark.parametrize("failure", [StoreError("the disk is full"), RuntimeError("something else")], ids=repr)
+def test_what_could_not_be_written_is_told_by_the_next_flush_and_only_by_that(
+    later: TieredStore, far: Gated, failure: Exception
+) -> None:
+    far.broken = failure
+    far.gate.set()
+    put(later, 0, 1)
+    with pytest.raises(StoreError, match=rf"{failure} \(and 1 more\)"):
+        later.flush()
+    assert KEY not in later
+    far.broken = None
+    put(later, 2)
+    later.flush()
+    assert example_key(2) in far
+
+
+def test_what_is_discarded_while_it_waits_is_never_written(later: TieredStore, far: Gated) -> None:
+    put(later, 0, 1)
+    assert far.begun.wait(PATIENCE_S)
+    assert later.discard(example_key(1))
+    assert example_key(1) not in later
+    far.gate.set()
+    later.flush()
+    assert far.order == [KEY.address]
+
+
+def test_what_is_discarded_while_it_is_written_is_gone_afterwards(later: TieredStore, far: Gated) -> None:
+    put(later, 0)
+    assert far.begun.wait(PATIENCE_S)
+    found: list[bool] = []
+    discarding = threading.Thread(target=lambda: found.append(later.discard(KEY)))
+    discarding.start()
+    assert waiting_for(discarding), "until it can be removed"
+    far.gate.set()
+    assert ends(discarding)
+    assert found == [True]
+    assert (KEY in far, KEY in later) == (False, False)
+
+
+def test_what_expires_while_it_waits_is_a_miss(later: TieredStore) -> None:
+    later.put(KEY, example_chunk().until(1.0))
+    assert isinstance(later.get(KEY), Miss)
+    assert isinstance(later.open(KEY.address), Miss)
+
+
+def test_pinning_reaches_what_waits(later: TieredStore, far: Gated) -> None:
+    put(later, 0)
+    far.gate.set()
+    assert later.pin(KEY)
+    assert [entry.pinned for entry in far.entries()] == [True]
+
+
+def test_clear_removes_what_waits_too(later: TieredStore, far: Gated) -> None:
+    put(later, 0, 1)
+    far.gate.set()
+    assert later.clear() == 2
+    assert list(later.entries()) == list(far.entries()) == []
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    with open_store(tmp_path, memory_bytes=10, write_behind_bytes=100 * SIZE) as store:
+        put(store, *range(20))  # type: ignore[arg-type]
+    with open_store(tmp_path) as store:
+        assert all(example_key(number) in store for number in range(20))
+
+
+def test_what_a_use_saves_is_told_to_every_tier(later: TieredStore, far: Gated) -> None:
+    far.gate.set()
+    later.put(KEY, example_chunk(), saved_ms=7.5)
+    later.flush()
+    assert [entry.saved_ms for entry in far.entries()] == [7.5]
