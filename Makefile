@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench docs
+.PHONY: setup demo test lint bench stress docs
 
 setup: $(READY)
 
@@ -34,6 +34,13 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/narrow_numbers.py
+	$(BIN)/qcfuse bench store
+	$(BIN)/qcfuse bench warm
+
+# The campaigns of docs/reliability.md at full size; some 15 minutes.
+stress: setup
+	QCFUSE_STRESS=full $(BIN)/python -m pytest tests/stress -s --timeout=1800
 
 # Writes the generated parts of docs/ anew.
 docs: setup

@@ -8,7 +8,7 @@ from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
 
 llm = QCFuseLLM(model=default_model(), store="kv")  # or any Hugging Face id, folder or GGUF file
 embed = HuggingFaceEmbedding(model_name=default_embedder())
-documents = [Document(text=text) for text in corpus().values()]
+documents = [Document(text=text, id_=name) for name, text in corpus().items()]
 
 steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
 nodes = IngestionPipeline(transformations=steps).run(documents=documents)

@@ -89,7 +89,8 @@ class FusionEngine:
         self,
         texts: Iterable[str],
         *,
-        sources: Sequence[str] | None = None,
+        sources: Sequence[str | None] | None = None,
+        replace: bool = True,
         bases: Iterable[Base] | None = None,
         priority: Sequence[float] | None = None,
         batch_tokens: int | None = None,
@@ -99,8 +100,9 @@ class FusionEngine:
 
         Args:
             texts: passages, exactly as they will be given to `prompt`.
-            sources: for each passage the document it is from. A source named here has these passages from now on and
-                no others: what it had before and nobody else has is removed.
+            sources: for each passage the document it is from, or None.
+            replace: these are all the passages of their sources: what a source had before and has not now is removed,
+                unless another source has it. False adds them to those it has.
             bases: under which bases; by default the one the engine's method reads.
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
             batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
@@ -117,9 +119,13 @@ class FusionEngine:
         summary = self.warm_job(ids, bases=chosen, priority=priority, batch_tokens=batch_tokens).run(progress)
         keys: dict[str, list[ChunkKey]] = {}
         for source, chunk in zip(sources or (), ids, strict=False):
-            keys.setdefault(source, []).extend(self.keys(chunk, chosen))
+            if source is not None:
+                keys.setdefault(source, []).extend(self.keys(chunk, chosen))
         for source, own in keys.items():
-            self.sources.replace(source, own)
+            if replace:
+                self.sources.replace(source, own)
+            else:
+                self.sources.add(source, own)
         return summary
 
     def warm_job(

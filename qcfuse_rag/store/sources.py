@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS chunks (source TEXT, address TEXT, PRIMARY KEY (source, address)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (
+    source TEXT, address TEXT, wording TEXT, PRIMARY KEY (source, address)
+) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
 CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY) WITHOUT ROWID;
 """
@@ -46,27 +49,41 @@ class Sources:
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open {place}: {error}") from error
 
-    def replace(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
+    def replace(self, source: str, keys: Iterable[ChunkKey]) -> int:
         """Say which chunks a source has now; return how many it had alone and that are removed.
+
+        What it has under another model, base or wording of the prompt stays, as long as these keys are of one of them
+        at all: two models may share a store.
 
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        wanted = {self._store.address(key) for key in keys}
-        name = self._own + source
-        with self._writing() as database:
-            had = {row[0] for row in self._rows("SELECT address FROM chunks WHERE source = ?", name)}
-            gone = [(address,) for address in had - wanted]
-            database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", [(name, *a) for a in gone])
-            database.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?)", [(name, a) for a in wanted])
-            database.executemany("DELETE FROM unwanted WHERE address = ?", [(a,) for a in wanted])
-            nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
-            database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
+        return self._change(source, {self._store.address(key): _wording(key) for key in keys}, replace=True)
+
+    def add(self, source: str, keys: Iterable[ChunkKey]) -> None:
+        """Say that a source has these chunks too.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        self._change(source, {self._store.address(key): _wording(key) for key in keys}, replace=False)
+
+    def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
+        """Say that a source no longer has these chunks; return how many it had alone and that are removed.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        self._drop(source, [self._store.address(key) for key in keys])
         return self.collect()
 
     def forget(self, source: str) -> int:
-        """Remove a source; return how many chunks it had alone and that are removed."""
-        return self.replace(source, ())
+        """Remove a source, under every model and wording; return how many chunks it had alone and that are removed.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        return self.remove(source, self.addresses(source))
 
     def collect(self) -> int:
         """Remove chunks that lost their last source and are still there; return how many."""
@@ -104,6 +121,27 @@ class Sources:
         with self._lock:
             self._database.close()
 
+    def _change(self, source: str, wanted: dict[str, str], *, replace: bool) -> int:
+        name = self._own + source
+        with self._writing() as database:
+            rows = [(name, address, wording) for address, wording in wanted.items()]
+            database.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?)", rows)
+            database.executemany("DELETE FROM unwanted WHERE address = ?", [(address,) for address in wanted])
+            wordings = set(wanted.values())
+            had = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
+        stale = [address for address, wording in had if wording in wordings and address not in wanted]
+        if replace and stale:
+            self._drop(source, stale)
+        return self.collect() if replace else 0
+
+    def _drop(self, source: str, addresses: Iterable[str]) -> None:
+        gone = [(address,) for address in addresses]
+        with self._writing() as database:
+            rows = [(self._own + source, *address) for address in gone]
+            database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
+            nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
+            database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
+
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
@@ -123,3 +161,8 @@ class Sources:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
+
+
+def _wording(key: ChunkKey) -> str:
+    """Return what a key has in common with those of other passages for the same model, base and head."""
+    return digest(f"{key.fingerprint.digest} {key.base} {key.prefix}".encode())

@@ -263,6 +263,7 @@ class KVStoreTests:
         health = store.health()
         assert [h.kind for h in health] == [s.kind for s in store.stats()] == [tier.kind for tier in store.tiers]
         assert all(isinstance(tier, KVStore) for tier in store.tiers)
+        assert store.limit_bytes == store.stats()[-1].limit_bytes
         assert [(h.ok, h.problems) for h in health] == [(True, ())] * len(health)
 
     def test_after_flush_the_farthest_tier_has_what_was_put(self, store: KVStore) -> None:

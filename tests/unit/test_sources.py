@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -246,8 +247,7 @@ def test_a_tenant_does_not_remove_anothers_chunk_by_naming_it(store: DiskStore) 
     alice, bob = (TenantStore(store, name, SECRET) for name in ("alice", "bob"))
     stored(alice, 0)
     of_bob = Sources(bob)
-    of_bob.replace("a.md", [alice.address(example_key(0))])
-    assert of_bob.forget("a.md") == 0
+    assert of_bob.remove("a.md", [alice.address(example_key(0))]) == 0
     assert_same(alice.get(example_key(0)), example_chunk(0))
 
 
@@ -281,5 +281,25 @@ def test_a_manifest_that_fails_later_is_one_clear_error(store: DiskStore, source
         with pytest.raises(StoreError, match="cannot read the manifest of sources"):
             act()
     with pytest.raises(StoreError, match="cannot write the manifest of sources"):
-        sources.forget("a.md")
+        sources.add("a.md", keys(1))
     assert present(store, 1) == [0]
+
+
+def test_another_model_or_wording_replaces_only_its_own(store: DiskStore, sources: Sources) -> None:
+    """Two models over one folder must not take each other's caches of the same document."""
+    other = [replace(key, fingerprint=replace(key.fingerprint, weights="tuned")) for key in keys(0, 1)]
+    for key in other:
+        store.put(key, example_chunk())
+    sources.replace("a.md", stored(store, 0, 1))
+    assert sources.replace("a.md", other) == 0
+    assert sources.replace("a.md", other[:1]) == 1
+    assert [key in store for key in (*keys(0, 1), *other)] == [True, True, True, False]
+    assert sources.forget("a.md") == 3
+
+
+def test_chunks_are_added_and_removed_one_by_one(store: DiskStore, sources: Sources) -> None:
+    sources.add("a.md", stored(store, 0))
+    sources.add("a.md", stored(store, 1))
+    assert sources.addresses("a.md") == {key.address for key in keys(0, 1)}
+    assert sources.remove("a.md", keys(0)) == 1
+    assert [key in store for key in keys(0, 1)] == [False, True]

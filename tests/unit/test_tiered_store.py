@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,6 +181,26 @@ def test_what_is_pinned_is_kept_in_every_tier() -> None:
         assert [KEY in tier for tier in store.tiers] == [True, True]
 
 
+def test_a_far_tier_that_is_away_can_be_done_without_where_the_near_one_suffices(far: Gated, tmp_path: Path) -> None:
+    far.broken = StoreError("the remote is away")
+    far.gate.set()
+    with TieredStore(DiskStore(tmp_path), far, near_suffices=True) as store:
+        put(store, 0, 1)
+        assert_same(store.get(KEY), example_chunk())
+        with pytest.raises(StoreError, match="2 chunks are in the disk tier only: the remote is away"):
+            store.flush()
+        store.flush()
+
+
+def test_no_tier_keeps_an_entry_longer_than_the_far_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TieredStore(MemoryStore(), DiskStore(tmp_path, ttl_s=60.0)) as store:
+        put(store, 0)
+        assert_same(store.get(KEY), example_chunk())
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 61.0)
+        assert store.get(KEY) == Miss("expired")
+
+
 # Numbers: whichever tier answers, it answers the same.
 
 
@@ -347,6 +368,17 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
         put(store, *range(20))  # type: ignore[arg-type]
     with open_store(tmp_path) as store:
         assert all(example_key(number) in store for number in range(20))
+
+
+def test_closing_tells_what_could_not_be_written_and_closes_all_the_same(far: Gated) -> None:
+    far.broken = StoreError("the disk is full")
+    far.gate.set()
+    store = TieredStore(MemoryStore(10), far, write_behind_bytes=100 * SIZE)
+    put(store, 0)
+    with pytest.raises(StoreError, match="the disk is full"):
+        store.close()
+    assert not any(thread.name == "qcfuse-write-behind" for thread in threading.enumerate())
+    store.close()
 
 
 def test_what_a_use_saves_is_told_to_every_tier(later: TieredStore, far: Gated) -> None:

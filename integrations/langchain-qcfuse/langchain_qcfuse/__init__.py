@@ -2,5 +2,7 @@
 
 from langchain_qcfuse.chains import create_qcfuse_chain
 from langchain_qcfuse.chat_models import ChatQCFuse
+from langchain_qcfuse.readers import read_vector_store
+from langchain_qcfuse.vector_store import QCFuseVectorStore
 
-__all__ = ["ChatQCFuse", "create_qcfuse_chain"]
+__all__ = ["ChatQCFuse", "QCFuseVectorStore", "create_qcfuse_chain", "read_vector_store"]

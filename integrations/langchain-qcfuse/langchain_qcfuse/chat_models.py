@@ -14,6 +14,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import ConfigDict, Field, PrivateAttr
 
+from langchain_qcfuse.sources import SOURCE_KEY, source_of
 from qcfuse_rag import (
     FusionEngine,
     Generation,
@@ -119,9 +120,24 @@ class ChatQCFuse(BaseChatModel):
         params["ls_model_name"] = kwargs.get("model", self.model_name)
         return params
 
-    def warm(self, documents: Iterable[Document]) -> WarmSummary:
-        """Prefill documents into the store; those that are there cost nothing."""
-        return self.engine.warm(document.page_content for document in documents)
+    def warm(
+        self, documents: Iterable[Document], *, source_key: str | None = SOURCE_KEY, replace: bool = False
+    ) -> WarmSummary:
+        """Prefill documents into the store; those that are there cost nothing.
+
+        The store notes what each is from, so that `engine.forget(source)` removes it again. With `QCFuseVectorStore`
+        there is nothing to warm by hand.
+
+        Args:
+            documents: as a retriever will return them.
+            source_key: metadata key that says what a document is from; its id where it does not, nothing where it has
+                none. None: always the id, as in `QCFuseVectorStore`.
+            replace: the documents are all there is of their sources: what those had besides is removed, unless another
+                source has it.
+        """
+        given = list(documents)
+        texts, sources = [d.page_content for d in given], [source_of(d, source_key) for d in given]
+        return self.engine.warm(texts, sources=sources, replace=replace)
 
     def _generate(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
-from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
+from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.nodes import passage_of, source_of
 from qcfuse_rag import BASES, WarmSummary
 
 
@@ -18,6 +20,12 @@ class QCFuseWarmup(TransformComponent):
 
     Put it after the splitter; the nodes pass through unchanged. What is warmed is what the model will be shown,
     `node.get_content(MetadataMode.LLM)`. Nodes that are in the store already cost nothing.
+
+    A document, known by its nodes' `ref_doc_id`, has the passages of this call from now on and no others: when it comes
+    again changed, passages it lost leave the store, unless another document has them. So all nodes of a document must
+    come in one call, as they do from a splitter, and its id must stay the same (`SimpleDirectoryReader` has
+    `filename_as_id=True` for that). Documents that do not come are left alone; deletions never come here, see
+    `QCFuseVectorStore` and `forget_missing`.
     """
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
@@ -25,19 +33,17 @@ class QCFuseWarmup(TransformComponent):
         default=None, description="How to store nodes; None: as the LLM's method reads them."
     )
     fingerprint: str = Field(
-        default="", description="What is stored and where; makes the pipeline's own cache warm again after a change."
+        default="", description="Changes with what is stored, so that the pipeline's own cache lets nodes pass again."
     )
 
     _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
     _summary: WarmSummary | None = PrivateAttr(default=None)
+    _held: str = PrivateAttr(default="")
 
     def __init__(self, llm: QCFuseLLM, progress: Callable[[int, int], None] | None = None, **data: Any) -> None:
         super().__init__(llm=llm, **data)
         self._progress = progress
-        engine = llm.engine
-        base = engine.method.base.name if engine.method.base else ""
-        parts = (engine.lm.fingerprint.digest, engine.prompts.frame, engine.prompts.template.chunk, base, llm.store)
-        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
+        self._renew()
 
     @classmethod
     def class_name(cls) -> str:
@@ -51,7 +57,27 @@ class QCFuseWarmup(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Warm the nodes and return them."""
-        texts = [node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes]
-        chosen = [BASES[name] for name in self.bases] if self.bases else None
-        self._summary = self.llm.engine.warm(texts, bases=chosen, progress=self._progress)
+        self._summary = self.llm.engine.warm(
+            [passage_of(node) for node in nodes],
+            sources=[source_of(node) for node in nodes],
+            bases=[BASES[name] for name in self.bases] if self.bases else None,
+            progress=self._progress,
+        )
+        self._renew()
         return nodes
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the transform as data, by which a pipeline knows whether it has seen nodes pass through it.
+
+        A pipeline skips what it has seen, and would skip a document that was forgotten meanwhile, or changed and
+        changed back. So the data are other data once the store has lost or got passages, and in another process.
+        """
+        self._renew()
+        return super().to_dict(**kwargs)
+
+    def _renew(self) -> None:
+        store, sources = self.llm.engine.store, self.llm.engine.sources
+        held = [(name, sorted(a for a in sources.addresses(name) if a in store)) for name in sources.names()]
+        digest = hashlib.sha256(repr(held).encode()).hexdigest()
+        if digest != self._held:
+            self._held, self.fingerprint = digest, uuid.uuid4().hex

@@ -1,0 +1,180 @@
+"""A vector store that takes stored caches along when it adds and deletes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fsspec import AbstractFileSystem
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores import MetadataFilters, SimpleVectorStore, VectorStoreQuery, VectorStoreQueryResult
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+
+from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.nodes import passage_of, source_of
+from qcfuse_rag import BASES, QCFuseError
+
+
+class QCFuseVectorStore(BasePydanticVectorStore):
+    """Wraps any vector store: nodes added to it are warmed, and what is deleted from it leaves the LLM's store.
+
+    Give it to an `IngestionPipeline` (with a docstore; `UPSERTS_AND_DELETE` also brings deletions) or to a
+    `VectorStoreIndex` in place of the wrapped one. It needs no `QCFuseWarmup`, and unlike that sees nodes which the
+    pipeline takes from its own cache, single nodes of a document, and deletions. A passage that another document has
+    too stays. Caches never outlive a document: what is to be deleted is forgotten first.
+
+    LlamaIndex deletes a changed document before it adds it, so all its passages are prefilled again. Where that costs
+    too much, use `QCFuseWarmup` with a plain vector store, and `forget_missing`.
+
+    Example:
+        ```python
+        store = QCFuseVectorStore(SimpleVectorStore(), llm)
+        index = VectorStoreIndex([], storage_context=StorageContext.from_defaults(vector_store=store))
+        index.insert(document)  # warmed
+        index.delete_ref_doc(document.doc_id)  # forgotten
+        ```
+
+    Args:
+        vector_store: the wrapped one.
+        llm: the LLM that will answer.
+    """
+
+    vector_store: BasePydanticVectorStore = Field(description="The wrapped vector store.", exclude=True)
+    llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
+
+    def __init__(self, vector_store: BasePydanticVectorStore, llm: QCFuseLLM) -> None:
+        super().__init__(
+            vector_store=vector_store,
+            llm=llm,
+            stores_text=vector_store.stores_text,
+            is_embedding_query=vector_store.is_embedding_query,
+        )
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Return the class's name in LlamaIndex."""
+        return "QCFuseVectorStore"
+
+    @property
+    def client(self) -> Any:
+        """The wrapped vector store's client."""
+        return self.vector_store.client
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Warm nodes, then add them; a document's earlier passages stay."""
+        self._warm(nodes)
+        return self.vector_store.add(nodes, **kwargs)
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Warm nodes on a worker thread, then add them."""
+        await asyncio.to_thread(self._warm, nodes)
+        return await self.vector_store.async_add(nodes, **kwargs)
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Forget a document, then delete its nodes."""
+        self.llm.engine.forget(ref_doc_id)
+        self.vector_store.delete(ref_doc_id, **delete_kwargs)
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Forget a document on a worker thread, then delete its nodes."""
+        await asyncio.to_thread(self.llm.engine.forget, ref_doc_id)
+        await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Forget the passages of nodes, as far as the wrapped store knows them, and delete the nodes.
+
+        `SimpleVectorStore` knows only from which documents its nodes are, so there passages go with their document's
+        last node; with other stores that do not return nodes, they go when the document is deleted.
+        """
+        with suppress(NotImplementedError):
+            self._leave(self.vector_store.get_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else [])
+        before = self._simple_sources()
+        self.vector_store.delete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
+        self._forget(before - self._simple_sources())
+
+    async def adelete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Forget the passages of nodes and delete the nodes, like `delete_nodes`."""
+        with suppress(NotImplementedError):
+            known = (
+                await self.vector_store.aget_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else []
+            )
+            await asyncio.to_thread(self._leave, known)
+        before = self._simple_sources()
+        await self.vector_store.adelete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
+        await asyncio.to_thread(self._forget, before - self._simple_sources())
+
+    def clear(self) -> None:
+        """Forget every document of the wrapped store, then clear it.
+
+        Raises:
+            QCFuseError: if the wrapped store cannot say which those are; nothing is forgotten or cleared.
+        """
+        self._forget(self._all_sources())
+        self.vector_store.clear()
+
+    async def aclear(self) -> None:
+        """Forget every document of the wrapped store and clear it, like `clear`."""
+        await asyncio.to_thread(lambda: self._forget(self._all_sources()))
+        await self.vector_store.aclear()
+
+    def get_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **kwargs: Any
+    ) -> list[BaseNode]:
+        """Return nodes of the wrapped store."""
+        return self.vector_store.get_nodes(node_ids=node_ids, filters=filters, **kwargs)
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **kwargs: Any
+    ) -> list[BaseNode]:
+        """Return nodes of the wrapped store."""
+        return await self.vector_store.aget_nodes(node_ids=node_ids, filters=filters, **kwargs)
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """Query the wrapped store."""
+        return self.vector_store.query(query, **kwargs)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """Query the wrapped store."""
+        return await self.vector_store.aquery(query, **kwargs)
+
+    def persist(self, persist_path: str, fs: AbstractFileSystem | None = None) -> None:
+        """Persist the wrapped store; load that one and wrap it again."""
+        self.vector_store.persist(persist_path, fs=fs)
+
+    def _warm(self, nodes: Sequence[BaseNode]) -> None:
+        texts, sources = [passage_of(node) for node in nodes], [source_of(node) for node in nodes]
+        self.llm.engine.warm(texts, sources=sources, replace=False)
+
+    def _leave(self, nodes: Sequence[BaseNode]) -> None:
+        engine = self.llm.engine
+        for node in nodes:
+            keys = engine.keys(engine.prompts.chunk_ids(passage_of(node)), BASES.values())
+            engine.sources.remove(source_of(node), keys)
+
+    def _forget(self, sources: Iterable[str]) -> None:
+        for source in sources:
+            self.llm.engine.forget(source)
+
+    def _simple_sources(self) -> set[str]:
+        if not isinstance(self.vector_store, SimpleVectorStore):
+            return set()
+        nodes = self.vector_store.data.text_id_to_ref_doc_id.items()
+        return {node if document == "None" else document for node, document in nodes}  # as source_of
+
+    def _all_sources(self) -> set[str]:
+        if isinstance(self.vector_store, SimpleVectorStore):
+            return self._simple_sources()
+        try:
+            return {source_of(node) for node in self.vector_store.get_nodes()}
+        except (NotImplementedError, TypeError, ValueError) as error:
+            raise QCFuseError(
+                f"{type(self.vector_store).__name__} cannot say which documents it has, hence whose caches are to go: "
+                "delete documents one by one, or clear the wrapped store and use `forget_missing`"
+            ) from error

@@ -1,0 +1,221 @@
+"""`qcfuse bench store`: a store on disk against nothing but writing and reading the same bytes.
+
+Both sides run in one process and take turns; figures are medians. The bare side writes files of the same sizes one
+`write` after the other and forces each to disk, and reads each with `readinto` into memory allocated for it, which is
+the least that any loader must do. The store's side is `put`, and `get` with every block read and checked.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from qcfuse_rag.cli.console import size
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.model.fingerprint import Fingerprint
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import Miss
+from qcfuse_rag.store.disk import DiskStore
+from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.key import ChunkKey, hash_ids
+
+THREADS = (1, 2, 4, 8)
+WRITE, COLD, WARM = "write and fsync", "read, not in the page cache", "read, in the page cache"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryShape:
+    """A chunk to measure with."""
+
+    layers: int
+    heads: int
+    channels: int
+    tokens: int
+    dtype: torch.dtype
+
+    def chunk(self) -> ChunkKV:
+        """Return one with random numbers."""
+        generator = torch.Generator().manual_seed(0)
+        sizes = (self.heads, self.tokens, self.channels)
+        keys, values = (
+            [torch.randn(sizes, generator=generator).to(self.dtype) for _ in range(self.layers)] for _ in range(2)
+        )
+        ranking = torch.stack([torch.randperm(self.tokens, generator=generator) for _ in range(self.layers)])
+        return ChunkKV.of(keys, values, ranking, probe_layers=(self.layers // 2,))
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.tokens} tokens, {self.layers} layers of {self.heads} heads of {self.channels} {dtype}"
+
+
+SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512, torch.bfloat16))
+"""A passage of SmolLM2-135M on a CPU, and a longer one of an 8B model."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRate:
+    """One measurement.
+
+    Attributes:
+        entry: what was stored.
+        entry_bytes: size of one file.
+        entries: how many files.
+        what: `write and fsync`, or `read` with or without the page cache.
+        threads: how many worked at the same time.
+        store_mb_s: the store, millions of bytes a second, median.
+        bare_mb_s: the same bytes without it, median.
+        ratio: store over bare, median of the pairs.
+    """
+
+    entry: str
+    entry_bytes: int
+    entries: int
+    what: str
+    threads: int
+    store_mb_s: float
+    bare_mb_s: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBench:
+    """What was measured, and where."""
+
+    folder: str
+    repeats: int
+    rates: list[StoreRate]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return asdict(self)
+
+    def table(self) -> Table:
+        """Return the figures as a table."""
+        table = Table("entry", "what", "threads", "bare MB/s", "store MB/s", "ratio", title=f"Store in {self.folder}")
+        for one in self.rates:
+            rates = (f"{rate:,.0f}" for rate in (one.bare_mb_s, one.store_mb_s))
+            table.add_row(size(one.entry_bytes), one.what, str(one.threads), *rates, f"{one.ratio:.2f}")
+        return table
+
+
+def measure_store(
+    folder: Path | None = None,
+    *,
+    megabytes: int = 512,
+    repeats: int = 5,
+    threads: Sequence[int] = THREADS,
+    shapes: Sequence[EntryShape] = SHAPES,
+) -> StoreBench:
+    """Measure writing and reading of entries beside the same without a store.
+
+    Args:
+        folder: measure the disk it is on; that of temporary files if None. Everything made there is removed again.
+        megabytes: bytes of entries for each shape, in millions; as much again is written beside them.
+        repeats: rounds of each measurement.
+        threads: numbers of threads.
+        shapes: chunks to measure with.
+
+    Raises:
+        StoreError: if the folder cannot be written, or what is read is not what was written.
+    """
+    rates = []
+    with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as place:
+        for number, shape in enumerate(shapes):
+            with DiskStore(Path(place) / str(number) / "kv", 4_000_000 * megabytes) as store:
+                sides = _Sides(store, Path(place) / str(number), shape, megabytes)
+                for count in threads:
+                    rates += sides.measure(count, repeats)
+    where = str(folder or Path(place).parent)
+    return StoreBench(where, repeats, rates)
+
+
+class _Sides:
+    """The two things that are measured, on the same bytes."""
+
+    def __init__(self, store: DiskStore, place: Path, shape: EntryShape, megabytes: int) -> None:
+        self._store, self._shape, self._chunk = store, str(shape), shape.chunk()
+        fingerprint = Fingerprint("benchmark", "", "", "", str(shape.dtype))
+        first = ChunkKey(fingerprint, "blind", "", hash_ids([0]))
+        self._parts = encode(first, self._chunk)
+        self._bytes = sum(len(part) for part in self._parts)
+        count = max(1, round(1e6 * megabytes / self._bytes))
+        self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
+        self._bare = place / "bare"
+        self._bare.mkdir()
+
+    def measure(self, threads: int, repeats: int) -> list[StoreRate]:
+        """Write everything and read it, cold and warm, on both sides in turn."""
+        times: dict[str, list[tuple[float, float]]] = {WRITE: [], COLD: [], WARM: []}
+        with ThreadPoolExecutor(threads) as pool:
+            for turn in range(repeats):
+                self._remove_all()
+                times[WRITE].append(self._both(pool, turn, self._write, self._put))
+                if self._drop_pages():
+                    times[COLD].append(self._both(pool, turn, self._read, self._get))
+                self._both(pool, turn, self._read, self._get)
+                times[WARM].append(self._both(pool, turn, self._read, self._get))
+        return [self._rate(what, threads, pairs) for what, pairs in times.items() if pairs]
+
+    def _both(
+        self, pool: ThreadPoolExecutor, turn: int, bare: Callable[[ChunkKey], None], store: Callable[[ChunkKey], None]
+    ) -> tuple[float, float]:
+        """Return the seconds that each side takes for all entries; they begin in turn."""
+        seconds = {}
+        for side in (bare, store) if turn % 2 else (store, bare):
+            begun = time.perf_counter()
+            list(pool.map(side, self._keys))
+            seconds[side] = time.perf_counter() - begun
+        return seconds[bare], seconds[store]
+
+    def _rate(self, what: str, threads: int, pairs: list[tuple[float, float]]) -> StoreRate:
+        total = self._bytes * len(self._keys) / 1e6
+        bare, store = (total / statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+        ratio = statistics.median(one / other for one, other in pairs)
+        return StoreRate(self._shape, self._bytes, len(self._keys), what, threads, store, bare, ratio)
+
+    def _put(self, key: ChunkKey) -> None:
+        self._store.put(key, self._chunk)
+
+    def _get(self, key: ChunkKey) -> None:
+        found = self._store.get(key)
+        if isinstance(found, Miss):
+            raise StoreError(f"what was just written cannot be read: {found.reason}")
+        found.read()
+
+    def _write(self, key: ChunkKey) -> None:
+        with open(self._bare / key.address, "wb", buffering=0) as file:
+            for part in self._parts:
+                file.write(part)
+            os.fsync(file.fileno())
+
+    def _read(self, key: ChunkKey) -> None:
+        with open(self._bare / key.address, "rb", buffering=0) as file:
+            memory = memoryview(torch.empty(self._bytes, dtype=torch.uint8).numpy())
+            read = 0
+            while read < self._bytes:
+                read += file.readinto(memory[read:]) or self._bytes
+
+    def _remove_all(self) -> None:
+        self._store.clear()
+        for path in self._bare.iterdir():
+            path.unlink()
+
+    def _drop_pages(self) -> bool:
+        """Take all files out of the page cache; return whether that can be done here."""
+        if not hasattr(os, "posix_fadvise"):
+            return False
+        for path in [*self._bare.iterdir(), *(path for _, path in self._store.files.entries())]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+        return True
