@@ -33,3 +33,7 @@ class StoreError(QCFuseError):
 
 class CorruptEntry(QCFuseError):
     """Stored bytes fail their checks. Caught by the engine: the chunk is recomputed."""
+
+
+class ForeignEntry(CorruptEntry):
+    """Stored bytes that are sound for somebody else, who has the secret or has none. A miss; left where they are."""

@@ -29,11 +29,13 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 
     with open_disk(folder) as store:
         found, models, settings = store.stats()[0], store.models(), asdict(store.settings)
+    settings["encrypted"] = settings.pop("secret") is not None
     if as_json:
         print_json({**found.to_dict(), "settings": settings, "models": list(models.values())})
         return
     OUT.print(f"{found.entries} chunks, {size(found.size_bytes)} of {size(found.limit_bytes or 0)}, in {store.folder}")
-    OUT.print("  " + ", ".join(f"{name} {value}" for name, value in settings.items() if name != "limit_bytes"))
+    about = {name: settings[name] for name in ("numbers", "eviction", "ttl_s", "encrypted")}
+    OUT.print("  " + ", ".join(f"{name} {value}" for name, value in about.items()))
     for digest, fields in models.items():
         OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
 

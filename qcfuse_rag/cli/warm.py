@@ -45,6 +45,7 @@ class WarmOptions:
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Say what warming would take, without storing anything."""
+    _check_paths(options)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     exists = (library / KV_FOLDER).is_dir()
     with open_kv(library, tenant=options.tenant) if exists else open_store(memory_bytes=limit or 64 << 30) as store:
@@ -71,6 +72,7 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
+    _check_paths(options)
     record = JobRecord(library, asdict(options))
     try:
         summary = _warm(library, options, record)
@@ -188,6 +190,17 @@ def _index_passages(index: PassageIndex, place: Path, passages: dict[str, list[s
                 index.save(place)
                 saved = time.monotonic()
     index.save(place)
+
+
+def _check_paths(options: WarmOptions) -> None:
+    """Complain of paths before a model is loaded."""
+    with needing_extra():
+        from qcfuse_rag.ingest.read import FILES, find_files, reader_named
+
+    if options.reader != FILES:
+        reader_named(options.reader)
+    elif not any(True for _ in find_files(Path(path) for path in options.paths)):
+        raise QCFuseError(f"no text files in {', '.join(options.paths)}")
 
 
 def _open(library: Path, options: WarmOptions) -> KVStore:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.eviction import policy_named
@@ -71,7 +71,7 @@ class DiskStore(KVStore):
                 raise StoreError(f"cannot open a store in {place}: {error}") from error
             self._broken.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
-        self.settings = settle(self.files, given, encrypted=seal is not None)
+        self.settings = settle(self.files, given, seal)
         self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s
         self._models = self._known_models()
@@ -126,9 +126,10 @@ class DiskStore(KVStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            return self.files.path(address_of(key)).exists()
+            there = self.files.path(address_of(key)).exists()
         except OSError:
             return False
+        return there and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""
@@ -206,6 +207,8 @@ class DiskStore(KVStore):
             check_key(header.key, key, address)
         except FileNotFoundError:
             return Miss("absent")
+        except ForeignEntry as error:
+            return Miss(str(error))
         except CorruptEntry as error:
             self.discard(address, reason=str(error))
             return Miss(str(error))

@@ -18,6 +18,7 @@ from typing import Any
 from qcfuse_rag.store.format import Buffer
 
 ENDING = ".kv"
+ADDRESS_CHARACTERS = frozenset("0123456789abcdef-")
 
 
 class StoreFiles:
@@ -37,7 +38,13 @@ class StoreFiles:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, address: str) -> Path:
-        """Return where an entry is, or would be."""
+        """Return where an entry is, or would be.
+
+        Raises:
+            ValueError: if this is no address, and might lead out of the folder.
+        """
+        if not set(address) <= ADDRESS_CHARACTERS:
+            raise ValueError(f"not an address: {address!r}")
         return self.objects / address[-2:] / f"{address}{ENDING}"
 
     def new_temporary(self) -> Path:

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import ROWS_PER_PIECE, Header, aligned, parse_header
@@ -143,9 +143,9 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
     if _header_checksum(preamble.flags, preamble.salt, data) != preamble.checksum:
         raise CorruptEntry("header checksum differs")
     if preamble.flags & SEALED and seal is None:
-        raise CorruptEntry("is encrypted and no secret was given")
+        raise ForeignEntry("is encrypted and no secret was given")
     if seal is not None and not preamble.flags & SEALED:
-        raise CorruptEntry("is not encrypted, in a store that is")
+        raise ForeignEntry("is not encrypted, in a store that is")
     entry = seal.entry(preamble.salt) if seal is not None else None
     if entry is not None:
         data = entry.open(0, data, _context(preamble.flags, preamble.salt))

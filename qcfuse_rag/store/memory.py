@@ -112,7 +112,8 @@ class MemoryStore(KVStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         with self._lock:
-            return address_of(key) in self._entries
+            held = self._entries.get(address_of(key))
+            return held is not None and not held.chunk.expired
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.blobs import Blobs
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
@@ -157,6 +157,8 @@ class RemoteStore(KVStore):
         try:
             header, chunk = open_chunk(MemorySource(data), self._seal)
             check_key(header.key, key, address)
+        except ForeignEntry as error:
+            return Miss(str(error))
         except (CorruptEntry, ValueError) as error:
             self.discard(address, reason=str(error))
             return Miss(str(error))

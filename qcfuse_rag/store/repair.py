@@ -19,6 +19,7 @@ Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
 
 BLOCK_BYTES = 1 << 20
+FOLDERS, FILES = ("objects", "tmp", "quarantine", "models", "index"), ("store.json", "sources.db")
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ def rebuild(store: DiskStore) -> int:
 
 
 def wipe(folder: Path) -> int:
-    """Overwrite every file of a store with zeros, then remove them all; return how many there were.
+    """Overwrite every file of a store with zeros, then remove them; return how many there were. Other files stay.
 
     Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may keep older
     copies all the same: a store that must be erasable for certain is one that is encrypted, and whose secret is
@@ -136,7 +137,10 @@ def wipe(folder: Path) -> int:
         raise StoreError(f"no store in {folder}")
     count = 0
     try:
-        for path in sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink()):
+        inside = [path for place in FOLDERS for path in (folder / place).rglob("*")]
+        for path in [*inside, *(path for name in FILES for path in folder.glob(f"{name}*"))]:
+            if path.is_symlink() or not path.is_file():
+                continue
             with open(path, "r+b", buffering=0) as file:
                 left = os.fstat(file.fileno()).st_size
                 while left > 0:
@@ -144,7 +148,7 @@ def wipe(folder: Path) -> int:
                 os.fsync(file.fileno())
             path.unlink()
             count += 1
-        for place in ("objects", "tmp", "quarantine", "models", "index"):
+        for place in FOLDERS:
             shutil.rmtree(folder / place, ignore_errors=True)
     except OSError as error:
         raise StoreError(f"cannot wipe {folder}: {error}") from error

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from qcfuse_rag.errors import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.eviction import Usage
 from qcfuse_rag.store.files import ENDING, StoreFiles
 from qcfuse_rag.store.index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING, Index, Record
-from qcfuse_rag.store.reader import MappedFile, open_header
+from qcfuse_rag.store.reader import MappedFile, check_key, open_header
 from qcfuse_rag.store.seal import Seal
 
 WRITING_S = 600.0
@@ -107,17 +107,20 @@ class Room:
             OSError: if the file cannot be read.
         """
         path = self._files.path(address)
+        tokens, numbers, expires = 1, "", None
         try:
             header, _ = open_header(MappedFile(path), self._seal)
-            if header.key.address != address:
-                raise CorruptEntry("entry of another chunk")
+            check_key(header.key, None, address)
+            tokens, numbers, expires = header.tokens, header.numbers, header.expires
+        except ForeignEntry:
+            pass  # not for us to read; what it takes counts all the same
         except CorruptEntry as error:
             self.quarantine(address, str(error))
             return False
         about, before = path.stat(), self.index.get(address)
-        usage = Usage(about.st_size, header.tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
+        usage = Usage(about.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
         tag = PINNED if before is not None and before[2] == PINNED else ENTRY
-        self.index.set(address, Record(usage, header.numbers, self._worth(usage)), tag, header.expires)
+        self.index.set(address, Record(usage, numbers, self._worth(usage)), tag, expires)
         return True
 
     def adopt_all(self) -> int:

@@ -7,6 +7,7 @@ without the secret has changed a byte, which a checksum cannot.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 
@@ -35,6 +36,12 @@ class Seal:
         if len(self.secret) < MIN_SECRET_BYTES:
             raise StoreError(f"the secret has {len(self.secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
         self.entry(bytes(SALT_BYTES))
+
+    @property
+    def proof(self) -> str:
+        """What only this secret gives and what does not give the secret away: 32 hexadecimal digits."""
+        key = hashlib.blake2b(self.secret, digest_size=64).digest()
+        return hashlib.blake2b(b"qcfuse-rag proof", key=key, digest_size=16).hexdigest()
 
     def new_entry(self) -> tuple[bytes, EntrySeal]:
         """Return fresh salt and the seal of an entry to be written."""

@@ -12,6 +12,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.eviction import policy_named
 from qcfuse_rag.store.files import StoreFiles
 from qcfuse_rag.store.numbers import LOSSLESS, check_numbers
+from qcfuse_rag.store.seal import Seal
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,40 +24,51 @@ class StoreSettings:
         numbers: format of new entries, see `store.numbers`.
         eviction: `cost`, `lru` or `lfu`, see `store.eviction`.
         ttl_s: seconds after which an entry is gone, or None.
-        encrypted: whether entries are encrypted.
+        secret: what proves a secret to be the one entries are encrypted under, without telling it; None if they are
+            not encrypted.
     """
 
     limit_bytes: int = 64 << 30
     numbers: str = LOSSLESS
     eviction: str = "cost"
     ttl_s: float | None = None
-    encrypted: bool = False
+    secret: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
             raise ValueError("limit_bytes and ttl_s are numbers")
+        if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
+            raise ValueError("limit_bytes and ttl_s must be more than 0")
         check_numbers(self.numbers)
         policy_named(self.eviction)
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether entries are encrypted."""
+        return self.secret is not None
 
-def settle(files: StoreFiles, given: dict[str, Any], *, encrypted: bool) -> StoreSettings:
+
+def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> StoreSettings:
     """Return a store's settings: those given, else those kept with it, else the defaults; and keep them.
 
     Args:
         files: of the store.
         given: settings by name; None stands for not given.
-        encrypted: whether a secret was given.
+        seal: the secret that was given, if any.
 
     Raises:
-        StoreError: if they cannot be read, or the store is encrypted and no secret was given, or the other way round.
+        StoreError: if they cannot be read, or the store is not encrypted under this secret, or not as it says.
         ValueError: if there is no such format or policy.
     """
     path = files.folder / "store.json"
     kept = kept_settings(files.folder)
-    if kept is not None and kept.encrypted != encrypted:
-        have, need = ("no secret was given", "is") if kept.encrypted else ("a secret was given", "is not")
-        raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
-    start = kept or StoreSettings(encrypted=encrypted)
+    proof = None if seal is None else seal.proof
+    if kept is not None and kept.secret != proof:
+        if kept.secret is None or proof is None:
+            have, need = ("a secret was given", "is not") if kept.secret is None else ("no secret was given", "is")
+            raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
+        raise StoreError(f"the store in {files.folder} is encrypted under another secret than the one given")
+    start = kept or StoreSettings(secret=proof)
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         try_writing(lambda: files.write_json(path, asdict(settings)))

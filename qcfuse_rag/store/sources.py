@@ -74,7 +74,8 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        self._drop(source, [self._store.address(key) for key in keys])
+        with self._writing() as database:
+            self._drop(database, self._own + source, [self._store.address(key) for key in keys])
         return self.collect()
 
     def forget(self, source: str) -> int:
@@ -92,10 +93,12 @@ class Sources:
         removed = 0
         for address in unwanted:
             with self._writing() as database:  # so that nobody takes the chunk up again while it is removed
-                if not self._rows("SELECT 1 FROM chunks WHERE address = ?", address):
+                wanted = bool(self._rows("SELECT 1 FROM chunks WHERE address = ?", address))
+                if not wanted:
                     removed += self._store.discard(address)
-                left = self._store.open(address)  # a remote that is away is not one without the entry
-                if isinstance(left, Miss) and left.reason in ("absent", "expired"):
+                # A remote that is away is not one without the entry: that stays noted.
+                left = None if wanted else self._store.open(address)
+                if wanted or (isinstance(left, Miss) and left.reason in ("absent", "expired")):
                     database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
         return removed
 
@@ -122,25 +125,25 @@ class Sources:
             self._database.close()
 
     def _change(self, source: str, wanted: dict[str, str], *, replace: bool) -> int:
-        name = self._own + source
+        name, wordings = self._own + source, set(wanted.values())
         with self._writing() as database:
             rows = [(name, address, wording) for address, wording in wanted.items()]
             database.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?)", rows)
             database.executemany("DELETE FROM unwanted WHERE address = ?", [(address,) for address in wanted])
-            wordings = set(wanted.values())
             had = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
-        stale = [address for address, wording in had if wording in wordings and address not in wanted]
-        if replace and stale:
-            self._drop(source, stale)
+            stale = [address for address, wording in had if wording in wordings and address not in wanted]
+            if replace:
+                self._drop(database, name, stale)
         return self.collect() if replace else 0
 
-    def _drop(self, source: str, addresses: Iterable[str]) -> None:
-        gone = [(address,) for address in addresses]
-        with self._writing() as database:
-            rows = [(self._own + source, *address) for address in gone]
-            database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
-            nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
-            database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
+    def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str]) -> None:
+        """Take chunks from a source, as far as they are its own, and note those that are nobody's now."""
+        had = {row[0] for row in self._rows("SELECT address FROM chunks WHERE source = ?", name)}
+        gone = [(address,) for address in addresses if address in had]
+        rows = [(name, *address) for address in gone]
+        database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
+        nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
+        database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

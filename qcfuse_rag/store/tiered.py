@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.behind import WriteBehind
@@ -70,6 +71,9 @@ class TieredStore(KVStore):
             return found  # too large for the near tier, or that one is full or read-only: use it from where it is
         except OSError as error:
             return Miss(f"cannot be read: {error}")
+        if not waiting and key not in self.far:  # discarded meanwhile: what is gone must not come back
+            self.near.discard(key)
+            return found
         promoted = self.near.open(key.address)  # which does not count as another use
         return found if isinstance(promoted, Miss) else promoted[1]
 
@@ -105,7 +109,7 @@ class TieredStore(KVStore):
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry from both tiers."""
         waiting = self._behind.discard(address_of(key)) if self._behind is not None else False
-        near, far = self.near.discard(key, reason), self.far.discard(key, reason)
+        far, near = self.far.discard(key, reason), self.near.discard(key, reason)  # far first, see `get`
         return near or far or waiting
 
     def __contains__(self, key: ChunkKey | str) -> bool:
@@ -123,13 +127,15 @@ class TieredStore(KVStore):
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Keep an entry from being evicted from either tier, or allow it again."""
-        self.flush()
+        with suppress(StoreError):  # what could not be written is not pinned, and told of at the next flush
+            self.flush()
         near, far = self.near.pin(key, pinned=pinned), self.far.pin(key, pinned=pinned)
         return near or far
 
     def clear(self) -> int:
         """Remove everything from both tiers; return how many entries there were."""
-        self.flush()
+        with suppress(StoreError):
+            self.flush()
         count = sum(1 for _ in self.entries())
         self.near.clear()
         self.far.clear()

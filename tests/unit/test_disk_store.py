@@ -812,3 +812,50 @@ def test_an_index_that_fails_later_does_not_keep_entries_from_being_read(
     assert not store.discard(KEY)
     monkeypatch.undo()
     assert torch.equal(store.get(KEY).blocks["key.0"], example_chunk().blocks["key.0"])  # type: ignore[union-attr]
+
+
+# What belongs to somebody else.
+
+
+def test_another_secret_is_refused_before_anything_is_read(folder: Path) -> None:
+    with DiskStore(folder, seal=Seal(SECRET)) as store:
+        store.put(KEY, example_chunk())
+    with pytest.raises(StoreError, match="encrypted under another secret"):
+        DiskStore(folder, seal=Seal(SECRET[::-1]))
+    assert SECRET.hex() not in (folder / "store.json").read_text()
+    with DiskStore(folder, seal=Seal(SECRET)) as store:
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_encrypted_entries_are_left_alone_by_those_without_the_secret(folder: Path) -> None:
+    """Even when the settings that would have refused them are lost."""
+    with DiskStore(folder, seal=Seal(SECRET)) as store:
+        store.put(KEY, example_chunk())
+    (folder / "store.json").unlink()
+    with DiskStore(folder) as store:
+        assert store.get(KEY) == Miss("is encrypted and no secret was given")
+        assert store.stats()[0].discarded == 0
+    (folder / "store.json").unlink()
+    with DiskStore(folder, seal=Seal(SECRET)) as store:
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_an_expired_entry_is_not_there(folder: Path) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        store.put(KEY, example_chunk().until(1.0))
+        assert KEY not in store
+
+
+def test_what_is_no_address_leads_nowhere(folder: Path) -> None:
+    (folder.parent / "secret.kv").write_text("not ours")
+    with DiskStore(folder) as store:
+        for act in (store.discard, store.open, lambda name: name in store):
+            with pytest.raises(ValueError, match="not an address"):
+                act("../../../secret")
+    assert (folder.parent / "secret.kv").exists()
+
+
+@pytest.mark.parametrize("given", [{"limit_bytes": 0}, {"limit_bytes": -1}, {"ttl_s": 0.0}])
+def test_settings_that_cannot_be_are_refused(folder: Path, given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be more than 0"):
+        DiskStore(folder, **given)  # type: ignore[arg-type]

@@ -277,3 +277,12 @@ def test_what_is_no_store_is_not_wiped(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no store in"):
         wipe(tmp_path)
     assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_wiping_leaves_what_is_not_the_stores(tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        store.put(example_key(), example_chunk())
+    (tmp_path / "thesis.txt").write_text("years of work")
+    wipe(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

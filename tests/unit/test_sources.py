@@ -89,6 +89,12 @@ def test_chunks_that_never_had_a_source_are_left_alone(store: DiskStore, sources
     assert present(store, 2) == [0]
 
 
+def test_a_source_does_not_remove_what_it_never_had(store: DiskStore, sources: Sources) -> None:
+    assert sources.remove("a.md", stored(store, 0)) == 0
+    assert sources.collect() == 0
+    assert present(store, 1) == [0]
+
+
 def test_what_is_forgotten_goes_from_all_tiers_pinned_or_not(tmp_path: Path) -> None:
     with TieredStore(MemoryStore(), DiskStore(tmp_path)) as store:
         sources = Sources(store)
@@ -248,6 +254,7 @@ def test_a_tenant_does_not_remove_anothers_chunk_by_naming_it(store: DiskStore) 
     stored(alice, 0)
     of_bob = Sources(bob)
     assert of_bob.remove("a.md", [alice.address(example_key(0))]) == 0
+    assert Sources(store).collect() == 0
     assert_same(alice.get(example_key(0)), example_chunk(0))
 
 

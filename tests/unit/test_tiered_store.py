@@ -386,3 +386,52 @@ def test_what_a_use_saves_is_told_to_every_tier(later: TieredStore, far: Gated) 
     later.put(KEY, example_chunk(), saved_ms=7.5)
     later.flush()
     assert [entry.saved_ms for entry in far.entries()] == [7.5]
+
+
+def test_what_is_discarded_while_it_is_read_does_not_come_back() -> None:
+    near, far = MemoryStore(), MemoryStore()
+    store = TieredStore(near, far)
+    far.put(KEY, example_chunk())
+    read = far.get
+
+    def read_and_lose(key: ChunkKey) -> ChunkKV | Miss:
+        found = read(key)
+        store.discard(key)
+        return found
+
+    far.get = read_and_lose  # type: ignore[method-assign]
+    assert isinstance(store.get(KEY), ChunkKV), "the reader had it already"
+    assert KEY not in store
+
+
+def test_a_far_store_that_is_away_is_told_of_and_does_not_stop_what_suffices_near() -> None:
+    far = MemoryStore(limit_bytes=1)
+    store = TieredStore(MemoryStore(), far, near_suffices=True)
+    store.put(KEY, example_chunk())
+    assert_same(store.get(KEY), example_chunk())
+    with pytest.raises(StoreError, match="1 chunks are in the memory tier only: a chunk of"):
+        store.flush()
+    store.flush()
+    with pytest.raises(StoreError, match="does not fit"):
+        TieredStore(MemoryStore(limit_bytes=1), far, near_suffices=True).put(KEY, example_chunk())
+
+
+def test_closing_tells_of_what_could_not_be_written() -> None:
+    store = TieredStore(MemoryStore(), MemoryStore(limit_bytes=1), write_behind_bytes=1 << 20)
+    store.put(KEY, example_chunk())
+    with pytest.raises(StoreError, match="does not fit"):
+        store.close()
+
+
+def test_clearing_does_not_mind_what_could_not_be_written() -> None:
+    store = TieredStore(MemoryStore(), MemoryStore(limit_bytes=1), write_behind_bytes=1 << 20)
+    store.put(KEY, example_chunk())
+    store.clear()
+    assert KEY not in store
+
+
+def test_a_use_counts_once() -> None:
+    store = TieredStore(MemoryStore(), MemoryStore())
+    store.far.put(KEY, example_chunk())
+    store.get(KEY)
+    assert sum(stats.hits for stats in store.stats()) == 1
