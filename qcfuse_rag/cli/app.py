@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from qcfuse_rag.cli.bench import bench_app
 from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, size
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.errors import QCFuseError
@@ -21,7 +22,6 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Look at models.", no_args_is_help=True)
 warm_app = typer.Typer(help="Prefill documents into a store, once.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(warm_app, name="warm")
 app.add_typer(store_app, name="store")
 app.add_typer(models_app, name="models")
@@ -130,31 +130,6 @@ def warm_status(store: Store, as_json: Json = False) -> None:
     from qcfuse_rag.cli.warm import show_status
 
     show_status(store, as_json=as_json)
-
-
-@bench_app.command("warm")
-def bench_warm(
-    model: Model = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Passages of mixed lengths.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 3,
-    batch_tokens: BatchTokens = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    as_json: Json = False,
-) -> None:
-    """Compare a warming job with the bare forward passes of the same passages."""
-    from qcfuse_rag.cli.bench_warm import measure_warming
-    from qcfuse_rag.cli.console import status
-    from qcfuse_rag.demo.assets import default_model
-    from qcfuse_rag.model.language_model import LanguageModel
-
-    with status("measuring"):
-        lm = LanguageModel.load(model or default_model(), device=device, dtype=dtype)
-        found = measure_warming(lm, chunks=chunks, repeats=repeats, batch_tokens=batch_tokens)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        OUT.print(found.table())
 
 
 @app.command()

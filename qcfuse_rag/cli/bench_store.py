@@ -1,8 +1,8 @@
 """`qcfuse bench store`: a store on disk against nothing but writing and reading the same bytes.
 
-Both sides run in one process and take turns; figures are medians. The bare side writes files of the same sizes one
-`write` after the other and forces each to disk, and reads each with `readinto` into memory allocated for it, which is
-the least that any loader must do. The store's side is `put`, and `get` with every block read and checked.
+Both sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write`
+a file and forces each to disk, and reads each with one `readinto` into memory allocated for it, which is the least that
+any loader must do. The store's side is `put`, and `get` with every block read and checked.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class _Sides:
         self._store, self._shape, self._chunk = store, str(shape), shape.chunk()
         fingerprint = Fingerprint("benchmark", "", "", "", str(shape.dtype))
         first = ChunkKey(fingerprint, "blind", "", hash_ids([0]))
-        self._parts = encode(first, self._chunk)
-        self._bytes = sum(len(part) for part in self._parts)
+        self._data = b"".join(encode(first, self._chunk))
+        self._bytes = len(self._data)
         count = max(1, round(1e6 * megabytes / self._bytes))
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
         self._bare = place / "bare"
@@ -194,13 +194,14 @@ class _Sides:
 
     def _write(self, key: ChunkKey) -> None:
         with open(self._bare / key.address, "wb", buffering=0) as file:
-            for part in self._parts:
-                file.write(part)
+            written = 0
+            while written < self._bytes:
+                written += file.write(memoryview(self._data)[written:])
             os.fsync(file.fileno())
 
     def _read(self, key: ChunkKey) -> None:
         with open(self._bare / key.address, "rb", buffering=0) as file:
-            memory = memoryview(torch.empty(self._bytes, dtype=torch.uint8).numpy())
+            memory = memoryview(torch.empty(self._bytes, dtype=torch.uint8).numpy().data)
             read = 0
             while read < self._bytes:
                 read += file.readinto(memory[read:]) or self._bytes

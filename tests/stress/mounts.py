@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,11 @@ def tmpfs(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+def remount(place: Path, how: str) -> None:
+    """Mount what is mounted with other options."""
+    run("mount", "-o", f"remount,{how}", str(place))
 
 
 class Disk:
@@ -59,10 +64,10 @@ class Disk:
         """Make it read-only under the hands of its users, as the kernel does when it finds it damaged."""
         run("mount", "-o", "remount,abort", str(self.place))
 
-    def lose_sectors(self, path: Path, after_pages: int) -> None:
-        """Let reading fail from somewhere in a file on to the end of the disk."""
-        extent = run("filefrag", "-v", "-b4096", str(path)).splitlines()[3]
-        first = int(extent.split()[3].rstrip(".:"))
+    def lose_sectors(self, paths: Sequence[Path], after_pages: int) -> None:
+        """Let reading fail from a page on in the first of some files, and everywhere behind it on the disk."""
+        extents = [run("filefrag", "-v", "-b4096", str(path)).splitlines()[3] for path in paths]
+        first = min(int(extent.split()[3].rstrip(".:")) for extent in extents)
         os.truncate(self._image, (first + after_pages) * 4096)
 
 

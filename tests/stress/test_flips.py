@@ -52,7 +52,7 @@ def bytes_of(store: DiskStore) -> tuple[int, list[list[int]]]:
     """Return the size of an entry's file, and where in it those of preamble, header and blocks lie that mean something."""
     store.put(example_key(NUMBER), chunk_of(NUMBER))
     path = store.files.path(example_key(NUMBER).address)
-    header, _ = open_header(MappedFile(path), store._seal)
+    header, _ = open_header(MappedFile(path), store.seal)
     end = PREAMBLE.size + Preamble.read(path.read_bytes()).header_bytes
     preamble = [position for position in range(PREAMBLE.size) if position not in UNUSED]
     blocks = [p for block in header.blocks for p in range(header.start + block.offset, header.start + block.end)]

@@ -849,9 +849,10 @@ def test_an_expired_entry_is_not_there(folder: Path) -> None:
 def test_what_is_no_address_leads_nowhere(folder: Path) -> None:
     (folder.parent / "secret.kv").write_text("not ours")
     with DiskStore(folder) as store:
-        for act in (store.discard, store.open, lambda name: name in store):
+        for act in (store.discard, lambda name: name in store):
             with pytest.raises(ValueError, match="not an address"):
                 act("../../../secret")
+        assert store.open("../../../secret") == Miss("cannot be read: not an address: '../../../secret'")
     assert (folder.parent / "secret.kv").exists()
 
 
