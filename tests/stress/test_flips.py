@@ -49,7 +49,7 @@ def test_any_flip_outside_padding_is_refused(store: DiskStore, request: pytest.F
 
 
 def bytes_of(store: DiskStore) -> tuple[int, list[list[int]]]:
-    """Return the size of an entry's file, and where in it those of preamble, header and blocks lie that mean something."""
+    """Return the size of an entry's file, and where in it the bytes of preamble, header and blocks are."""
     store.put(example_key(NUMBER), chunk_of(NUMBER))
     path = store.files.path(example_key(NUMBER).address)
     header, _ = open_header(MappedFile(path), store.seal)
