@@ -1,12 +1,14 @@
 """`qcfuse bench store`: a store on disk against nothing but writing and reading the same bytes.
 
-Both sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write`
-a file and forces each to disk, and reads each with one `readinto` into memory allocated for it, which is the least that
-any loader must do. The store's side is `put`, and `get` with every block read and checked.
+All sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write` a
+file and forces each to disk, and reads each with one `readinto` into memory allocated for it, which is the least that
+any loader must do: once into memory new to the process, once into what the allocator gives, which may be memory used
+for the file before. The store's side is `put`, and `get` with every block read and checked.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import tempfile
@@ -30,7 +32,8 @@ from qcfuse_rag.store.format import encode
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 THREADS = (1, 2, 4, 8)
-WRITE, COLD, WARM = "write and fsync", "read, not in the page cache", "read, in the page cache"
+WRITE, WRITTEN, COLD, CACHED = "write and fsync", "read what was just written", "read from disk", "read again"
+Side = Callable[[ChunkKey], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +67,20 @@ SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512,
 
 @dataclass(frozen=True, slots=True)
 class StoreRate:
-    """One measurement.
+    """One measurement; rates are millions of bytes a second.
 
     Attributes:
         entry: what was stored.
         entry_bytes: size of one file.
         entries: how many files.
-        what: `write and fsync`, or `read` with or without the page cache.
+        what: writing; reading what the page cache holds since it was written; reading what it does not hold; reading
+            what it holds since it was read.
         threads: how many worked at the same time.
-        store_mb_s: the store, millions of bytes a second, median.
-        bare_mb_s: the same bytes without it, median.
+        store_mb_s: the store.
+        bare_mb_s: the same bytes without it; read into memory new to the process.
         ratio: store over bare, median of the pairs.
+        recycled_mb_s: read without the store into memory the allocator gives; None for writing.
+        recycled_ratio: store over that.
     """
 
     entry: str
@@ -85,6 +91,8 @@ class StoreRate:
     store_mb_s: float
     bare_mb_s: float
     ratio: float
+    recycled_mb_s: float | None
+    recycled_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +109,14 @@ class StoreBench:
 
     def table(self) -> Table:
         """Return the figures as a table."""
-        table = Table("entry", "what", "threads", "bare MB/s", "store MB/s", "ratio", title=f"Store in {self.folder}")
+        columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
+        table = Table(*columns, title=f"A store in {self.folder}, medians of {self.repeats}")
         for one in self.rates:
-            rates = (f"{rate:,.0f}" for rate in (one.bare_mb_s, one.store_mb_s))
-            table.add_row(size(one.entry_bytes), one.what, str(one.threads), *rates, f"{one.ratio:.2f}")
+            row = [size(one.entry_bytes), one.what, str(one.threads), f"{one.store_mb_s:,.0f}"]
+            row += [f"{one.bare_mb_s:,.0f}", f"{one.ratio:.2f}"]
+            if one.recycled_mb_s is not None:
+                row += [f"{one.recycled_mb_s:,.0f}", f"{one.recycled_ratio:.2f}"]
+            table.add_row(*row)
         return table
 
 
@@ -119,7 +131,7 @@ def measure_store(
     """Measure writing and reading of entries beside the same without a store.
 
     Args:
-        folder: measure the disk it is on; that of temporary files if None. Everything made there is removed again.
+        folder: measure the disk it is on; that of temporary files if None. All that is made there is removed again.
         megabytes: bytes of entries for each shape, in millions; as much again is written beside them.
         repeats: rounds of each measurement.
         threads: numbers of threads.
@@ -127,6 +139,7 @@ def measure_store(
 
     Raises:
         StoreError: if the folder cannot be written, or what is read is not what was written.
+        OSError: if it cannot be written beside the store.
     """
     rates = []
     with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as place:
@@ -135,18 +148,16 @@ def measure_store(
                 sides = _Sides(store, Path(place) / str(number), shape, megabytes)
                 for count in threads:
                     rates += sides.measure(count, repeats)
-    where = str(folder or Path(place).parent)
-    return StoreBench(where, repeats, rates)
+    return StoreBench(str(folder or Path(place).parent), repeats, rates)
 
 
 class _Sides:
-    """The two things that are measured, on the same bytes."""
+    """The things that are measured, on the same bytes."""
 
     def __init__(self, store: DiskStore, place: Path, shape: EntryShape, megabytes: int) -> None:
         self._store, self._shape, self._chunk = store, str(shape), shape.chunk()
         fingerprint = Fingerprint("benchmark", "", "", "", str(shape.dtype))
-        first = ChunkKey(fingerprint, "blind", "", hash_ids([0]))
-        self._data = b"".join(encode(first, self._chunk))
+        self._data = b"".join(encode(ChunkKey(fingerprint, "blind", "", hash_ids([0])), self._chunk))
         self._bytes = len(self._data)
         count = max(1, round(1e6 * megabytes / self._bytes))
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
@@ -154,34 +165,50 @@ class _Sides:
         self._bare.mkdir()
 
     def measure(self, threads: int, repeats: int) -> list[StoreRate]:
-        """Write everything and read it, cold and warm, on both sides in turn."""
-        times: dict[str, list[tuple[float, float]]] = {WRITE: [], COLD: [], WARM: []}
+        """Write everything and read it, from the page cache and from disk, on all sides in turn."""
+        reading = (self._get, self._read_new, self._read_recycled)
+        times: dict[str, list[list[float]]] = {what: [] for what in (WRITE, WRITTEN, COLD, CACHED)}
         with ThreadPoolExecutor(threads) as pool:
             for turn in range(repeats):
                 self._remove_all()
-                times[WRITE].append(self._both(pool, turn, self._write, self._put))
+                times[WRITE].append(self._turn(pool, turn, (self._put, self._write)))
+                times[WRITTEN].append(self._turn(pool, turn, reading))
                 if self._drop_pages():
-                    times[COLD].append(self._both(pool, turn, self._read, self._get))
-                self._both(pool, turn, self._read, self._get)
-                times[WARM].append(self._both(pool, turn, self._read, self._get))
-        return [self._rate(what, threads, pairs) for what, pairs in times.items() if pairs]
+                    times[COLD].append(self._turn(pool, turn, reading, self._drop_pages))
+                    self._turn(pool, turn, reading)
+                    times[CACHED].append(self._turn(pool, turn, reading))
+        return [self._rate(what, threads, rounds) for what, rounds in times.items() if rounds]
 
-    def _both(
-        self, pool: ThreadPoolExecutor, turn: int, bare: Callable[[ChunkKey], None], store: Callable[[ChunkKey], None]
-    ) -> tuple[float, float]:
-        """Return the seconds that each side takes for all entries; they begin in turn."""
-        seconds = {}
-        for side in (bare, store) if turn % 2 else (store, bare):
+    def _turn(
+        self, pool: ThreadPoolExecutor, turn: int, sides: Sequence[Side], before: Callable[[], object] = bool
+    ) -> list[float]:
+        """Return the seconds that each side takes for all entries; another one begins each time."""
+        seconds = [0.0] * len(sides)
+        for step in range(len(sides)):
+            index = (turn + step) % len(sides)
+            before()
             begun = time.perf_counter()
-            list(pool.map(side, self._keys))
-            seconds[side] = time.perf_counter() - begun
-        return seconds[bare], seconds[store]
+            list(pool.map(sides[index], self._keys))
+            seconds[index] = time.perf_counter() - begun
+        return seconds
 
-    def _rate(self, what: str, threads: int, pairs: list[tuple[float, float]]) -> StoreRate:
+    def _rate(self, what: str, threads: int, rounds: list[list[float]]) -> StoreRate:
         total = self._bytes * len(self._keys) / 1e6
-        bare, store = (total / statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-        ratio = statistics.median(one / other for one, other in pairs)
-        return StoreRate(self._shape, self._bytes, len(self._keys), what, threads, store, bare, ratio)
+        rates = [total / statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
+        ratios = [statistics.median(one[side] / one[0] for one in rounds) for side in range(len(rates))]
+        reading = what != WRITE
+        return StoreRate(
+            self._shape,
+            self._bytes,
+            len(self._keys),
+            what,
+            threads,
+            store_mb_s=rates[0],
+            bare_mb_s=rates[1],
+            ratio=ratios[1],
+            recycled_mb_s=rates[2] if reading else None,
+            recycled_ratio=ratios[2] if reading else None,
+        )
 
     def _put(self, key: ChunkKey) -> None:
         self._store.put(key, self._chunk)
@@ -199,9 +226,14 @@ class _Sides:
                 written += file.write(memoryview(self._data)[written:])
             os.fsync(file.fileno())
 
-    def _read(self, key: ChunkKey) -> None:
+    def _read_new(self, key: ChunkKey) -> None:
+        self._read(key, memoryview(mmap.mmap(-1, self._bytes)))
+
+    def _read_recycled(self, key: ChunkKey) -> None:
+        self._read(key, torch.empty(self._bytes, dtype=torch.uint8).numpy().data)
+
+    def _read(self, key: ChunkKey, memory: memoryview) -> None:
         with open(self._bare / key.address, "rb", buffering=0) as file:
-            memory = memoryview(torch.empty(self._bytes, dtype=torch.uint8).numpy().data)
             read = 0
             while read < self._bytes:
                 read += file.readinto(memory[read:]) or self._bytes

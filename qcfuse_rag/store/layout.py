@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Where a tensor of an entry lies.
 
     Attributes:
@@ -117,7 +116,7 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
     offset, number = 0, 1
     for one in described:
         name, shape, sums = one["name"], tuple(one["shape"]), tuple(one["xxh3"])
-        _require(all(type(n) is int and 0 < n < 1 << 31 for n in shape), "shape")
+        _require(set(map(type, shape)) == {int} and min(shape) > 0 and max(shape) < 1 << 31, "shape")
         _require(shape[0] == _rows(name, tokens, layers) and len(shape) == (2 if name == RANKING else 3), "shape")
         _require(len(sums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
         _require(one["offset"] == offset, "offset")

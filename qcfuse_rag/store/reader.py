@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +20,8 @@ from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import ROWS_PER_PIECE, Block, Header
 from qcfuse_rag.store.seal import EntrySeal, Seal
 
-MADV_POPULATE_READ = 22
-"""Linux 5.14 and later; Python has no name for it yet."""
+MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
+"""Of Linux, the first from 5.14 on; Python has no name for it yet, and none for the other on other systems."""
 
 
 class Source(Protocol):
@@ -57,12 +58,17 @@ class MappedFile:
     touched (MADV_POPULATE_READ), which makes it an `OSError`; where the kernel cannot do that, they are read instead.
     Files are never changed once they have a name, so a mapping stays what it was even when the file is removed.
 
+    Args:
+        path: of the file.
+        header_only: whether no more than its beginning will be read. Otherwise what is not in the page cache is read
+            into large pages, which takes less time, and much less to map the file again.
+
     Raises:
         OSError: if the file cannot be opened.
         CorruptEntry: if it is empty.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, header_only: bool = False) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self.size = os.fstat(descriptor).st_size
@@ -73,6 +79,9 @@ class MappedFile:
         finally:
             os.close(descriptor)
         self._path = path
+        if not header_only:
+            with suppress(OSError):  # a kernel that does not know large pages
+                self._map.madvise(MADV_HUGEPAGE)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return a range of the file."""

@@ -109,7 +109,7 @@ class Room:
         path = self._files.path(address)
         tokens, numbers, expires = 1, "", None
         try:
-            header, _ = open_header(MappedFile(path), self._seal)
+            header, _ = open_header(MappedFile(path, header_only=True), self._seal)
             check_key(header.key, None, address)
             tokens, numbers, expires = header.tokens, header.numbers, header.expires
         except ForeignEntry:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +59,12 @@ class Disk:
         run("mount", "-o", "loop,errors=remount-ro", str(self._image), str(self.place))
 
     def unmount(self) -> None:
-        """Unmount it, even if files are open."""
+        """Unmount it, even if files are open after some seconds; then it is not gone, only out of sight."""
+        for _ in range(50):
+            gc.collect()  # what is mapped is open
+            if subprocess.run(["umount", str(self.place)], check=False, capture_output=True).returncode == 0:
+                return
+            time.sleep(0.1)
         subprocess.run(["umount", "--lazy", str(self.place)], check=False)
 
     def give_up_writing(self) -> None:

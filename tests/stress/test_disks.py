@@ -23,6 +23,7 @@ from qcfuse_rag import (
     StoreError,
     TieredStore,
     make_method,
+    open_store,
 )
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.store.remote import open_remote
@@ -233,4 +234,10 @@ def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="remote redis cannot be reached"):
             warm(engine)
         assert not store.health()[-1].ok
+    with open_store(tmp_path / "kv", remote=f"unix://{tmp_path}/nobody.sock") as store:
+        engine = FusionEngine(llama, store)
+        answers_in_full(engine, tally, "remote redis cannot be reached")
+        warm(engine)  # onto the disk in front of it
+        answers_from_store(engine, tally)
+        assert [health.ok for health in store.health()] == [True, True, False]
     tally.finish()

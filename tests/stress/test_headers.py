@@ -20,9 +20,7 @@ from tests.stress.forgery import BODIES, HONEST, entry, forged, nested
 
 MEMORY_BYTES = 64 << 20
 CPU_S = 5.0
-FUZZ = settings(
-    max_examples=sized(300, 12_000), deadline=None, database=None, suppress_health_check=list(HealthCheck)
-)
+FUZZ = settings(max_examples=sized(300, 12_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 START = PREAMBLE.pack(MAGIC, VERSION, 0, 100, 0, bytes(32))
 
 
