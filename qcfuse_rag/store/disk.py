@@ -143,10 +143,18 @@ class DiskStore(KVStore):
             yield EntryInfo(address, *about, pinned=tag == PINNED)
 
     def clear(self) -> int:
-        """Remove every entry, pinned ones too, and return how many that was."""
+        """Remove every entry, pinned ones too, and those that only have a file; return how many that was.
+
+        Raises:
+            StoreError: if it cannot be done.
+        """
         if self.room is None:
             raise self._unwritable()
-        return super().clear()
+        try:
+            addresses = {entry.address for entry in self.entries()} | {address for address, _ in self.files.entries()}
+            return sum(self.room.remove(address) for address in addresses)
+        except INDEX_FAILURES as error:
+            raise self._unwritable(error) from error
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Keep an entry from being evicted, or allow it again.

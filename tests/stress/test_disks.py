@@ -237,7 +237,8 @@ def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path / "kv", remote=f"unix://{tmp_path}/nobody.sock") as store:
         engine = FusionEngine(llama, store)
         answers_in_full(engine, tally, "remote redis cannot be reached")
-        warm(engine)  # onto the disk in front of it
+        with pytest.raises(StoreError, match="chunks are in the disk tier only: remote redis cannot be reached"):
+            warm(engine)
         answers_from_store(engine, tally)
         assert [health.ok for health in store.health()] == [True, True, False]
     tally.finish()

@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 def test_kill_while_putting_and_evicting(tmp_path: Path) -> None:
     rng, tally = random.Random(0), Tally("kill -9 while putting, evicting, quarantining, repairing")
     expected = {example_key(number): chunk_of(number) for number in range(NUMBERS)}
-    for trial in range(sized(20, 400)):
+    for trial in range(sized(15, 400)):
         record = killed_after(rng.uniform(0.0, 0.2), churn(tmp_path, LIMIT_BYTES, seed=trial))
         tally.trials += 1
         tally.note("steps", record.steps)

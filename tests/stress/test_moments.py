@@ -1,0 +1,112 @@
+"""Death at the worst moments, one by one: when a file has changed and the index has not yet, or the other way round."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import DiskStore, Miss
+from qcfuse_rag.store.files import StoreFiles
+from qcfuse_rag.store.repair import collect_garbage, fsck, rebuild
+from qcfuse_rag.store.room import Room
+from qcfuse_rag.store.testing import example_key
+from tests.stress.content import chunk_of, files_of, wrong_bytes
+
+LIMIT_BYTES = 400_000
+OLD, PINNED, PUT_ASIDE, NEW = 3, 10, 4, 5
+"""Chunks of 129, 300, 300 and 700 tokens: the last does not fit beside all others."""
+
+MOMENTS = [(StoreFiles, name) for name in ("write", "publish", "remove", "quarantine", "remove_quarantined")]
+MOMENTS += [(Room, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
+DEEDS: dict[str, Callable[[DiskStore], object]] = {
+    "put": lambda store: store.put(example_key(NEW), chunk_of(NEW)),
+    "put again": lambda store: store.put(example_key(OLD), chunk_of(OLD)),
+    "put again, pinned": lambda store: store.put(example_key(PINNED), chunk_of(PINNED)),
+    "discard": lambda store: store.discard(example_key(OLD)),
+    "quarantine": lambda store: store.discard(example_key(OLD), reason="to see what happens"),
+    "gc": collect_garbage,
+    "rebuild": rebuild,
+    "clear": lambda store: store.clear(),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep torch to one thread: the pool of the parent does not exist in a forked child, which would wait for it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("numbers", ["model", "int8"], ids=["same size", "other size"])
+@pytest.mark.parametrize(("owner", "name"), MOMENTS, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize("deed", DEEDS)
+def test_death_right_after(deed: str, owner: type, name: str, numbers: str, tmp_path: Path) -> None:
+    """Whether or not the deed comes to that moment: nothing wrong is read, and the books are right after `fsck`."""
+    with DiskStore(tmp_path, LIMIT_BYTES) as store:
+        for number in (PUT_ASIDE, OLD, PINNED):
+            store.put(example_key(number), chunk_of(number))
+        store.discard(example_key(PUT_ASIDE), reason="to see what happens")
+        store.pin(example_key(PINNED))
+    in_a_child_that_dies_after(owner, name, lambda: DEEDS[deed](DiskStore(tmp_path, numbers=numbers)))
+    assert sum(size for path, size in files_of(tmp_path).items() if path.suffix != ".json") <= LIMIT_BYTES
+    with DiskStore(tmp_path) as store:
+        for number in (OLD, PINNED, NEW):
+            found = store.get(example_key(number))
+            if isinstance(found, Miss):
+                assert found.reason == "absent"
+            else:
+                assert wrong_bytes(found, chunk_of(number, found.numbers)) == 0
+        assert not fsck(store).damaged
+        assert fsck(store).clean
+        sizes = sum(size for path, size in files_of(tmp_path).items() if path.suffix == ".kv")
+        assert sizes == store.room.index.size() <= LIMIT_BYTES
+        if deed not in ("rebuild", "clear"):
+            assert [entry.pinned for entry in store.entries() if entry.address == example_key(PINNED).address] == [True]
+        assert store.clear() == len(list(store.entries())) == 0 or not list(store.files.entries())
+
+
+def test_opening_a_store_twice_does_not_loosen_the_index(tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops the process's locks on it (fcntl, POSIX), SQLite's too."""
+    with DiskStore(tmp_path) as first:
+        first.put(example_key(1), chunk_of(1))
+        DiskStore(tmp_path).close()
+        in_a_child(lambda: DiskStore(tmp_path).close())  # the last to close folds the journal up
+        first.put(example_key(2), chunk_of(2))
+        with DiskStore(tmp_path) as second:
+            assert second.stats()[0].entries == 2
+    with DiskStore(tmp_path) as third:
+        assert fsck(third).clean
+        assert third.stats()[0].entries == 2
+
+
+def in_a_child_that_dies_after(owner: type, name: str, work: Callable[[], object]) -> None:
+    """Run something in a process that is killed when a method has done its work for the first time."""
+
+    def deadly() -> None:
+        real = getattr(owner, name)
+
+        def last(*arguments: object, **options: object) -> None:
+            real(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, last)
+        work()
+
+    in_a_child(deadly)
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
