@@ -15,6 +15,7 @@ from qcfuse_rag.store.files import StoreFiles
 from qcfuse_rag.store.repair import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.room import Room
 from qcfuse_rag.store.testing import example_key
+from tests.stress.campaign import FULL
 from tests.stress.content import chunk_of, files_of, wrong_bytes
 
 LIMIT_BYTES = 400_000
@@ -22,7 +23,8 @@ OLD, PINNED, PUT_ASIDE, NEW = 3, 10, 4, 5
 """Chunks of 129, 300, 300 and 700 tokens: the last does not fit beside all others."""
 
 MOMENTS = [(StoreFiles, name) for name in ("write", "publish", "remove", "quarantine", "remove_quarantined")]
-MOMENTS += [(Room, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
+if FULL:
+    MOMENTS += [(Room, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
 DEEDS: dict[str, Callable[[DiskStore], object]] = {
     "put": lambda store: store.put(example_key(NEW), chunk_of(NEW)),
     "put again": lambda store: store.put(example_key(OLD), chunk_of(OLD)),
@@ -33,6 +35,9 @@ DEEDS: dict[str, Callable[[DiskStore], object]] = {
     "rebuild": rebuild,
     "clear": lambda store: store.clear(),
 }
+SURE = {("put", "write"), ("put", "publish"), ("put again", "publish"), ("put again, pinned", "publish")}
+SURE |= {("discard", "remove"), ("quarantine", "quarantine"), ("gc", "remove_quarantined"), ("clear", "remove")}
+"""Deeds that are certain to come to a moment."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +49,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("numbers", ["model", "int8"], ids=["same size", "other size"])
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", ["model", "int8"], ids=["same-size", "other-size"])
 @pytest.mark.parametrize(("owner", "name"), MOMENTS, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("deed", DEEDS)
 def test_death_right_after(deed: str, owner: type, name: str, numbers: str, tmp_path: Path) -> None:
@@ -54,7 +60,8 @@ def test_death_right_after(deed: str, owner: type, name: str, numbers: str, tmp_
             store.put(example_key(number), chunk_of(number))
         store.discard(example_key(PUT_ASIDE), reason="to see what happens")
         store.pin(example_key(PINNED))
-    in_a_child_that_dies_after(owner, name, lambda: DEEDS[deed](DiskStore(tmp_path, numbers=numbers)))
+    died = in_a_child_that_dies_after(owner, name, lambda: DEEDS[deed](DiskStore(tmp_path, numbers=numbers)))
+    assert died or (deed, name) not in SURE
     assert sum(size for path, size in files_of(tmp_path).items() if path.suffix != ".json") <= LIMIT_BYTES
     with DiskStore(tmp_path) as store:
         for number in (OLD, PINNED, NEW):
@@ -69,7 +76,8 @@ def test_death_right_after(deed: str, owner: type, name: str, numbers: str, tmp_
         assert sizes == store.room.index.size() <= LIMIT_BYTES
         if deed not in ("rebuild", "clear"):
             assert [entry.pinned for entry in store.entries() if entry.address == example_key(PINNED).address] == [True]
-        assert store.clear() == len(list(store.entries())) == 0 or not list(store.files.entries())
+        store.clear()
+        assert list(store.files.entries()) == []
 
 
 def test_opening_a_store_twice_does_not_loosen_the_index(tmp_path: Path) -> None:
@@ -86,8 +94,8 @@ def test_opening_a_store_twice_does_not_loosen_the_index(tmp_path: Path) -> None
         assert third.stats()[0].entries == 2
 
 
-def in_a_child_that_dies_after(owner: type, name: str, work: Callable[[], object]) -> None:
-    """Run something in a process that is killed when a method has done its work for the first time."""
+def in_a_child_that_dies_after(owner: type, name: str, work: Callable[[], object]) -> bool:
+    """Run something in a process that is killed when a method has first done its work; return whether that came."""
 
     def deadly() -> None:
         real = getattr(owner, name)
@@ -99,14 +107,15 @@ def in_a_child_that_dies_after(owner: type, name: str, work: Callable[[], object
         setattr(owner, name, last)
         work()
 
-    in_a_child(deadly)
+    return in_a_child(deadly) == signal.SIGKILL
 
 
-def in_a_child(work: Callable[[], object]) -> None:
+def in_a_child(work: Callable[[], object]) -> int:
+    """Run something in a process of its own; return the signal that ended it, or 0."""
     child = os.fork()
     if child == 0:
         try:
             work()
         finally:
             os._exit(0)
-    os.waitpid(child, 0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])

@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,9 +119,10 @@ def test_everything_is_for_its_owner_only(folder: Path) -> None:
     try:
         with DiskStore(folder) as store:
             put(store, 0, 1)
-            Sources(store).replace("document", [KEY])
-            store.discard(KEY, "looks odd")
-            modes = {p: p.stat().st_mode & 0o777 for p in (folder, *folder.rglob("*"))}
+            with closing(Sources(store)) as sources:  # open while the modes are looked at, with its journal
+                sources.replace("document", [KEY])
+                store.discard(KEY, "looks odd")
+                modes = {p: p.stat().st_mode & 0o777 for p in (folder, *folder.rglob("*"))}
     finally:
         os.umask(before)
     assert {p.name for p in modes} >= {"cache.db", "sources.db", "store.json", "quarantine", "objects"}
