@@ -13,16 +13,7 @@ from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import attention_weights
-
-
-def default_critical_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the three layers around 0.53 of the depth.
-
-    Where question-to-evidence attention is sharpest lies between 0.41 and 0.59 of the depth for the Llama, Mistral and
-    Qwen3 8B models that QCFuse (arXiv 2606.05875) publishes lists for. Models of one or two layers get all they have.
-    """
-    middle = min(max(round(0.53 * n_layers), 1), n_layers - 2)
-    return tuple(layer for layer in (middle - 1, middle, middle + 1) if 0 <= layer < n_layers)
+from qcfuse_rag.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +21,8 @@ class QuestionProbe:
     """The question's rows through the first layers, their attention to every reused token as its score.
 
     Attributes:
-        layers: whose attention counts: `critical` (three by default depth), `all`, or indices. Scores are averaged
-            over them; the pass stops after the last.
+        layers: whose attention counts: `critical` (those of the model, see `LanguageModel.critical_layers`), `all`, or
+            indices. Scores are averaged over them; the pass stops after the last.
         anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them.
             The scores are over all tokens either way.
     """
@@ -45,18 +36,18 @@ class QuestionProbe:
         if not isinstance(self.layers, str) and (not self.layers or min(self.layers) < 0):
             raise ValueError(f"layers must be 'critical', 'all' or indices from 0, got {self.layers!r}")
 
-    def layers_of(self, n_layers: int) -> tuple[int, ...]:
+    def layers_of(self, lm: LanguageModel) -> tuple[int, ...]:
         """Return the scored layers of a model.
 
         Raises:
             ValueError: if the model has no such layer.
         """
         if self.layers == "critical":
-            return default_critical_layers(n_layers)
+            return lm.critical_layers
         if self.layers == "all":
-            return tuple(range(n_layers))
-        if max(self.layers) >= n_layers:
-            raise ValueError(f"the model has {n_layers} layers, the probe asks for layer {max(self.layers)}")
+            return tuple(range(lm.n_layers))
+        if max(self.layers) >= lm.n_layers:
+            raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(self.layers)}")
         return tuple(sorted(set(self.layers)))
 
     def scores(self, assembly: Assembly) -> Tensor:
@@ -70,7 +61,7 @@ class QuestionProbe:
             `[T]` float32, the mean over layers, heads and probe rows of the attention each position gets.
         """
         lm, rows = assembly.lm, assembly.probe_rows()
-        wanted = self.layers_of(lm.n_layers)
+        wanted = self.layers_of(lm)
         length, depth = int(rows[-1]) + 1, max(wanted) + 1
         known = assembly.known[:length].clone()
         known[rows] = True

@@ -10,7 +10,6 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
-from qcfuse_rag.fuse.probe import default_critical_layers
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.anchors import TokenRanking, instruction_ids
 from qcfuse_rag.model.language_model import LanguageModel
@@ -63,10 +62,12 @@ def prefill_chunks(
     plan = RowsPlan(rows, start + width, observe=ranking.observe, windows=lm.sliding)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
-    return [_cut(buffer, index, start, len(ids), ranking, lm.n_layers) for index, ids in enumerate(batch)]
+    return [_cut(buffer, index, start, len(ids), ranking, lm.critical_layers) for index, ids in enumerate(batch)]
 
 
-def _cut(buffer: KVBuffer, index: int, start: int, tokens: int, ranking: TokenRanking, n_layers: int) -> ChunkKV:
+def _cut(
+    buffer: KVBuffer, index: int, start: int, tokens: int, ranking: TokenRanking, critical: tuple[int, ...]
+) -> ChunkKV:
     keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
     values = [layer[index, :, start : start + tokens] for layer in buffer.values]
-    return ChunkKV.of(keys, values, ranking.order(index), probe_layers=default_critical_layers(n_layers))
+    return ChunkKV.of(keys, values, ranking.order(index), probe_layers=critical)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.fuse import attention
+from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
@@ -28,6 +29,8 @@ class LanguageModel:
         window: how many tokens fit.
         fingerprint: identity of everything stored keys and values depend on.
         stock_attention: transformers' own attention for this model, which ours is checked against.
+        critical_layers: ascending indices of the layers that a question's probe reads. Three by depth until a profile
+            says better; `dataclasses.replace` makes the same model with others.
     """
 
     model: PreTrainedModel
@@ -39,6 +42,7 @@ class LanguageModel:
     window: ContextWindow
     fingerprint: Fingerprint
     stock_attention: str
+    critical_layers: tuple[int, ...]
 
     @classmethod
     def load(cls, name: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
@@ -70,6 +74,7 @@ class LanguageModel:
             window=window,
             fingerprint=fingerprint_model(model, tokenizer, ropes),
             stock_attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
+            critical_layers=default_critical_layers(len(shapes)),
         )
 
     @property

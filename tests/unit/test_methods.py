@@ -26,8 +26,9 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.probe import QuestionProbe, default_critical_layers
+from qcfuse_rag.fuse.probe import QuestionProbe
 from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, TopTokens
+from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.language_model import LanguageModel as Model
 from qcfuse_rag.store.chunk import ChunkKV
 from tests import references
