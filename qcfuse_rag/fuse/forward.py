@@ -30,6 +30,12 @@ def forward_rows(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffe
 
 
 @torch.inference_mode()
+def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
+    """Compute the plan's rows like `forward_rows`, and return what follows each: `[R, vocabulary]` float32 logits."""
+    return lm.model(**_inputs(ids, plan, buffer), logits_to_keep=0).logits[0].float()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
 def forward_hidden(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int) -> None:
     """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
 
