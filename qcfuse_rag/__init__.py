@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         CorruptEntry,
         InvalidTemplate,
         ModelNotFound,
+        ProfileError,
         PromptTooLong,
         QCFuseError,
         StoreError,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
     from qcfuse_rag.model.language_model import LanguageModel
+    from qcfuse_rag.profile.measure import profile_layers
+    from qcfuse_rag.profile.profile import Profile
     from qcfuse_rag.prompt.segments import Prompt, Role, Segment
     from qcfuse_rag.prompt.template import PromptTemplate
     from qcfuse_rag.report.fusion import FusionReport
@@ -66,6 +69,8 @@ __all__ = [
     "Miss",
     "ModelNotFound",
     "Prefilled",
+    "Profile",
+    "ProfileError",
     "Prompt",
     "PromptTemplate",
     "PromptTooLong",
@@ -90,6 +95,7 @@ __all__ = [
     "choose_method",
     "make_method",
     "open_store",
+    "profile_layers",
 ]
 
 _HOMES = {
@@ -115,6 +121,8 @@ _HOMES = {
     "Miss": "qcfuse_rag.store.contract",
     "ModelNotFound": "qcfuse_rag.errors",
     "Prefilled": "qcfuse_rag.fuse.prefill",
+    "Profile": "qcfuse_rag.profile.profile",
+    "ProfileError": "qcfuse_rag.errors",
     "Prompt": "qcfuse_rag.prompt.segments",
     "PromptTemplate": "qcfuse_rag.prompt.template",
     "PromptTooLong": "qcfuse_rag.errors",
@@ -139,6 +147,7 @@ _HOMES = {
     "choose_method": "qcfuse_rag.methods",
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",
+    "profile_layers": "qcfuse_rag.profile.measure",
 }
 
 

@@ -18,6 +18,8 @@ from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.profile.pickup import find_profile
+from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
 from qcfuse_rag.store.contract import KVStore
@@ -36,6 +38,10 @@ class FusionEngine:
         store: where passages' keys and values are kept; the engine does not close it.
         template: wording of the prompt.
         method: what to reuse and what to recompute when a request does not say.
+
+    Attributes:
+        profile: the profile that `load` gave the model its critical layers from, or None.
+        profile_ignored: why `load` did not use the profile that is beside the store, or None.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class FusionEngine:
         self.store = store
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
         self.method = method or choose_method()
+        self.profile: Profile | None = None
+        self.profile_ignored: str | None = None
 
     @classmethod
     def load(
@@ -62,6 +70,7 @@ class FusionEngine:
         device: str | None = None,
         dtype: str | None = None,
         check: bool = True,
+        profile: str | Path | None = None,
     ) -> FusionEngine:
         """Load a model and open a store.
 
@@ -73,17 +82,24 @@ class FusionEngine:
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
             check: compare the engine with the model's own code on a few tokens before trusting it.
+            profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
+                the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
             UnsupportedModel: if reuse would not be right for it, or the check fails.
             StoreError: if the store cannot be opened.
+            ProfileError: if the given profile cannot be read or is of another model.
         """
         lm = LanguageModel.load(model, device=device, dtype=dtype)
+        beside = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
+        found = find_profile(lm, profile, beside)
         if check:
             check_exact(lm)
         kept = store if isinstance(store, KVStore) else open_store(store)
-        return cls(lm, kept, template=template, method=method)
+        engine = cls(found.applied(lm), kept, template=template, method=method)
+        engine.profile, engine.profile_ignored = found.profile, found.ignored
+        return engine
 
     def warm(
         self,

@@ -27,6 +27,10 @@ class UnknownMethod(QCFuseError):
     """No method of that name, or it does not take that parameter."""
 
 
+class ProfileError(QCFuseError):
+    """A profile of critical layers that cannot be made, read or written, or that is of another model."""
+
+
 class StoreError(QCFuseError):
     """The store cannot be opened or written; reading never raises it, a bad entry is a miss."""
 

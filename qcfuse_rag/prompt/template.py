@@ -84,6 +84,14 @@ class PromptBuilder:
         """Return the token ids of a passage as it stands in every prompt."""
         return self._encode(self.template.format_chunk(text), special=False)
 
+    def chunk_offsets(self, text: str) -> tuple[tuple[int, int], ...]:
+        """Return for each of a passage's token ids which characters `start <= c < stop` of its chunk it stands for.
+
+        Tokens that share a character, as parts of one outside ASCII may, each have all of it.
+        """
+        written = self.template.format_chunk(text)
+        return tuple(self._without_special.encode(written, add_special_tokens=False).offsets)
+
     def build(self, question: str, chunks: Sequence[str], history: Sequence[Message] = ()) -> Prompt:
         """Assemble a prompt.
 
