@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
@@ -21,11 +22,19 @@ from qcfuse_rag.store.key import ChunkKey
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A stored chunk at its place; `exact` if it was prefilled behind the very ids that precede it here."""
+    """A stored chunk at its place.
+
+    Attributes:
+        span: the place.
+        chunk: what was placed.
+        exact: whether full prefill would give the same.
+        demand: the share of its tokens that ought to be recomputed, where an adapter knows; else None.
+    """
 
     span: Span
     chunk: ChunkKV
     exact: bool
+    demand: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +50,7 @@ class Assembly:
         placed: what was placed, the head included.
         lookups: what became of every segment that could have been stored.
         bytes_loaded: bytes copied from the store.
+        row_layers: rows computed so far, summed over the layers each was computed in.
     """
 
     lm: LanguageModel
@@ -51,6 +61,7 @@ class Assembly:
     placed: list[Placed] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     bytes_loaded: int = 0
+    row_layers: int = 0
 
     @classmethod
     def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
@@ -60,14 +71,31 @@ class Assembly:
         return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
 
     @classmethod
-    def from_store(cls, lm: LanguageModel, store: KVStore, prompt: Prompt, base: Base, capacity: int) -> Assembly:
-        """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown."""
+    def from_store(
+        cls,
+        lm: LanguageModel,
+        store: KVStore,
+        prompt: Prompt,
+        base: Base,
+        capacity: int,
+        adapter: Adapter | None = None,
+    ) -> Assembly:
+        """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
+
+        Args:
+            lm: the model.
+            store: where chunks may be found.
+            prompt: the prompt.
+            base: which stored caches chunks start from.
+            capacity: tokens to reserve room for.
+            adapter: alters or replaces chunks before they are placed.
+        """
         assembly = cls.empty(lm, prompt, capacity)
         for span in prompt.spans:
             if span.segment.role is Role.HEAD:
                 assembly._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
             elif span.segment.role is Role.CHUNK:
-                assembly._load(store, span, base)
+                assembly._load(store, span, base, adapter)
         if assembly.placed:
             rotate_buffer(assembly.buffer, lm.ropes, assembly.placed[0].span.start, assembly.placed[-1].span.stop)
         return assembly
@@ -96,20 +124,27 @@ class Assembly:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
 
-    def _load(self, store: KVStore, span: Span, base: Base) -> None:
+    def _load(self, store: KVStore, span: Span, base: Base, adapter: Adapter | None = None) -> None:
         frame = self.prompt.frame
         key = base.key(self.lm.fingerprint, frame, span.segment.ids)
         found = store.get(key)
         if found == Miss("absent"):
             found = self._absence(store, span, base)
-        copied = 0
-        if isinstance(found, ChunkKV):
-            found, copied = self._copy(store, key, span, found)
-        reason = found.reason if isinstance(found, Miss) else None
-        self.lookups.append(Lookup(str(span.segment.role), span.start, len(span), reason is None, reason))
-        if isinstance(found, ChunkKV):
-            exact = self.prompt.ids[: span.start] == base.prefix(frame)
-            self.placed.append(Placed(span, found, exact))
+        if adapter is not None:
+            adapted = adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
+        elif isinstance(found, ChunkKV):
+            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
+        else:
+            adapted = found
+        copied: int | Miss = 0
+        if isinstance(adapted, Adapted):
+            copied = self._copy(store, adapted.key or key, span, adapted.chunk)
+        miss = next((one for one in (adapted, copied) if isinstance(one, Miss)), None)
+        role, reason = str(span.segment.role), miss.reason if miss else None
+        note = adapted.note if isinstance(adapted, Adapted) else None
+        self.lookups.append(Lookup(role, span.start, len(span), miss is None, reason, note))
+        if isinstance(adapted, Adapted) and isinstance(copied, int):
+            self.placed.append(Placed(span, adapted.chunk, adapted.exact, adapted.demand))
             self.known[span.start : span.stop] = True
             self.bytes_loaded += copied
 
@@ -124,15 +159,16 @@ class Assembly:
         ]
         return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
 
-    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV) -> tuple[ChunkKV | Miss, int]:
+    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV) -> int | Miss:
+        """Copy a chunk to its place; return the bytes, or why it cannot be."""
         if chunk.n_tokens != len(span) or chunk.n_layers != self.lm.n_layers:
             reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
             store.discard(key, reason)
-            return Miss(reason), 0
+            return Miss(reason)
         try:
-            return chunk, copy_chunk(self.buffer, span.start, chunk)
+            return copy_chunk(self.buffer, span.start, chunk)
         except CorruptEntry as error:
             store.discard(key, str(error))
-            return Miss(str(error)), 0
+            return Miss(str(error))
         except (OSError, RuntimeError, KeyError) as error:
-            return Miss(f"cannot be read: {error}"), 0
+            return Miss(f"cannot be read: {error}")

@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Budget(Protocol):
+    """Says how many of the reused passage tokens may be recomputed."""
+
+    @property
+    def ratio(self) -> float:
+        """The budget as a fraction in [0, 1]."""
+        ...
+
+    def tokens(self, reused_tokens: int) -> int:
+        """Return how many of `reused_tokens` to recompute."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.layerwise import SteeredPass, steered
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.model.language_model import LanguageModel
 
 
 @torch.inference_mode()
-def forward_rows(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
+def forward_rows(
+    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: SteeredPass | None = None
+) -> Tensor:
     """Compute the plan's rows through all layers, writing their keys and values into the buffer.
 
     Args:
@@ -21,11 +24,16 @@ def forward_rows(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffe
         ids: `[R]` int64 token ids of the rows.
         plan: the rows and what they see.
         buffer: must hold keys and values at every position a row sees that is not itself a row.
+        course: changes the pass between layers, if given.
 
     Returns:
         `[vocabulary]` float32 logits after the last row.
     """
-    logits = lm.model(**_inputs(ids, plan, buffer), logits_to_keep=1).logits
+    model = lm.model
+    if course is not None:
+        decoder = model.get_decoder()
+        model = _with_modules(model, _steered(decoder, course, lm.n_layers), instead=decoder)
+    logits = model(**_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
 
@@ -36,7 +44,9 @@ def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuf
 
 
 @torch.inference_mode()
-def forward_hidden(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int) -> None:
+def forward_hidden(
+    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: SteeredPass | None = None
+) -> None:
     """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
 
     Args:
@@ -45,8 +55,12 @@ def forward_hidden(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuf
         plan: the rows and what they see.
         buffer: of as many sequences.
         depth: layers to run.
+        course: changes the pass between layers, if given.
     """
-    _first_layers(lm.model.get_decoder(), depth)(**_inputs(ids, plan, buffer))
+    decoder = lm.model.get_decoder()
+    if course is not None or depth < lm.n_layers:
+        decoder = _steered(decoder, course, depth)
+    decoder(**_inputs(ids, plan, buffer))
 
 
 def _inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
@@ -62,12 +76,16 @@ def _inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
     }
 
 
-def _first_layers(decoder: nn.Module, depth: int) -> nn.Module:
-    """Return the decoder cut off after `depth` layers, sharing the weights; the original is not touched."""
+def _steered(decoder: nn.Module, course: SteeredPass | None, depth: int) -> nn.Module:
+    """Return the decoder with its first `depth` layers, steered if asked for; the original is not touched."""
     layers = decoder._modules["layers"]
     assert isinstance(layers, nn.ModuleList)
-    if depth == len(layers):
-        return decoder
-    view = copy.copy(decoder)
-    view._modules = {**decoder._modules, "layers": layers[:depth]}
+    first = layers[:depth]
+    return _with_modules(decoder, first if course is None else steered(first, course), instead=layers)
+
+
+def _with_modules(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
+    """Return a view of a module that shares its weights and has one direct child replaced."""
+    view = copy.copy(module)
+    view._modules = {name: new if child is instead else child for name, child in module._modules.items()}
     return view

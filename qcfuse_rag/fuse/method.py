@@ -1,13 +1,36 @@
-"""A method: a base, a probe, a selector and a budget, put together under a published name."""
+"""A method: parts put together under a published name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import Nothing, Selector
+from qcfuse_rag.fuse.adapt import Adapter
+from qcfuse_rag.fuse.assembly import Assembly, Placed
+from qcfuse_rag.fuse.budget import Budget, FixedRatio
+from qcfuse_rag.fuse.layerwise import Steering
+from qcfuse_rag.fuse.probe import Probe
+from qcfuse_rag.fuse.score import Scores
+from qcfuse_rag.fuse.select import Nothing, Selection, Selector
 from qcfuse_rag.ingest.base import Base
+
+
+class Layerwise(Protocol):
+    """What a method does between the layers of the fused pass."""
+
+    def steer(
+        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
+    ) -> Steering:
+        """Return what steers one pass.
+
+        Args:
+            assembly: the prompt with its stored chunks placed.
+            candidates: placed chunks that are not exact.
+            selection: the reused tokens the pass begins with.
+            scores: from the method's probe, if it has one.
+            budget: how many reused tokens the method may recompute.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +40,22 @@ class Method:
     Attributes:
         name: as in the method table.
         base: which stored caches chunks start from; None reuses nothing, which is full prefill.
-        probe: how tokens are scored with the question in view; None for methods that do not look at it.
+        adapter: what becomes of a stored chunk before it is placed; None leaves it as it is.
+        probe: how tokens are scored; None for methods that do not look.
         selector: how scores become rows.
         budget: how many of the reused tokens are recomputed; None leaves the number to the selector.
+        layerwise: what changes from layer to layer while rows are computed; None for nothing.
+        context: what recomputed tokens see of the reused ones: `all`, or those `selected` with them.
     """
 
     name: str
     base: Base | None
-    probe: QuestionProbe | None = None
+    adapter: Adapter | None = None
+    probe: Probe | None = None
     selector: Selector = field(default_factory=Nothing)
-    budget: FixedRatio | None = field(default_factory=lambda: FixedRatio(0.0))
+    budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
+    layerwise: Layerwise | None = None
+    context: Literal["all", "selected"] = "all"
 
     @property
     def ratio(self) -> float | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fuse.assembly import Assembly
+from qcfuse_rag.fuse.assembly import Assembly, Placed
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.fuse.select import inexact_chunks
+from qcfuse_rag.fuse.select import Selection, inexact_chunks
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.report.fusion import FusionReport, Timings, describe_misses
@@ -60,7 +62,7 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
     if method.base is None:
         assembly = Assembly.empty(lm, prompt, total)
     else:
-        assembly = Assembly.from_store(lm, store, prompt, method.base, total)
+        assembly = Assembly.from_store(lm, store, prompt, method.base, total, method.adapter)
     _synchronize(lm)
     candidates = inexact_chunks(assembly)
     inexact_tokens = sum(len(placed.span) for placed in candidates)
@@ -70,32 +72,95 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
     _synchronize(lm)
     probed = time.perf_counter()
-    is_row = ~assembly.known
-    selected = (
-        method.selector.select(candidates, scores, budget).to(lm.device) if budget else is_row[:0].nonzero()[:, 0]
-    )
-    is_row[selected] = True
-    rows = is_row.nonzero()[:, 0]
+    selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
+    selection = selection.to(lm.device)
     chosen = time.perf_counter()
-    logits = forward_rows(lm, assembly.ids[rows], RowsPlan.of(rows, lm.sliding), assembly.buffer)
+    steering: Steering | None = None
+    if len(selection.positions):
+        if selection.until is not None:
+            steering = NestedRows(selection.positions, selection.until)
+        elif method.layerwise is not None:
+            steering = method.layerwise.steer(assembly, candidates, selection, scores, budget)
+    logits, selected = _recompute(assembly, candidates, selection, steering, method.context)
     _synchronize(lm)
     done = time.perf_counter()
 
+    always = int((~assembly.known).sum())
     report = FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,
         ratio=len(selected) / max(1, inexact_tokens) if method.ratio is None else method.ratio,
         prompt_tokens=len(prompt),
         context_tokens=sum(len(span) for span in prompt.chunks),
-        reused_tokens=len(prompt) - len(rows),
-        rows=len(rows),
+        reused_tokens=len(prompt) - always - len(selected),
+        rows=always + len(selected),
         selected=tuple(selected.tolist()),
+        row_layers=assembly.row_layers,
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
         timings=Timings(started - begun, probed - started, chosen - probed, done - chosen),
         fallback=describe_misses(assembly.lookups),
     )
     return Prefilled(logits, assembly.buffer, report)
+
+
+def _recompute(
+    assembly: Assembly,
+    candidates: list[Placed],
+    selection: Selection,
+    steering: Steering | None,
+    context: Literal["all", "selected"],
+) -> tuple[Tensor, Tensor]:
+    """Compute the rows; return the first token's logits and the reused positions that were recomputed.
+
+    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer; sets known to be nested
+    beforehand count whole.
+    """
+    is_row = ~assembly.known
+    selected = selection.positions
+    if context == "selected" and len(selected):
+        _recompute_apart(assembly, candidates, selected, steering)
+        steering = None
+    else:
+        is_row[selected] = True
+    rows = is_row.nonzero()[:, 0]
+    course, plan = _course(assembly, rows, steering)
+    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, assembly.buffer, course)
+    assembly.row_layers += _paid(assembly, rows, course)
+    if course is not None and selection.until is None:
+        selected = selected[torch.isin(selected, course.plan.rows)]
+    return logits, selected
+
+
+def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:
+    """Compute the selected tokens, and what the store lacks in front of them, seeing no reused token but themselves.
+
+    What is exact, and what is no passage, is seen as ever.
+    """
+    outside = torch.ones_like(assembly.known)
+    for placed in candidates:
+        outside[placed.span.start : placed.span.stop] = False
+    outside[selected] = True
+    is_row = ~assembly.known
+    is_row[selected] = True
+    is_row[int(selected[-1]) + 1 :] = False
+    rows = is_row.nonzero()[:, 0]
+    visible = [outside[: int(rows[-1]) + 1].nonzero()[:, 0]] * assembly.lm.n_layers
+    course, plan = _course(assembly, rows, steering, visible)
+    depth = assembly.lm.n_layers
+    forward_hidden(assembly.lm, assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
+    assembly.row_layers += _paid(assembly, rows, course)
+
+
+def _course(
+    assembly: Assembly, rows: Tensor, steering: Steering | None, visible: list[Tensor] | None = None
+) -> tuple[SteeredPass | None, RowsPlan]:
+    plan = RowsPlan(rows, int(rows[-1]) + 1, visible=visible, windows=assembly.lm.sliding)
+    return None if steering is None else SteeredPass(plan, steering, assembly.buffer), plan
+
+
+def _paid(assembly: Assembly, rows: Tensor, course: SteeredPass | None) -> int:
+    return len(rows) * assembly.lm.n_layers if course is None else course.row_layers
 
 
 def _synchronize(lm: LanguageModel) -> None:

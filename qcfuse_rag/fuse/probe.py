@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +12,16 @@ from torch import Tensor
 from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.fuse.score import attention_weights
+from qcfuse_rag.fuse.score import Scores, attention_weights
 from qcfuse_rag.model.language_model import LanguageModel
+
+
+class Probe(Protocol):
+    """Scores the tokens of a prompt whose stored chunks have been placed."""
+
+    def scores(self, assembly: Assembly) -> Scores:
+        """Score every position, leaving the buffer's stored rows as they were; `assembly.row_layers` grows."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +29,27 @@ class QuestionProbe:
     """The question's rows through the first layers, their attention to every reused token as its score.
 
     Attributes:
-        layers: whose attention counts: `critical` (those of the model, see `LanguageModel.critical_layers`), `all`, or
-            indices. Scores are averaged over them; the pass stops after the last.
-        anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them.
-            The scores are over all tokens either way.
+        layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `last`, or
+            indices. The pass stops after the last of them.
+        anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them, 0
+            none. The scores are over all tokens either way.
+        reduce: over the question's rows and the heads: `mean`, or `max`.
     """
 
-    layers: Literal["critical", "all"] | tuple[int, ...] = "critical"
+    layers: Literal["critical", "all", "last"] | tuple[int, ...] = "critical"
     anchor_ratio: float = 1.0
+    reduce: Literal["mean", "max"] = "mean"
 
     def __post_init__(self) -> None:
-        if not 0 < self.anchor_ratio <= 1:
-            raise ValueError(f"anchor_ratio must be in (0, 1], got {self.anchor_ratio}")
+        if not 0 <= self.anchor_ratio <= 1:
+            raise ValueError(f"anchor_ratio must be in [0, 1], got {self.anchor_ratio}")
         if not isinstance(self.layers, str) and (not self.layers or min(self.layers) < 0):
-            raise ValueError(f"layers must be 'critical', 'all' or indices from 0, got {self.layers!r}")
+            raise ValueError(f"layers must be 'critical', 'all', 'last' or indices from 0, got {self.layers!r}")
+        if self.reduce not in ("mean", "max"):
+            raise ValueError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
 
     def layers_of(self, lm: LanguageModel) -> tuple[int, ...]:
-        """Return the scored layers of a model.
+        """Return the scored layers of a model, ascending.
 
         Raises:
             ValueError: if the model has no such layer.
@@ -46,11 +58,13 @@ class QuestionProbe:
             return lm.critical_layers
         if self.layers == "all":
             return tuple(range(lm.n_layers))
+        if self.layers == "last":
+            return (lm.n_layers - 1,)
         if max(self.layers) >= lm.n_layers:
             raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(self.layers)}")
         return tuple(sorted(set(self.layers)))
 
-    def scores(self, assembly: Assembly) -> Tensor:
+    def scores(self, assembly: Assembly) -> Scores:
         """Score every position of the prompt.
 
         Args:
@@ -58,27 +72,29 @@ class QuestionProbe:
                 computes them again.
 
         Returns:
-            `[T]` float32, the mean over layers, heads and probe rows of the attention each position gets.
+            Per layer the attention each position gets, over all heads and probe rows.
         """
         lm, rows = assembly.lm, assembly.probe_rows()
         wanted = self.layers_of(lm)
         length, depth = int(rows[-1]) + 1, max(wanted) + 1
         known = assembly.known[:length].clone()
         known[rows] = True
-        total = torch.zeros(len(assembly.prompt), dtype=torch.float32, device=lm.device)
+        by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
             if layer in wanted:
-                total[:length] += attention_weights(
-                    query, key, rows, known, scaling=scaling, softcap=softcap, window=window
+                weights = attention_weights(
+                    query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=self.reduce
                 )
+                by_layer[wanted.index(layer), :length] = weights
 
         visible = self._visible(assembly, rows, known, depth)
         plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
         forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=depth)
-        return total / len(wanted)
+        assembly.row_layers += len(rows) * depth
+        return Scores(by_layer, wanted)
 
     def _visible(self, assembly: Assembly, rows: Tensor, known: Tensor, depth: int) -> Sequence[Tensor | None] | None:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
@@ -88,6 +104,8 @@ class QuestionProbe:
         for placed in assembly.placed_chunks:
             outside[placed.span.start : placed.span.stop] = False
         always = outside.nonzero()[:, 0]
+        if self.anchor_ratio == 0:
+            return [always] * depth
         anchors = [
             [
                 placed.chunk.anchors(layer, self.anchor_ratio).to(rows.device) + placed.span.start

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import attention_scores
 
 MAX_SCORE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """How important every position of a prompt is.
+
+    Attributes:
+        by_layer: `[n, T]` float32, higher is more important; positions that are not reused tokens mean nothing.
+        layers: the layer of each row, ascending.
+    """
+
+    by_layer: Tensor
+    layers: tuple[int, ...]
+
+    @property
+    def mean(self) -> Tensor:
+        """`[T]` float32, the mean over layers."""
+        return self.by_layer.mean(0)
 
 
 @torch.inference_mode()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from qcfuse_rag.model.fingerprint import Fingerprint
 from qcfuse_rag.store.key import ChunkKey, hash_ids
+
+Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
+"""How a chunk's tokens are ranked when it is stored; see `ingest.rank`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +19,37 @@ class Base:
     Attributes:
         name: part of every key.
         behind_frame: prefill behind the prompt's fixed head, whose keys and values are not kept with the chunk.
+        enriched: prefill behind the stored caches of related chunks too, see `ingest.enrich`.
+        ranking: how its tokens are ranked.
     """
 
     name: str
     behind_frame: bool
+    enriched: bool = False
+    ranking: Ranking = "instruction"
 
     def prefix(self, frame: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token ids a chunk is prefilled behind, given the ids of the prompt's fixed head."""
+        """Return the token ids a chunk is prefilled behind, given the ids of the prompt's fixed head.
+
+        The neighbours of an enriched chunk are not among them: they are not in the prompt.
+        """
         return frame if self.behind_frame else ()
+
+    def exact_behind(self, before: tuple[int, ...], frame: tuple[int, ...]) -> bool:
+        """Return whether a chunk is what full prefill would give when the ids `before` stand in front of it."""
+        return not self.enriched and before == self.prefix(frame)
 
     def key(self, fingerprint: Fingerprint, frame: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
         """Return the address of a chunk's keys and values under this base."""
         return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(frame)), hash_ids(ids))
+
+    def ranked(self, ranking: Ranking) -> Base:
+        """Return the same base with its tokens ranked another way; its chunks are entries of their own."""
+        if ranking == self.ranking:
+            return self
+        plain = self.name.split("+")[0]
+        name = plain if ranking == "instruction" else f"{plain}+{ranking}"
+        return replace(self, name=name, ranking=ranking)
 
 
 BLIND = Base("blind", behind_frame=False)
@@ -35,4 +58,7 @@ BLIND = Base("blind", behind_frame=False)
 FRAMED = Base("framed", behind_frame=True)
 """Behind the prompt's fixed head: the first chunk of a prompt is exact, the others have no sinks of their own."""
 
-BASES = {base.name: base for base in (BLIND, FRAMED)}
+ENRICHED = Base("enriched", behind_frame=True, enriched=True)
+"""Behind the head and the caches of related chunks: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
+
+BASES = {base.name: base for base in (BLIND, FRAMED, ENRICHED)}

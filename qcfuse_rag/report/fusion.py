@@ -16,6 +16,7 @@ class Lookup:
         tokens: its length.
         hit: whether its keys and values were reused.
         reason: why not, if they were not.
+        note: what was done to them before they were placed, if anything.
     """
 
     role: str
@@ -23,6 +24,7 @@ class Lookup:
     tokens: int
     hit: bool
     reason: str | None
+    note: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,11 @@ class FusionReport:
         prompt_tokens: length of the prompt.
         context_tokens: tokens of its passages.
         reused_tokens: tokens whose stored keys and values stand in the final cache.
-        rows: tokens computed, the question's included.
+        rows: tokens computed, the question's included; of passes that let go of rows on their way, those left in the
+            last layer.
         selected: positions of reused tokens that were recomputed after all.
+        row_layers: rows summed over the layers each was computed in, probes and rows that were let go of included: what
+            was paid. Full prefill pays `prompt_tokens` times the number of layers.
         lookups: what became of the head and of every passage.
         bytes_loaded: bytes read from the store.
         timings: where the time went.
@@ -75,6 +80,7 @@ class FusionReport:
     reused_tokens: int
     rows: int
     selected: tuple[int, ...] = field(repr=False)
+    row_layers: int
     lookups: tuple[Lookup, ...]
     bytes_loaded: int
     timings: Timings

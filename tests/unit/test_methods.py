@@ -27,6 +27,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.score import Scores
 from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, TopTokens
 from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.language_model import LanguageModel as Model
@@ -205,7 +206,7 @@ def test_budgets_round_down_but_not_to_nothing() -> None:
 
 def test_selectors_choose_nothing_from_nothing() -> None:
     for selector in (TopTokens(), RandomTokens(), ChunkHeads()):
-        assert selector.select([], torch.zeros(4), 3).tolist() == []
+        assert selector.select([], Scores(torch.zeros(1, 4), (0,)), 3).positions.tolist() == []
 
 
 def test_probes_ask_only_for_layers_there_are(warmed: FusionEngine, prompt: Prompt) -> None:

@@ -1,0 +1,149 @@
+"""Passes that change from layer to layer: rows that stop early, and corrections to what is not a row.
+
+transformers' decoders run a list of layers. Here the list is replaced by one of wrappers around the same layers, in a
+view of the model that shares its weights: before a layer the wrapper drops the rows that have ended, so no model code
+is patched and a pass without such wishes does not know of any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qcfuse_rag.fuse.buffer import KVBuffer, run_of
+from qcfuse_rag.fuse.rows import RowsPlan
+
+PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_input")
+"""Arguments of a decoder layer that hold one item for each row."""
+
+
+class Steering(Protocol):
+    """Watches one pass and changes it between layers. Made anew for every pass."""
+
+    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+        """Choose the rows a layer computes, before it runs.
+
+        Args:
+            layer: the layer.
+            rows: `[R]` int64 ascending positions computed so far.
+            buffer: stored keys and values of this layer are still in place.
+
+        Returns:
+            Some of `rows`, ascending, the last of them included. A row that is left out is not computed in this layer
+            or any later one; the stored keys and values stay in its place.
+        """
+        ...
+
+    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+        """Act when a layer's fresh keys and values are in the buffer, before any row looks at them.
+
+        Args:
+            layer: the layer.
+            rows: `[R]` positions computed in it.
+            buffer: keys rotated; positions that are no rows may be changed.
+            query: `[1, Hq, R, D]` of the rows, rotated.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class NestedRows:
+    """Rows that end at layers known beforehand (RelaxKV, arXiv 2609.33503: sets nested over depth).
+
+    Attributes:
+        positions: `[S]` int64 ascending, rows that end.
+        until: `[S]` int64, the last layer each is computed in.
+    """
+
+    positions: Tensor
+    until: Tensor
+
+    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+        """Drop the rows whose last layer is behind."""
+        ended = self.positions[self.until < layer]
+        return rows[~torch.isin(rows, ended)] if len(ended) else rows
+
+    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+        """Change nothing."""
+
+
+class SteeredPass:
+    """The state of one steered pass: which rows are left, and how much was computed.
+
+    Args:
+        plan: rows at the start, and what they see.
+        steering: decides between layers.
+        buffer: of the request.
+    """
+
+    def __init__(self, plan: RowsPlan, steering: Steering, buffer: KVBuffer) -> None:
+        self._first, self._steering, self._buffer = plan, steering, buffer
+        self._start = plan.rows
+        self.plan = self._with(plan.rows)
+        self.row_layers = 0
+
+    def enter(self, layer: int) -> tuple[Tensor | None, Tensor]:
+        """Narrow the pass; return which of the present rows go on (None: all), and their indices among the first."""
+        rows = self._steering.enter(layer, self.plan.rows, self._buffer)
+        kept = None
+        if len(rows) != len(self.plan.rows):
+            kept = torch.searchsorted(self.plan.rows, rows)
+            self.plan = self._with(rows)
+        self.row_layers += len(rows)
+        return kept, torch.searchsorted(self._start, rows)
+
+    def _with(self, rows: Tensor) -> RowsPlan:
+        first = self._first
+
+        def observe(
+            layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
+        ) -> None:
+            self._steering.written(layer, rows, self._buffer, query)
+            if first.observe is not None:
+                first.observe(layer, query, key, scaling, softcap, window)
+
+        return RowsPlan(rows, first.length, visible=first.visible, observe=observe, windows=first.windows)
+
+
+class SteeredLayer(nn.Module):
+    """A decoder layer that first drops the rows that have ended."""
+
+    def __init__(self, inner: nn.Module, index: int, course: SteeredPass) -> None:
+        super().__init__()
+        self.inner, self._index, self._course = inner, index, course
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the layer inside: decoders ask their layers for their kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer on the rows that are left; `[1, R, H]` to `[1, R', H]`."""
+        kept, among_first = self._course.enter(self._index)
+        if kept is not None:
+            hidden_states = hidden_states.index_select(1, kept)
+        for name in PER_ROW:
+            if name in kwargs:
+                kwargs[name] = _select(kwargs[name], among_first)
+        kwargs["past_key_values"].layers[self._index].at = run_of(self._course.plan.rows)
+        kwargs["fusion"] = self._course.plan
+        return self.inner(hidden_states, *args, **kwargs)
+
+
+def steered(layers: Iterable[nn.Module], course: SteeredPass) -> nn.ModuleList:
+    """Wrap a decoder's layers for one pass."""
+    return nn.ModuleList([SteeredLayer(layer, index, course) for index, layer in enumerate(layers)])
+
+
+def _select(value: Any, rows: Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_select(part, rows) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    return value.index_select(0 if value.dim() == 1 else 1, rows)
