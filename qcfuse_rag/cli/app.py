@@ -170,6 +170,29 @@ def ask(
 
 
 @app.command()
+def profile(
+    model: Model = None,
+    data: Annotated[Path | None, typer.Option(help="JSON lines of questions; the demo's own if not given.")] = None,
+    questions: Annotated[int | None, typer.Option("--size", min=1, help="Questions to use; all if not given.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to choose.")] = 3,
+    depth_penalty: Annotated[float, typer.Option(min=0.0, help="Taken off the recall of deep layers.")] = 0.0,
+    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Do without answers: leave passages out.")] = False,
+    distractors: Annotated[int | None, typer.Option(min=0, help="Passages beside those needed; all of a file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the profile here.")] = None,
+    store: Annotated[Path | None, typer.Option(help="Keep the profile beside this store, which uses it.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the layers into this image.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Find a model's critical layers: those in which questions look at their answers."""
+    from qcfuse_rag.cli.profile import ProfileOptions, run_profile
+
+    about = (data, questions, layers, depth_penalty, unlabelled, distractors, out, store, plot, device, dtype)
+    run_profile(ProfileOptions(model, *about), as_json=as_json)
+
+
+@app.command()
 def methods(as_json: Json = False) -> None:
     """List methods and their parameters."""
     from qcfuse_rag.cli.tables import describe_methods, methods_table

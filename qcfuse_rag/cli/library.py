@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.console import status
+from rich.markup import escape
+
+from qcfuse_rag.cli.console import ERR, status
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -88,7 +90,15 @@ def open_engine(
 ) -> FusionEngine:
     """Load a model, SmolLM2-135M if none is named, onto an open store."""
     with status("loading the model"):
-        return FusionEngine.load(model or default_model(), store=store, method=method, device=device, dtype=dtype)
+        engine = FusionEngine.load(model or default_model(), store=store, method=method, device=device, dtype=dtype)
+    note_profile(engine)
+    return engine
+
+
+def note_profile(engine: FusionEngine) -> None:
+    """Say on standard error why the profile beside the store is not used, if there is one that is not."""
+    if engine.profile_ignored is not None:
+        ERR.print(f"[yellow]note:[/yellow] {escape(engine.profile_ignored)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

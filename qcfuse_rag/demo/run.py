@@ -15,6 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
+from qcfuse_rag.cli.library import note_profile
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -92,6 +93,7 @@ def run_demo(
                 FusionEngine.load(model or default_model(), store=folder / "kv", device=device, dtype=dtype)
             )
             llm = QCFuseLLM.from_engine(engine, max_new_tokens=ANSWER_TOKENS)
+        note_profile(engine)
         with status("reading and embedding the corpus with LlamaIndex"):
             embed = HuggingFaceEmbedding(model_name=embedder or default_embedder(), device="cpu")
             documents = [Document(text=text, doc_id=name) for name, text in corpus().items()]

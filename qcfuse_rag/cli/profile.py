@@ -1,0 +1,141 @@
+"""`qcfuse profile`: find a model's critical layers and keep them where the engine looks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, status
+from qcfuse_rag.cli.library import KV_FOLDER
+from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.model.critical import default_critical_layers
+from qcfuse_rag.profile.measure import profile_layers
+from qcfuse_rag.profile.pickup import NAME
+from qcfuse_rag.profile.profile import Profile
+from qcfuse_rag.profile.samples import Sample, demo_samples, read_samples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEMO_DISTRACTORS = 3
+BAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What `qcfuse profile` was given; see its help."""
+
+    model: str | None
+    data: Path | None
+    size: int | None
+    layers: int
+    depth_penalty: float
+    unlabelled: bool
+    distractors: int | None
+    out: Path | None
+    store: Path | None
+    plot: Path | None
+    device: str | None
+    dtype: str | None
+
+
+def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
+    """Profile a model, show its layers, and write the profile where it was asked for.
+
+    Raises:
+        QCFuseError: if a file cannot be read or written, or no question can be used.
+    """
+    samples = _samples(options)
+    new_figure = None if options.plot is None else _plotting()
+    written = [path for path in (options.out, options.store and _beside(options.store)) if path is not None]
+    with status("loading the model"):
+        engine = FusionEngine.load(options.model or default_model(), device=options.device, dtype=options.dtype)
+    with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
+        profile = profile_layers(
+            engine,
+            samples,
+            layers=options.layers,
+            depth_penalty=options.depth_penalty,
+            labelled=not options.unlabelled,
+            progress=advance,
+        )
+    for path in written:
+        profile.save(path)
+    if options.plot is not None and new_figure is not None:
+        _draw(profile, new_figure()).savefig(options.plot)
+    if as_json:
+        print_json({**profile.to_dict(), "written": [str(path) for path in written]})
+        return
+    OUT.print(to_table(profile))
+    for reason, count in profile.skipped.items():
+        ERR.print(f"[yellow]{count} questions skipped[/yellow]: {reason}")
+    if not written:
+        ERR.print("nothing was written; --store FOLDER keeps it beside a store, where it is found, --out FILE anywhere")
+    for path in written:
+        OUT.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def to_table(profile: Profile) -> Table:
+    """Return the layers with a bar for each one's recall; a star marks those chosen, a dot those by depth alone."""
+    by_depth = default_critical_layers(len(profile.recall))
+    highest = max(profile.recall) or 1.0
+    table = Table(
+        "layer",
+        "recall",
+        "",
+        "",
+        title=f"Recall@10 % of {'the answers' if profile.labels == 'answers' else 'the decisive passages'}, "
+        f"{profile.samples} questions",
+        caption=f"* chosen: {_listed(profile, profile.layers)}\n· by depth: {_listed(profile, by_depth)}",
+    )
+    for layer, value in enumerate(profile.recall):
+        mark = ("*" if layer in profile.layers else " ") + ("·" if layer in by_depth else " ")
+        table.add_row(str(layer), f"{value:.3f}", "█" * round(BAR * value / highest), mark)
+    return table
+
+
+def _listed(profile: Profile, layers: tuple[int, ...]) -> str:
+    mean = sum(profile.recall[layer] for layer in layers) / len(layers)
+    return f"{', '.join(map(str, layers))}; mean recall {mean:.3f}"
+
+
+def _samples(options: ProfileOptions) -> list[Sample]:
+    """Return the questions asked for, no more passages in each than asked for."""
+    if options.data is None:
+        wanted = DEMO_DISTRACTORS if options.distractors is None else options.distractors
+        return demo_samples(wanted)[: options.size]
+    samples = read_samples(options.data)[: options.size]
+    if options.distractors is None:
+        return samples
+    if options.unlabelled and not all(sample.supporting for sample in samples):
+        raise QCFuseError(
+            "with --unlabelled, --distractors needs questions that say which passages are `supporting`; leave it out"
+        )
+    return [sample.with_distractors(options.distractors) for sample in samples]
+
+
+def _beside(folder: Path) -> Path:
+    """Return where a library's store, or a store's folder itself, has its profile; it need not be there yet."""
+    return (folder if (folder / "objects").is_dir() else folder / KV_FOLDER) / NAME
+
+
+def _plotting() -> Any:
+    """Return what makes a figure; asked before the work, so that a missing library does not cost its result."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise QCFuseError("--plot needs matplotlib; run `pip install matplotlib`") from error
+    return lambda: Figure(figsize=(7, 3), layout="constrained")
+
+
+def _draw(profile: Profile, figure: Figure) -> Figure:
+    axes = figure.add_subplot()
+    colours = ["C1" if layer in profile.layers else "C0" for layer in range(len(profile.recall))]
+    axes.bar(range(len(profile.recall)), profile.recall, color=colours)
+    axes.set(xlabel="layer", ylabel="Recall@10 %", title=f"critical layers: {', '.join(map(str, profile.layers))}")
+    return figure
