@@ -6,12 +6,14 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.store.numbers import LOSSLESS, restore
+from qcfuse_rag.store.birth import Context, Facts, check_birth
+from qcfuse_rag.store.numbers import LOSSLESS, companion, restore
+from qcfuse_rag.store.ranks import product
 
 RANKING = "ranking"
 KINDS = ("key", "value")
@@ -57,9 +59,17 @@ class ChunkKV:
         probe_layers: layers whose keys a probe reads before anything else; only their place in a file depends on it.
         expires: unix time from which on it must not be used, or None.
         blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
-            0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them. `ranking`:
-            `[n_layers, n_tokens]` int32, token indices by falling importance, see `ingest.anchors`. Those of a store
-            may raise `CorruptEntry` or `OSError` on access.
+            0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them; in a format of low rank
+            `[n_tokens, m]`, with `key.L.basis` and `value.L.basis` `[m, Hkv, D]`. `ranking`: `[n_layers, n_tokens]`
+            int32, token indices by falling importance, see `ingest.anchors`. Those of a store may raise
+            `CorruptEntry` or `OSError` on access.
+        context: `hash_ids` of the chunks it was prefilled behind after the prompt's head, in order; None if that is
+            what its base says, which is nothing for one prefilled alone or behind the head.
+        facts: numbers measured at its birth, by name; see `ingest.capture`.
+        extras: blocks it has besides, `[n_tokens, 1]` float32; see `store.birth.EXTRAS`.
+
+    Raises:
+        ValueError: if context, facts or extras cannot be.
     """
 
     n_tokens: int
@@ -69,17 +79,48 @@ class ChunkKV:
     probe_layers: tuple[int, ...]
     expires: float | None
     blocks: Blocks
+    context: Context | None = None
+    facts: Facts = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_birth(self.context, self.facts, self.extras)
 
     @classmethod
     def of(
-        cls, keys: list[Tensor], values: list[Tensor], ranking: Tensor, *, probe_layers: tuple[int, ...] = ()
+        cls,
+        keys: list[Tensor],
+        values: list[Tensor],
+        ranking: Tensor,
+        *,
+        probe_layers: tuple[int, ...] = (),
+        context: Context | None = None,
+        facts: Facts | None = None,
+        extras: Mapping[str, Tensor] | None = None,
     ) -> ChunkKV:
-        """Assemble a chunk from per-layer tensors `[Hkv, n_tokens, D]` in the model's dtype."""
+        """Assemble a chunk.
+
+        Args:
+            keys: per layer `[Hkv, n_tokens, D]`, unrotated, in the model's dtype.
+            values: per layer `[Hkv, n_tokens, Dv]`.
+            ranking: `[n_layers, n_tokens]` token indices by falling importance.
+            probe_layers: layers whose keys a probe reads first.
+            context: chunks it was prefilled behind.
+            facts: numbers measured at its birth.
+            extras: additional blocks by name, `[n_tokens]` or `[n_tokens, 1]`.
+
+        Raises:
+            ValueError: if context, facts or extras cannot be.
+        """
         tensors: dict[str, Tensor] = {RANKING: ranking.to(torch.int32).contiguous()}
+        added = extras or {}
+        for name, block in added.items():
+            tensors[name] = block.to(torch.float32).reshape(-1, 1).contiguous()
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             tensors[f"key.{layer}"] = key.transpose(0, 1).contiguous()
             tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
-        return cls(keys[0].shape[1], len(keys), keys[0].dtype, LOSSLESS, probe_layers, None, HeldBlocks(tensors))
+        about = (keys[0].shape[1], len(keys), keys[0].dtype, LOSSLESS, probe_layers, None)
+        return cls(*about, HeldBlocks(tensors), context, facts or {}, tuple(added))
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
@@ -99,7 +140,7 @@ class ChunkKV:
 
     def names(self) -> list[str]:
         """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""
-        return block_names(self.n_layers, self.numbers, self.probe_layers)
+        return block_names(self.n_layers, self.numbers, self.probe_layers, self.extras)
 
     def held(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy that owns its memory, every block read and checked.
@@ -150,17 +191,21 @@ class ChunkKV:
     def _restored(self, name: str, start: int, stop: int) -> Tensor:
         whole = start == 0 and stop == self.n_tokens
         block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
-        if self.numbers != LOSSLESS:
+        beside = companion(self.numbers)
+        if beside == "basis":
+            block = product(block, self.blocks[f"{name}.basis"], self.dtype)
+        elif beside == "scale":
             scale = self.blocks[f"{name}.scale"]
             block = restore(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
         return block.transpose(0, 1)
 
 
-def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...]) -> list[str]:
+def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...], extras: tuple[str, ...] = ()) -> list[str]:
     """Return the names of a chunk's blocks in the order they are stored."""
     probed = [f"key.{layer}" for layer in probe_layers]
     rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
     ordered = list(dict.fromkeys([*probed, *rest]))
-    if numbers == LOSSLESS:
-        return [RANKING, *ordered]
-    return [RANKING, *(part for name in ordered for part in (f"{name}.scale", name))]
+    beside = companion(numbers)
+    if beside is None:
+        return [RANKING, *extras, *ordered]
+    return [RANKING, *extras, *(part for name in ordered for part in (f"{name}.{beside}", name))]

@@ -11,6 +11,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.numbers import LOSSLESS, check_numbers, compress
+from qcfuse_rag.store.ranks import RANKS
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -97,7 +98,8 @@ def rewrite(
 ) -> ActReport:
     """Write entries in a narrower format; precision once lost does not come back.
 
-    Later entries are written in the store's own format all the same, see `open_store`.
+    Patches, which are of low rank, take fewer bytes as they are and stay so. Later entries are written in the store's
+    own format all the same, see `open_store`.
 
     Args:
         store: whose entries, in every tier.
@@ -119,7 +121,7 @@ def rewrite(
         found = store.open(address)
         if isinstance(found, Miss):
             report.missing[address] = found.reason
-        elif found[1].numbers == numbers:
+        elif found[1].numbers == numbers or found[1].numbers in RANKS:
             report.unchanged += 1
         else:
             _rewrite(store, found[0], found[1], numbers, before.get(address), report)

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
+from qcfuse_rag.store.birth import birth_fields
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import ROWS_PER_PIECE, Header, aligned, parse_header
@@ -110,6 +111,7 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[B
         "numbers": chunk.numbers,
         "probe_layers": list(chunk.probe_layers),
         "expires": chunk.expires,
+        **birth_fields(chunk.context, chunk.facts, chunk.extras),
         "blocks": described,
     }
     header = json.dumps(about).encode()

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from qcfuse_rag.model.rope import KVShape
+from qcfuse_rag.store.birth import Context, Facts, parse_birth
 from qcfuse_rag.store.chunk import RANKING, block_names
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.numbers import LOSSLESS, NUMBERS
+from qcfuse_rag.store.numbers import FORMATS, LOSSLESS, companion
+from qcfuse_rag.store.ranks import RANKS, effective_rank
 from qcfuse_rag.store.seal import TAG_BYTES
 
 ALIGNMENT = 4096
@@ -71,6 +73,7 @@ class Header:
         blocks: in the order of the file.
         start: offset of the first block in the file.
         sealed: whether it is encrypted.
+        context, facts, extras: see `ChunkKV`.
     """
 
     key: ChunkKey
@@ -83,6 +86,9 @@ class Header:
     blocks: tuple[Block, ...]
     start: int
     sealed: bool
+    context: Context | None
+    facts: Facts
+    extras: tuple[str, ...]
 
     @property
     def size(self) -> int:
@@ -106,18 +112,20 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
     found = [one["name"] for one in described]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
     # Counts first: nothing is made in numbers that the header has only claimed.
-    _require(numbers in NUMBERS and len(found) == 1 + layers * (2 if numbers == LOSSLESS else 4), "numbers of blocks")
+    context, facts, extras = parse_birth(about)
+    count = 1 + len(extras) + layers * (2 if numbers == LOSSLESS else 4)
+    _require(numbers in FORMATS and len(found) == count, "numbers of blocks")
     _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
     _require(len(set(probe_layers)) == len(probe_layers), "probe layers")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
-    names = block_names(layers, numbers, probe_layers)
+    names = block_names(layers, numbers, probe_layers, extras)
     _require(found == names, "names of blocks")
     blocks: list[Block] = []
     offset, number = 0, 1
     for one in described:
         name, shape, sums = one["name"], tuple(one["shape"]), tuple(one["xxh3"])
         _require(set(map(type, shape)) == {int} and min(shape) > 0 and max(shape) < 1 << 31, "shape")
-        _require(shape[0] == _rows(name, tokens, layers) and len(shape) == (2 if name == RANKING else 3), "shape")
+        _require(_fits(name, shape, tokens, layers, numbers), "shape")
         _require(len(sums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
         _require(one["offset"] == offset, "offset")
         dtype = DTYPES[one["dtype"]]
@@ -126,9 +134,25 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
         blocks.append(Block(name, dtype, shape, offset, sums, number, row_bytes, piece_bytes))
         offset, number = aligned(blocks[-1].end), number + len(sums)
     _require(blocks[0].shape == (layers, tokens), "ranking")
-    key = ChunkKey.from_fields(about["key"])
+    _require(
+        all(block.shape[1:] == (1,) and block.dtype == torch.float32 for block in blocks[1 : 1 + len(extras)]), "extras"
+    )
+    if numbers in RANKS:
+        _require_factors(blocks[1 + len(extras) :], numbers, tokens)
     return Header(
-        key, tokens, layers, DTYPES[about["dtype"]], numbers, probe_layers, expires, tuple(blocks), start, sealed
+        ChunkKey.from_fields(about["key"]),
+        tokens,
+        layers,
+        DTYPES[about["dtype"]],
+        numbers,
+        probe_layers,
+        expires,
+        tuple(blocks),
+        start,
+        sealed,
+        context,
+        facts,
+        extras,
     )
 
 
@@ -143,10 +167,15 @@ def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tok
     """
     sizes = [4 * len(shapes) * tokens]
     for shape in shapes:
-        for kind, channels in (("key", shape.key_dim), ("value", shape.value_dim)):
-            sizes.append(tokens * shape.kv_heads * channels * (dtype.itemsize if numbers == LOSSLESS else 1))
-            if numbers != LOSSLESS:
-                sizes.append(4 * shape.kv_heads * (channels if kind == "key" else tokens))
+        for kind, dim in (("key", shape.key_dim), ("value", shape.value_dim)):
+            channels = shape.kv_heads * dim
+            if numbers in RANKS:
+                rank = effective_rank(numbers, tokens, channels)
+                sizes += [rank * tokens * dtype.itemsize, rank * channels * dtype.itemsize]
+            elif numbers == LOSSLESS:
+                sizes.append(tokens * channels * dtype.itemsize)
+            else:
+                sizes += [tokens * channels, 4 * (channels if kind == "key" else tokens * shape.kv_heads)]
     checksums = len(sizes) * -(-tokens // ROWS_PER_PIECE)
     header = HEADER_BYTES + len(sizes) * BLOCK_HEADER_BYTES + checksums * CHECKSUM_BYTES
     return aligned(header) + sum(aligned(size) for size in sizes)
@@ -157,10 +186,24 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _rows(name: str, tokens: int, layers: int) -> int:
+def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: str) -> bool:
+    """Return whether a block can have such a shape, as far as that is known before the others are."""
     if name == RANKING:
-        return layers
-    return 1 if name.startswith("key.") and name.endswith(".scale") else tokens
+        return len(shape) == 2 and shape[0] == layers
+    if not name.startswith(("key.", "value.")):
+        return len(shape) == 2 and shape[0] == tokens
+    if name.endswith(".basis"):
+        return len(shape) == 3 and shape[0] <= RANKS[numbers]
+    rows = 1 if name.startswith("key.") and name.endswith(".scale") else tokens
+    return len(shape) == (2 if companion(numbers) == "basis" else 3) and shape[0] == rows
+
+
+def _require_factors(blocks: Sequence[Block], numbers: str, tokens: int) -> None:
+    """Require that each basis and the factor behind it have the rank that their format and sizes give."""
+    for basis, factor in zip(blocks[::2], blocks[1::2], strict=True):
+        rank = effective_rank(numbers, tokens, math.prod(basis.shape[1:]))
+        _require(basis.shape[0] == rank == factor.shape[1] and basis.dtype.is_floating_point, "rank")
+        _require(factor.dtype == basis.dtype, "rank")
 
 
 def _require(condition: bool, what: str) -> None:

@@ -1,16 +1,19 @@
-"""How keys and values are written: in the model's own dtype, or in one byte a number.
+"""How keys and values are written: in the model's own dtype, in one byte a number, or as a product of thin factors.
 
 Keys have a few channels much larger than the others, the same ones for every token, so each channel of each head gets
 its scale; values have no such channels, so each token of each head does (Liu et al., KIVI, arXiv 2402.02750, section
-3). Keys are stored unrotated, where their channels are steadiest.
+3). Keys are stored unrotated, where their channels are steadiest. Low rank is for differences, see `store.ranks`: a
+store never writes a cache so by itself.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from qcfuse_rag.store.ranks import RANKS, factor
 
 if TYPE_CHECKING:
     from qcfuse_rag.store.chunk import ChunkKV
@@ -22,6 +25,10 @@ NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Formats of one byte a number, with the largest number each can hold."""
 
 NUMBERS = (LOSSLESS, *NARROW)
+"""Formats a store may write everything in."""
+
+FORMATS = (*NUMBERS, *RANKS)
+"""Formats an entry may be written in."""
 
 
 def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
@@ -29,20 +36,23 @@ def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
 
     Args:
         chunk: in any format; one that has lost precision does not get it back.
-        numbers: one of `NUMBERS`.
+        numbers: one of `FORMATS`. Low rank loses most of what a cache holds, and little of a difference.
 
     Raises:
         ValueError: if there is no such format.
     """
-    check_numbers(numbers)
+    if numbers not in RANKS:
+        check_numbers(numbers)
     if chunk.numbers == numbers:
         return chunk
-    tensors = {"ranking": chunk.blocks["ranking"]}
+    tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
     for layer in range(chunk.n_layers):
         for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
             tokens = block.transpose(0, 1)
             if numbers == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
+            elif numbers in RANKS:
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factor(tokens, numbers)
             else:
                 narrowed, scale = narrow(tokens, numbers, over=0 if kind == "key" else 2)
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = narrowed, scale
@@ -50,14 +60,32 @@ def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
 
 
 def as_kept(chunk: ChunkKV, numbers: str) -> ChunkKV:
-    """Return a chunk as a store of this format keeps it: one that is narrow already stays as it is."""
+    """Return a chunk as a store of this format keeps it: one that is narrow or of low rank already stays as it is."""
     return compress(chunk, numbers) if chunk.numbers == LOSSLESS else chunk
 
 
 def check_numbers(numbers: str) -> None:
-    """Raise `ValueError` unless there is such a format."""
+    """Raise `ValueError` unless there is such a format for all a store writes."""
     if numbers not in NUMBERS:
         raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(NUMBERS)}")
+
+
+def check_rank(rank: int) -> str:
+    """Return the format of a rank.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if f"rank{rank}" not in RANKS:
+        raise ValueError(f"no format of rank {rank}; there are {', '.join(map(str, RANKS.values()))}")
+    return f"rank{rank}"
+
+
+def companion(numbers: str) -> Literal["scale", "basis"] | None:
+    """Return what stands beside each block of keys or values in a format, or None."""
+    if numbers == LOSSLESS:
+        return None
+    return "basis" if numbers in RANKS else "scale"
 
 
 def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:

@@ -125,7 +125,7 @@ def open_chunk(source: Source, seal: Seal | None = None) -> tuple[Header, ChunkK
     header, entry = open_header(source, seal)
     blocks = StoredBlocks(source, header, entry)
     about = (header.tokens, header.layers, header.dtype, header.numbers, header.probe_layers, header.expires)
-    return header, ChunkKV(*about, blocks)
+    return header, ChunkKV(*about, blocks, header.context, header.facts, header.extras)
 
 
 def check_key(found: ChunkKey, key: ChunkKey | None, address: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from qcfuse_rag.model.fingerprint import Fingerprint
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
 from qcfuse_rag.store.contract import EntryInfo, KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.numbers import NARROW, compress
@@ -39,12 +39,23 @@ def example_chunk(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
     return ChunkKV.of(keys, values, ranking, probe_layers=(1,))
 
 
+def example_patch(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
+    """Return a chunk that knows its birth: context, facts and a block besides, written in low rank."""
+    plain = example_chunk(number, n_tokens=n_tokens, dtype=dtype)
+    tensors = {name: plain.blocks[name] for name in plain.names()}
+    tensors["inter"] = torch.linspace(0.0, 1.0, n_tokens)[:, None]
+    context, facts = (hash_ids([8]), hash_ids([number])), {"cci": (0.625,), "inter": (1.5, 0.1)}
+    born = replace(plain, context=context, facts=facts, extras=("inter",), blocks=HeldBlocks(tensors))
+    return compress(born, "rank4")
+
+
 def assert_same(found: ChunkKV | Miss, expected: ChunkKV) -> None:
     """Assert that a store gave back exactly what it was given, to the last bit."""
     assert isinstance(found, ChunkKV), f"expected a chunk, got {found}"
     assert (found.n_tokens, found.n_layers) == (expected.n_tokens, expected.n_layers)
     assert (found.dtype, found.numbers) == (expected.dtype, expected.numbers)
     assert found.probe_layers == expected.probe_layers
+    assert (found.context, dict(found.facts), found.extras) == (expected.context, expected.facts, expected.extras)
     assert found.names() == expected.names()
     for name in expected.names():
         one, other = found.blocks[name].cpu(), expected.blocks[name]
@@ -91,6 +102,17 @@ class KVStoreTests:
             narrow = compress(example_chunk(number), numbers)
             store.put(example_key(number), narrow)
             assert_same(store.get(example_key(number)), narrow)
+
+    def test_what_a_chunk_knows_of_its_birth_comes_back(self, store: KVStore) -> None:
+        """Its context, what was measured, the blocks it has besides; and its low rank, by key and by address."""
+        for number, dtype in enumerate(DTYPES):
+            patch = example_patch(number, n_tokens=150, dtype=dtype).until(4e9)
+            store.put(example_key(number), patch)
+            store.flush()
+            assert_same(store.get(example_key(number)), patch)
+            opened = store.open(store.address(example_key(number)))
+            assert not isinstance(opened, Miss)
+            assert_same(opened[1], patch)
 
     def test_layers_come_back_in_the_dtype_of_the_model(self, store: KVStore) -> None:
         """`[Hkv, n_tokens, D]`, whatever numbers the store writes."""

@@ -12,10 +12,11 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.format import MAGIC, PREAMBLE, VERSION, Preamble, _header_checksum, encode, read_header
 from qcfuse_rag.store.layout import DTYPES
-from qcfuse_rag.store.testing import example_key
+from qcfuse_rag.store.testing import example_key, example_patch
 from tests.stress.content import chunk_of
 
 ENTRIES = [encode(example_key(number), chunk_of(number, numbers)) for number in (1, 3) for numbers in ("model", "int8")]
+ENTRIES += [encode(example_key(number), example_patch(number, n_tokens=40 * number)) for number in (1, 3)]
 HONEST = [json.loads(bytes(parts[1])) for parts in ENTRIES]
 BODIES = [b"".join(bytes(part) for part in parts[3:]) for parts in ENTRIES]
 LARGEST_BODY = 1 << 20
@@ -44,6 +45,7 @@ def nested(depth: int, around: Any = 0) -> Any:
 
 NUMBERS = (0, -1, 1, 2, 3, 127, 128, 129, 4096, 1 << 31, (1 << 31) - 1, 1 << 63, 10**400, -(10**30), 1.0, 1e308, -0.0)
 WORDS = ("", "model", "int8", "fp8", "ranking", "key.0", "value.0", "key.0.scale", "\ud800", "\0", "x" * 5000, *DTYPES)
+WORDS += ("rank4", "rank64", "inter", "key.0.basis", "context", "facts", "extras", "0" * 32)
 JUNK: SearchStrategy[Any] = st.one_of(
     st.none() | st.booleans() | st.sampled_from(NUMBERS) | st.integers() | st.floats(),
     st.sampled_from(WORDS) | st.text(max_size=20),

@@ -9,9 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from qcfuse_rag.model.rope import KVShape
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.numbers import LOSSLESS, NARROW, NUMBERS, as_kept, check_numbers, compress, narrow, restore
-from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk
+from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.layout import entry_bytes
+from qcfuse_rag.store.numbers import (
+    LOSSLESS,
+    NARROW,
+    NUMBERS,
+    as_kept,
+    check_numbers,
+    check_rank,
+    compress,
+    narrow,
+    restore,
+)
+from qcfuse_rag.store.ranks import RANKS, factor, product
+from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key, example_patch
 
 CHANNEL, TOKEN = 0, 2
 """What shares a scale: one channel's numbers over all tokens, or one token's over all channels."""
@@ -161,3 +175,87 @@ def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
     for refuse in (check_numbers, lambda numbers: compress(example_chunk(), numbers)):
         with pytest.raises(ValueError, match="no format of numbers 'int4'; there are model, int8, fp8"):
             refuse("int4")
+
+
+# Low rank: products of two thin factors, for differences.
+
+
+def of_rank(rank: int, n_tokens: int, heads: int, dim: int) -> torch.Tensor:
+    return (torch.randn(n_tokens, rank) @ torch.randn(rank, heads * dim)).reshape(n_tokens, heads, dim)
+
+
+@pytest.mark.parametrize(("n_tokens", "dim"), [(50, 8), (5, 8), (50, 30), (1, 4)], ids=str)
+def test_what_is_of_low_rank_comes_back(n_tokens: int, dim: int) -> None:
+    original = of_rank(4, n_tokens, 2, dim)
+    left, right = factor(original, "rank4")
+    rank = min(4, n_tokens)
+    assert (left.shape, right.shape) == ((n_tokens, rank), (rank, 2, dim))
+    assert torch.allclose(product(left, right, torch.float32), original, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(60, 2, 20), (30, 3, 40)], ids=str)
+@pytest.mark.parametrize("numbers", RANKS)
+def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], numbers: str) -> None:
+    """Eckart and Young: what is left is what the singular values left out say, which numpy computes by itself."""
+    original = torch.randn(shape)
+    off = product(*factor(original, numbers), torch.float32) - original
+    singular = np.linalg.svd(original.reshape(shape[0], -1).numpy().astype(np.float64), compute_uv=False)
+    assert float(off.norm()) == pytest.approx(
+        float(np.sqrt((singular[RANKS[numbers] :] ** 2).sum())), rel=1e-4, abs=1e-3
+    )
+
+
+def test_a_full_rank_loses_nothing_and_zeros_stay_zeros() -> None:
+    original = torch.randn(10, 2, 8)
+    assert torch.allclose(product(*factor(original, "rank64"), torch.float32), original, atol=1e-5)
+    assert product(*factor(torch.zeros(10, 2, 8), "rank4"), torch.float32).abs().max() == 0.0
+
+
+def test_the_same_difference_is_the_same_bytes() -> None:
+    original = torch.randn(40, 2, 8)
+    for one, other in zip(factor(original, "rank8"), factor(original, "rank8"), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layers_of_low_rank_come_back_in_the_models_dtype_and_in_ranges(dtype: torch.dtype) -> None:
+    patch = compress(example_chunk(n_tokens=300, dtype=dtype), "rank16")
+    exact = example_chunk(n_tokens=300, dtype=dtype)
+    for layer in range(3):
+        for found, expected in zip(patch.layer(layer), exact.layer(layer), strict=True):
+            assert (found.dtype, found.shape) == (dtype, expected.shape)
+            assert torch.allclose(found.float(), expected.float(), atol=30 * torch.finfo(dtype).eps), (
+                "16 is all there is"
+            )
+        for part, whole in zip(patch.layer(layer, 127, 140), patch.layer(layer), strict=True):
+            assert torch.allclose(part.float(), whole[:, 127:140].float(), atol=4 * torch.finfo(dtype).eps)
+
+
+def test_no_store_turns_caches_into_ranks_and_none_narrows_a_patch() -> None:
+    with pytest.raises(ValueError, match="no format of numbers 'rank32'; there are model, int8, fp8"):
+        check_numbers("rank32")
+    patch = example_patch()
+    for numbers in NUMBERS:
+        assert as_kept(patch, numbers) is patch
+        assert as_kept(example_chunk(), numbers).numbers == numbers
+    assert check_rank(32) == "rank32"
+    with pytest.raises(ValueError, match="no format of rank 5; there are 4, 8, 16, 32, 64"):
+        check_rank(5)
+
+
+def test_a_format_changes_nothing_of_what_a_chunk_knows_of_its_birth() -> None:
+    patch = example_patch(n_tokens=40)
+    for numbers in NUMBERS:
+        other = compress(patch, numbers)
+        assert (other.context, other.facts, other.extras) == (patch.context, patch.facts, ("inter",))
+        assert torch.equal(other.blocks["inter"], patch.blocks["inter"])
+
+
+@pytest.mark.parametrize("numbers", [*NUMBERS, *RANKS])
+@pytest.mark.parametrize("n_tokens", [20, 300])
+def test_how_many_bytes_an_entry_takes_is_known_before(numbers: str, n_tokens: int) -> None:
+    shape = KVShape(2, 40, 24)
+    keys, values = ([torch.randn(2, n_tokens, dim) for _ in range(3)] for dim in (40, 24))
+    chunk = compress(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), numbers)
+    actual = len(b"".join(encode(example_key(), chunk)))
+    assert abs(entry_bytes([shape] * 3, torch.float32, numbers, n_tokens) - actual) <= 8192
