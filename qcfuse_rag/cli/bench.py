@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from qcfuse_rag.cli.console import OUT, print_json, status
+from qcfuse_rag.cli.console import OUT, print_json, progress_bar, status
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+ModelName = Annotated[str | None, typer.Option("--model", help="Hugging Face id, folder or GGUF file; SmolLM2-135M.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:0; a GPU if there is one.")]
+DtypeName = Annotated[str | None, typer.Option("--dtype", help="Such as bfloat16; float32 on a CPU.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")]
 
 
@@ -35,12 +38,12 @@ def bench_store(
 
 @bench_app.command("warm")
 def bench_warm(
-    model: Annotated[str | None, typer.Option(help="Hugging Face id, folder or GGUF file; SmolLM2-135M.")] = None,
+    model: ModelName = None,
     chunks: Annotated[int, typer.Option(min=1, help="Passages of mixed lengths.")] = 40,
     repeats: Repeats = 3,
     batch_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass.")] = None,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Such as bfloat16; float32 on a CPU.")] = None,
+    device: DeviceName = None,
+    dtype: DtypeName = None,
     as_json: Json = False,
 ) -> None:
     """Compare a warming job with the bare forward passes of the same passages."""
@@ -55,3 +58,63 @@ def bench_warm(
         print_json(found.to_dict())
     else:
         OUT.print(found.table())
+
+
+@bench_app.command("quality")
+def bench_quality(
+    data_dir: Annotated[Path, typer.Option(help="Folder of DATASET.jsonl.")],
+    dataset: Annotated[list[str], typer.Option(help="Name, or several with commas; ruler_mv, ruler_mq, ruler_vt.")],
+    out: Annotated[Path, typer.Option("--json", help="File of the result; table, plots and records go beside it.")],
+    model: ModelName = None,
+    methods: Annotated[list[str] | None, typer.Option(help="With commas; parameters as epic[n_tokens=16].")] = None,
+    baseline: Annotated[list[str] | None, typer.Option(help="Methods by the names of the QCFuse release.")] = None,
+    ratios: Annotated[str | None, typer.Option(help="Shares to recompute, with commas; each method's own.")] = None,
+    bases: Annotated[str | None, typer.Option(help="blind, framed, or both with a comma; each method's own.")] = None,
+    size: Annotated[int, typer.Option(min=1, help="Questions of each dataset.")] = 100,
+    distractors: Annotated[int | None, typer.Option(min=0, help="Passages beside those with the answer; all.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="First passages to keep; all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of generated tasks and of intervals.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of answers; 32, and RULER's own.")] = None,
+    ruler_tokens: Annotated[int, typer.Option(min=64, help="Length of generated tasks.")] = 2048,
+    group: Annotated[int, typer.Option(min=1, help="Questions to keep passages of in memory.")] = 20,
+    store: Annotated[Path | None, typer.Option(help="Folder to keep passages in; memory.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder of the plots; beside the result.")] = None,
+    device: DeviceName = None,
+    dtype: DtypeName = None,
+) -> None:
+    """Compare answers of methods with full prefill's on the same questions and tokens; run again to go on or add."""
+    from qcfuse_rag.bench.configurations import split_names
+    from qcfuse_rag.bench.plots import draw
+    from qcfuse_rag.bench.quality import QualityOptions, measure_quality
+    from qcfuse_rag.bench.tables import LEGEND, terminal_tables
+    from qcfuse_rag.demo.assets import default_model
+
+    options = QualityOptions(
+        model=model or default_model(),
+        data_dir=data_dir,
+        datasets=tuple(split_names(",".join(dataset))),
+        methods=tuple(split_names(",".join([*(methods or ()), *(baseline or ())]))),
+        out=out,
+        ratios=tuple(float(ratio) for ratio in split_names(ratios or "")),
+        bases=tuple(split_names(bases or "")),
+        size=size,
+        distractors=distractors,
+        top_k=top_k,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        ruler_tokens=ruler_tokens,
+        group=group,
+        store=store,
+        device=device,
+        dtype=dtype,
+    )
+    with progress_bar("asking", "questions") as advance:
+        found = measure_quality(options, advance)
+    drawn = draw(found["summary"], plots or out.parent, out.stem)
+    for table in terminal_tables(found["summary"]):
+        OUT.print(table)
+    OUT.print(LEGEND, highlight=False, markup=False)
+    for note in found["about"]["notes"]:
+        OUT.print(note, highlight=False, markup=False)
+    written = [out, out.with_suffix(".md"), *drawn]
+    OUT.print("written: " + ", ".join(map(str, written)), highlight=False, markup=False, soft_wrap=True)

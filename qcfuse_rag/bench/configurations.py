@@ -1,0 +1,128 @@
+"""What is compared: methods by name, each at several ratios and over several bases."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qcfuse_rag.errors import UnknownMethod
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.ingest.base import BASES
+from qcfuse_rag.methods import METHODS, make_method
+
+FULL, RANDOM = "full", "random"
+
+RELEASE_NAMES = {"ours": "qcfuse", "fullcomp": FULL, "fuserag": "fusionrag", "fullreuse": "reuse"}
+"""Names of the QCFuse release's `--baseline` that are others here."""
+
+NAMED = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<parameters>[^\[\]]*)\])?")
+
+Key = tuple[str, str | None, float | None]
+"""`(label, base, ratio)`: which configuration a record is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """A method at one ratio over one base.
+
+    Attributes:
+        label: the method as the user wrote it, parameters included.
+        method: ready to use.
+        base: name of the base it reads, or None.
+        ratio: the ratio it was given or has of itself; None for methods that count tokens.
+    """
+
+    label: str
+    method: Method
+    base: str | None
+    ratio: float | None
+
+    @property
+    def key(self) -> Key:
+        """What a record of it is found by."""
+        return self.label, self.base, self.ratio
+
+
+def split_names(text: str) -> list[str]:
+    """Split at commas that are not inside brackets."""
+    return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
+
+
+def configurations(
+    names: Iterable[str], ratios: Sequence[float] = (), bases: Sequence[str] = ()
+) -> list[Configuration]:
+    """Cross methods with ratios and bases; full prefill, the oracle, is always first.
+
+    Args:
+        names: methods, such as `qcfuse` or with parameters `epic[n_tokens=16,ratio=none]`.
+        ratios: for every method that takes one and was not given its own; none means the method's default.
+        bases: names of bases for every method that takes one and was not given its own. None means the method's
+            default, and for the control `random` the bases of the methods it is the control of.
+
+    Raises:
+        UnknownMethod: if there is no such method or base, or a method does not take a parameter.
+        ValueError: if a parameter is out of range.
+    """
+    unknown = [base for base in bases if base not in BASES]
+    if unknown:
+        raise UnknownMethod(f"no base {unknown[0]!r}; there are {', '.join(BASES)}")
+    wanted = [FULL, *(RELEASE_NAMES.get(name, name) for name in names)]
+    wanted.sort(key=lambda name: name == RANDOM)  # its bases follow from the others'
+    found: dict[Key, Configuration] = {}
+    for label in wanted:
+        name, given = _parse(label)
+        over: Sequence[str | None] = bases or [None]
+        shares: Sequence[float | None] = ratios or [None]
+        if name == RANDOM and not bases:
+            over = sorted({one.base for one in found.values() if one.base and "ratio" in _takes(one.label)}) or [None]
+        for base in over if "base" in _takes(name) and "base" not in given else [None]:
+            for ratio in shares if "ratio" in _takes(name) and "ratio" not in given else [None]:
+                one = _configuration(label, name, {"ratio": ratio, **({"base": BASES[base]} if base else {}), **given})
+                found.setdefault(one.key, one)
+    return list(found.values())
+
+
+def _configuration(label: str, name: str, parameters: dict[str, Any]) -> Configuration:
+    method = make_method(name, **parameters)
+    ratio = parameters.get("ratio")
+    return Configuration(
+        label, method, method.base.name if method.base else None, method.ratio if ratio is None else ratio
+    )
+
+
+def _takes(label: str) -> set[str]:
+    name = _parse(label)[0]
+    return set(inspect.signature(METHODS[name]).parameters) if name in METHODS else set()
+
+
+def _parse(label: str) -> tuple[str, dict[str, Any]]:
+    match = NAMED.fullmatch(label)
+    if match is None:
+        raise UnknownMethod(f"cannot read {label!r}; write a method as name or name[parameter=value,...]")
+    parameters = {}
+    for part in filter(None, (match["parameters"] or "").split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise UnknownMethod(f"cannot read {part!r} in {label!r}; write name[parameter=value,...]")
+        parameters[key.strip()] = _value(key.strip(), value.strip())
+    return match["name"].strip(), parameters
+
+
+def _value(key: str, text: str) -> Any:
+    """Read a parameter: `none`, `true`, `false`, a number, whole numbers joined by `+`, a base, or a word."""
+    if key == "base" and text in BASES:
+        return BASES[text]
+    words: dict[str, Any] = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    if "+" in text and all(part.isdigit() for part in text.split("+")):
+        return tuple(int(part) for part in text.split("+"))
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,212 @@
+"""`qcfuse bench quality`: from options to records, summary, tables and plots; goes on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcfuse_rag.bench.configurations import Configuration, configurations
+from qcfuse_rag.bench.datasets import BadDataset, Example, first_passages, passage_texts, read_dataset, with_distractors
+from qcfuse_rag.bench.metrics import rouge_scorer
+from qcfuse_rag.bench.prepare import preparation_of
+from qcfuse_rag.bench.records import RecordLog
+from qcfuse_rag.bench.ruler import TASKS, generate
+from qcfuse_rag.bench.run import run_questions
+from qcfuse_rag.bench.summary import summarize
+from qcfuse_rag.bench.tables import markdown
+from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.model.fingerprint import digest
+from qcfuse_rag.store.disk import DiskStore
+from qcfuse_rag.store.memory import MemoryStore
+
+UNLIMITED = 1 << 50
+"""Bytes of the store in memory; what bounds it is the group of questions it is filled for."""
+
+
+@dataclass(frozen=True, slots=True)
+class QualityOptions:
+    """What to measure.
+
+    Attributes:
+        model: Hugging Face id, folder or GGUF file.
+        data_dir: folder of `{dataset}.jsonl`.
+        datasets: names; RULER-style ones are generated if there is no such file.
+        methods: as in `bench.configurations`.
+        out: file of the result; records go beside it.
+        ratios: see `bench.configurations`.
+        bases: see `bench.configurations`.
+        size: questions of each dataset.
+        distractors: passages to keep beside those that hold the answer; None keeps all.
+        top_k: first passages to keep; None keeps all.
+        seed: of generated tasks and of the bootstrap.
+        max_new_tokens: None is 32, and RULER's own for its tasks.
+        ruler_tokens: target length of generated tasks.
+        group: questions to prepare at once while the store is in memory.
+        store: folder to keep passages in; None is memory.
+        device: such as `cpu` or `cuda:0`.
+        dtype: such as `bfloat16`.
+    """
+
+    model: str
+    data_dir: Path
+    datasets: tuple[str, ...]
+    methods: tuple[str, ...]
+    out: Path
+    ratios: tuple[float, ...] = ()
+    bases: tuple[str, ...] = ()
+    size: int = 100
+    distractors: int | None = None
+    top_k: int | None = None
+    seed: int = 0
+    max_new_tokens: int | None = None
+    ruler_tokens: int = 2048
+    group: int = 20
+    store: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+
+def measure_quality(options: QualityOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """Run what is missing and write result and table; return the result as plain data.
+
+    Records are kept in `{out}.partial.jsonl` as they come: the same options go on from there, more methods are added
+    to it, other data or another model is refused.
+
+    Args:
+        options: what to measure.
+        progress: called with questions `(done, total)`.
+
+    Raises:
+        QCFuseError: if something needed is missing, a dataset cannot be used, or records of other conditions are there.
+        ValueError: if a method's parameter is out of range.
+    """
+    rouge_scorer()
+    chosen = configurations(options.methods, options.ratios, options.bases)
+    store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store)
+    with store, FusionEngine.load(options.model, store=store, device=options.device, dtype=options.dtype) as engine:
+        examples, sources = read_examples(options, engine)
+        notes = _notes(options, examples)
+        conditions = _conditions(options, engine, sources)
+        with RecordLog(partial_path(options.out), conditions) as log:
+            group = options.group if options.store is None else None
+            notes += run_questions(engine, examples, chosen, log, group=group, progress=progress)
+            asked = {(example.dataset, example.id) for example in examples}
+            records = [r for r in log.records.values() if (r["dataset"], r["id"]) in asked]
+            summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
+        about = {**_about(options, engine), "conditions": conditions, "notes": notes}
+    result = {"about": about, "records": records, "summary": summary}
+    _write(options.out, json.dumps(result, ensure_ascii=False, indent=1))
+    _write(options.out.with_suffix(".md"), markdown(summary, about))
+    return result
+
+
+def partial_path(out: Path) -> Path:
+    """Return the file that records of a result are kept in."""
+    return out.with_suffix(".partial.jsonl")
+
+
+def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[Example], dict[str, str]]:
+    """Read or make the questions of all datasets; return them and for each dataset the hash of where it is from.
+
+    Raises:
+        BadDataset: if there is no such dataset, or a record cannot be used.
+        QCFuseError: if a generated task does not fit its length.
+    """
+    examples: list[Example] = []
+    sources: dict[str, str] = {}
+    for name in dict.fromkeys(options.datasets):
+        path = options.data_dir / f"{name}.jsonl"
+        if path.exists() or name not in TASKS:
+            if not path.exists():
+                there = ", ".join(sorted(p.stem for p in options.data_dir.glob("*.jsonl"))) or "none"
+                raise BadDataset(
+                    f"no dataset {name!r} in {options.data_dir}; there are {there}, and {', '.join(TASKS)}"
+                )
+            own = read_dataset(path, size=options.size)
+            sources[name] = digest(path.read_bytes())
+            if options.distractors is not None:
+                own = [with_distractors(example, options.distractors) for example in own]
+        else:
+            haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or _demo_texts()
+            own = _generated(name, options, engine, haystack)
+            sources[name] = f"generated {options.ruler_tokens} {digest(chr(0).join(haystack).encode())}"
+        if options.top_k is not None:
+            own = [first_passages(example, options.top_k) for example in own]
+        if options.max_new_tokens is not None:
+            own = [replace(example, max_new_tokens=options.max_new_tokens) for example in own]
+        examples += own
+    return examples, sources
+
+
+def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystack: Sequence[str]) -> list[Example]:
+    tokenizer = engine.lm.tokenizer.backend_tokenizer
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    tokens = options.ruler_tokens - len(engine.prompt("", ()))
+    return generate(name, options.size, tokens=tokens, count=count, haystack=haystack, seed=options.seed)
+
+
+def _demo_texts() -> list[str]:
+    from qcfuse_rag.demo.assets import corpus
+
+    return list(corpus().values())
+
+
+def _notes(options: QualityOptions, examples: Sequence[Example]) -> list[str]:
+    if options.distractors is None:
+        return []
+    silent = sum(not example.supporting and example.dataset not in TASKS for example in examples)
+    return [f"{silent} questions do not say which passages hold the answer; they keep all"] if silent else []
+
+
+def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str, str]) -> dict[str, Any]:
+    """Return what records depend on; methods and the number of questions may change."""
+    return {
+        "model": engine.lm.fingerprint.digest,
+        "device": str(engine.lm.device),
+        "datasets": sources,
+        "distractors": options.distractors,
+        "top_k": options.top_k,
+        "seed": options.seed,
+        "max_new_tokens": options.max_new_tokens,
+    }
+
+
+def _preparations(chosen: Sequence[Configuration]) -> dict[tuple[str, str | None, float | None], str | None]:
+    needed = {one.key: preparation_of(one) for one in chosen}
+    return {key: one.name if one is not None else None for key, one in needed.items()}
+
+
+def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
+    device = engine.lm.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "command": shlex.join(["qcfuse", *sys.argv[1:]]),
+        "model": options.model,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"{device} ({name})",
+        "dtype": engine.lm.fingerprint.dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(text, "utf-8")
+    part.replace(path)

@@ -1,0 +1,90 @@
+"""The summary as tables, for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+COLUMNS = (
+    "method", "base", "ratio", "n", "F1", "F1 - full", "EM", "ROUGE-L", "match", "NLL", "NLL - full", "KL",
+    "F1 - random", "KL - random", "TTFT", "of full", "selecting", "offline / chunk",
+)  # fmt: skip
+SHORT = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
+"""What a terminal has room for."""
+
+LEGEND = (
+    "Means over questions; in brackets paired 95 % bootstrap intervals. NLL: nats a token of the gold answer; KL: nats "
+    "at the first token, from full prefill; TTFT: median, and median of the paired ratios to full prefill; selecting: "
+    "probe and selection as a share of TTFT; random: the control over the same base at the same ratio."
+)
+
+
+def terminal_tables(summary: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return a table for each dataset with the columns a terminal has room for."""
+    tables = []
+    for dataset, lines in by_dataset(summary).items():
+        table = Table(title=_title(dataset, lines))
+        for name in SHORT:
+            table.add_column(name, justify="left" if name in ("method", "base") else "right", no_wrap=name == "method")
+        for line in lines:
+            cells = row(line)
+            table.add_row(*(cells[name] for name in SHORT))
+        tables.append(table)
+    return tables
+
+
+def markdown(summary: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """Return the summary as a page of Markdown with all columns."""
+    parts = [f"# Quality: {about['model']}", f"`{about['command']}`", LEGEND]
+    parts += [f"{note}" for note in about.get("notes", ())]
+    for dataset, lines in by_dataset(summary).items():
+        head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
+        rows = ["| " + " | ".join(row(line)[name] for name in COLUMNS) + " |" for line in lines]
+        parts.append(f"## {_title(dataset, lines)}\n\n" + "\n".join([head, *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def by_dataset(summary: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the lines of each dataset."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for line in summary:
+        found.setdefault(line["dataset"], []).append(line)
+    return found
+
+
+def row(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line's cells by column."""
+    against, control = line["minus_full"], line["minus_random"] or {}
+    full = line["method"] == "full"
+    chunk_s, chunk_bytes = line["offline_s_per_chunk"], line["offline_bytes_per_chunk"]
+    return {
+        "method": line["method"],
+        "base": line["base"] or "-",
+        "ratio": "-" if line["ratio"] is None else f"{line['ratio']:g}",
+        "n": str(line["n"]),
+        "F1": f"{line['f1']:.3f}",
+        "F1 - full": "-" if full else _with_interval(against["f1"]),
+        "EM": f"{line['em']:.3f}",
+        "ROUGE-L": f"{line['rouge_l']:.3f}",
+        "match": f"{line['match']:.3f}",
+        "NLL": f"{line['nll']:.3f}",
+        "NLL - full": "-" if full else _with_interval(against["nll"]),
+        "KL": "-" if full else f"{line['kl']:.3f}",
+        "F1 - random": _with_interval(control.get("f1")),
+        "KL - random": _with_interval(control.get("kl")),
+        "TTFT": f"{line['ttft_s']:.3g} s",
+        "of full": f"{line['ttft_to_full']:.2f}",
+        "selecting": f"{line['selection_share']:.0%}",
+        "offline / chunk": "-" if chunk_s is None else f"{1000 * chunk_s:.3g} ms, {chunk_bytes / 1e6:.3g} MB",
+    }
+
+
+def _with_interval(found: Mapping[str, float] | None) -> str:
+    return "-" if found is None else f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+
+
+def _title(dataset: str, lines: Sequence[Mapping[str, Any]]) -> str:
+    full = next((line for line in lines if line["method"] == "full"), lines[0])
+    return f"{dataset}: {full['n']} questions, full prefill scores F1 0 on {full['zero_share']:.0%} of them"
