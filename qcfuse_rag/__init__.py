@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.fuse.prefill import Prefilled
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
-    from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED, Base
+    from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
     from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
     from qcfuse_rag.model.language_model import LanguageModel
@@ -48,7 +48,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BASES",
+    "BEGUN",
     "BLIND",
+    "ENRICHED",
     "FRAMED",
     "METHODS",
     "Base",
@@ -100,6 +102,8 @@ __all__ = [
 
 _HOMES = {
     "BASES": "qcfuse_rag.ingest.base",
+    "BEGUN": "qcfuse_rag.ingest.base",
+    "ENRICHED": "qcfuse_rag.ingest.base",
     "BLIND": "qcfuse_rag.ingest.base",
     "Base": "qcfuse_rag.ingest.base",
     "ChunkKV": "qcfuse_rag.store.chunk",

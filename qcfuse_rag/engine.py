@@ -15,7 +15,9 @@ from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.ingest.base import FRAMED, Base
-from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary
+from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.neighbours import nearest, token_vectors
+from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
@@ -109,6 +111,7 @@ class FusionEngine:
         replace: bool = True,
         bases: Iterable[Base] | None = None,
         priority: Sequence[float] | None = None,
+        neighbours: Sequence[Sequence[int]] | None = None,
         batch_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> WarmSummary:
@@ -121,6 +124,8 @@ class FusionEngine:
                 unless another source has it. False adds them to those it has.
             bases: under which bases; by default the one the engine's method reads.
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
+            neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; by the
+                model's own token embeddings if None.
             batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
             progress: called with tokens `(done, total)` after every batch.
 
@@ -132,11 +137,14 @@ class FusionEngine:
         ids = [self.prompts.chunk_ids(text) for text in texts]
         if sources is not None and len(sources) != len(ids):
             raise ValueError(f"{len(sources)} sources for {len(ids)} passages")
-        summary = self.warm_job(ids, bases=chosen, priority=priority, batch_tokens=batch_tokens).run(progress)
+        if neighbours is None and any(base.enriched for base in chosen):
+            neighbours = nearest(token_vectors(self.lm, ids), NEIGHBOURS)
+        job = self.warm_job(ids, bases=chosen, priority=priority, neighbours=neighbours, batch_tokens=batch_tokens)
+        summary = job.run(progress)
         keys: dict[str, list[ChunkKey]] = {}
         for source, chunk in zip(sources or (), ids, strict=False):
             if source is not None:
-                keys.setdefault(source, []).extend(self.keys(chunk, chosen))
+                keys.setdefault(source, []).extend(self.keys(chunk, with_first_pass(chosen)))
         for source, own in keys.items():
             if replace:
                 self.sources.replace(source, own)
@@ -150,12 +158,22 @@ class FusionEngine:
         *,
         bases: Iterable[Base] | None = None,
         priority: Sequence[float] | None = None,
+        neighbours: Sequence[Sequence[int]] | None = None,
         batch_tokens: int | None = None,
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
         frame = self.prompts.frame
-        return WarmJob(self.lm, self.store, frame, chunks, bases=chosen, priority=priority, batch_tokens=batch_tokens)
+        return WarmJob(
+            self.lm,
+            self.store,
+            frame,
+            chunks,
+            bases=chosen,
+            priority=priority,
+            neighbours=neighbours,
+            batch_tokens=batch_tokens,
+        )
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""

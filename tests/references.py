@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import Base, LanguageModel, Prompt, Role
 from qcfuse_rag.fuse.self_check import stock_attention
@@ -89,3 +93,70 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
             for (keys, values), layer in zip(table, cache.layers, strict=True):
                 keys[:, :, row], values[:, :, row] = layer.keys[:, :, -1], layer.values[:, :, -1]
     return logits, table
+
+
+class Observed(NamedTuple):
+    """What a layer of `layerwise_fusion` saw: its rows, and their stored and fresh keys and values."""
+
+    rows: list[int]
+    stored: tuple[Tensor, Tensor]
+    fresh: tuple[Tensor, Tensor]
+
+
+@torch.inference_mode()
+def layerwise_fusion(
+    lm: LanguageModel,
+    ids: tuple[int, ...],
+    rows: list[int],
+    table: Table,
+    *,
+    rows_of: Callable[[int, list[int], Observed | None], list[int]] | None = None,
+    correct: Callable[[int, Observed, Table], None] | None = None,
+    visible: set[int] | None = None,
+) -> tuple[Tensor, Table]:
+    """Recompute rows of a Llama layer by layer, written out, every row attending by itself.
+
+    Args:
+        lm: a Llama.
+        ids: the whole prompt.
+        rows: positions to begin with, ascending.
+        table: keys and values of all positions.
+        rows_of: the rows of a layer, given those of the layer before and what it saw.
+        correct: changes the table of a layer when its fresh keys and values are in.
+        visible: positions that may be seen at all; all if None.
+
+    Returns:
+        `[vocabulary]` logits after the last row, and the completed table.
+    """
+    table = [(keys.clone(), values.clone()) for keys, values in table]
+    decoder = lm.model.model
+    hidden = decoder.embed_tokens(torch.tensor([[ids[row] for row in rows]]))
+    cos, sin = decoder.rotary_emb(hidden, torch.arange(len(ids))[None])
+    seen: Observed | None = None
+    for index, layer in enumerate(decoder.layers):
+        if rows_of is not None:
+            left = rows_of(index, rows, seen)
+            hidden = hidden[:, [rows.index(row) for row in left]]
+            rows = left
+        attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+        shape = (1, len(rows), -1, attention.head_dim)
+        query, key, value = (
+            project(normed).view(shape).transpose(1, 2)
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, cos[:, rows], sin[:, rows])
+        keys, values = table[index]
+        seen = Observed(rows, (keys[:, :, rows].clone(), values[:, :, rows].clone()), (key, value))
+        keys[:, :, rows], values[:, :, rows] = key, value
+        if correct is not None:
+            correct(index, seen, table)
+        groups = query.shape[1] // keys.shape[1]
+        outputs = []
+        for place, row in enumerate(rows):
+            looked_at = [p for p in range(row + 1) if visible is None or p in visible]
+            k, v = (part[0, :, looked_at].repeat_interleave(groups, 0) for part in (keys, values))
+            weights = (k @ query[0, :, place, :, None])[..., 0].mul(attention.scaling).softmax(-1)
+            outputs.append((weights[:, None] @ v).reshape(-1))
+        hidden = hidden + attention.o_proj(torch.stack(outputs))[None]
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return lm.model.lm_head(decoder.norm(hidden))[0, -1], table

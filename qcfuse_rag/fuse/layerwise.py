@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,42 @@ class Steering(Protocol):
             rows: `[R]` positions computed in it.
             buffer: keys rotated; positions that are no rows may be changed.
             query: `[1, Hq, R, D]` of the rows, rotated.
+        """
+        ...
+
+
+@runtime_checkable
+class Attentive(Steering, Protocol):
+    """A steering that looks at the pass's attention too, and says what it recomputed.
+
+    Attributes:
+        chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
+            for those computed in the last one.
+    """
+
+    chosen: Tensor | None
+
+    def look(
+        self,
+        layer: int,
+        rows: Tensor,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> None:
+        """See what the rows are about to look at, after `written`.
+
+        Args:
+            layer: the layer.
+            rows: `[R]` int64 ascending positions of the queries.
+            query: `[1, Hq, R, D]`, rotated.
+            key: `[1, Hkv, length, D]`, rotated.
+            scaling: factor on scores.
+            softcap: cap on scores, or None.
+            window: sliding window in tokens, or None.
         """
         ...
 
@@ -96,6 +132,12 @@ class SteeredPass:
         self.row_layers += len(rows)
         return kept, torch.searchsorted(self._start, rows)
 
+    @property
+    def chosen(self) -> Tensor:
+        """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, if the steering knows no better."""
+        chosen = self._steering.chosen if isinstance(self._steering, Attentive) else None
+        return self.plan.rows if chosen is None else chosen
+
     def _with(self, rows: Tensor) -> RowsPlan:
         first = self._first
 
@@ -103,6 +145,8 @@ class SteeredPass:
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
             self._steering.written(layer, rows, self._buffer, query)
+            if isinstance(self._steering, Attentive):
+                self._steering.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)
 

@@ -113,8 +113,8 @@ def _recompute(
 ) -> tuple[Tensor, Tensor]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
-    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer; sets known to be nested
-    beforehand count whole.
+    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
+    which count; sets known to be nested beforehand count whole.
     """
     is_row = ~assembly.known
     selected = selection.positions
@@ -128,7 +128,7 @@ def _recompute(
     logits = forward_rows(assembly.lm, assembly.ids[rows], plan, assembly.buffer, course)
     assembly.row_layers += _paid(assembly, rows, course)
     if course is not None and selection.until is None:
-        selected = selected[torch.isin(selected, course.plan.rows)]
+        selected = selected[torch.isin(selected, course.chosen)]
     return logits, selected
 
 

@@ -9,7 +9,7 @@ from qcfuse_rag.model.fingerprint import Fingerprint
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
-"""How a chunk's tokens are ranked when it is stored; see `ingest.rank`."""
+"""How a chunk's tokens are ranked when it is stored; see `ingest.anchors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,14 @@ class Base:
         name: part of every key.
         behind_frame: prefill behind the prompt's fixed head, whose keys and values are not kept with the chunk.
         enriched: prefill behind the stored caches of related chunks too, see `ingest.enrich`.
+        dummies: prefill behind so many copies of the prompt's first token instead of its whole head.
         ranking: how its tokens are ranked.
     """
 
     name: str
     behind_frame: bool
     enriched: bool = False
+    dummies: int = 0
     ranking: Ranking = "instruction"
 
     def prefix(self, frame: tuple[int, ...]) -> tuple[int, ...]:
@@ -33,7 +35,7 @@ class Base:
 
         The neighbours of an enriched chunk are not among them: they are not in the prompt.
         """
-        return frame if self.behind_frame else ()
+        return frame if self.behind_frame else frame[:1] * self.dummies
 
     def exact_behind(self, before: tuple[int, ...], frame: tuple[int, ...]) -> bool:
         """Return whether a chunk is what full prefill would give when the ids `before` stand in front of it."""
@@ -61,4 +63,8 @@ FRAMED = Base("framed", behind_frame=True)
 ENRICHED = Base("enriched", behind_frame=True, enriched=True)
 """Behind the head and the caches of related chunks: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
 
-BASES = {base.name: base for base in (BLIND, FRAMED, ENRICHED)}
+BEGUN = Base("begun", behind_frame=False, dummies=4)
+"""Behind four copies of the token every prompt begins with, which take the attention sink away from the chunk: EPIC's
+LegoLink-0 (arXiv 2410.15332). Independent of the prompt's wording."""
+
+BASES = {base.name: base for base in (BLIND, FRAMED, BEGUN, ENRICHED)}

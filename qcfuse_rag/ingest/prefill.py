@@ -11,19 +11,32 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.ingest.anchors import TokenRanking, instruction_ids
+from qcfuse_rag.ingest.anchors import (
+    TokenRanking,
+    asking_ids,
+    instruction_ids,
+    order_by_key_norm,
+    order_by_position,
+)
+from qcfuse_rag.ingest.base import Ranking
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 
 
-def prefill_chunk(lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None) -> ChunkKV:
+def prefill_chunk(
+    lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None, ranking: Ranking = "instruction"
+) -> ChunkKV:
     """Compute one chunk's keys and values; see `prefill_chunks`."""
-    return prefill_chunks(lm, [ids], prefix=prefix)[0]
+    return prefill_chunks(lm, [ids], prefix=prefix, ranking=ranking)[0]
 
 
 @torch.inference_mode()
 def prefill_chunks(
-    lm: LanguageModel, batch: Sequence[tuple[int, ...]], *, prefix: ChunkKV | None = None
+    lm: LanguageModel,
+    batch: Sequence[tuple[int, ...]],
+    *,
+    prefix: ChunkKV | None = None,
+    ranking: Ranking = "instruction",
 ) -> list[ChunkKV]:
     """Compute the keys and values of several chunks in one pass, and rank their tokens.
 
@@ -34,7 +47,8 @@ def prefill_chunks(
     Args:
         lm: the model.
         batch: the chunks' tokens; the less their lengths differ, the less is computed in vain.
-        prefix: stored keys and values of what stands in front, exact from position 0; None for nothing.
+        prefix: stored keys and values of what stands in front, from position 0; None for nothing.
+        ranking: how to rank tokens.
 
     Returns:
         The chunks in the same order, on the model's device.
@@ -50,24 +64,33 @@ def prefill_chunks(
             f"a passage of {longest:,} tokens behind {start:,} exceeds the context window of {lm.window.tokens:,}; "
             "split the document into smaller passages"
         )
-    instruction = instruction_ids(lm.tokenizer)[:room]
-    width = longest + len(instruction)
-    sequences = [(*ids, *instruction, *(0 for _ in range(longest - len(ids)))) for ids in batch]
+    instruction = instruction_ids(lm.tokenizer)
+    asking = [asking_ids(ranking, instruction, ids)[:room] for ids in batch]
+    width = max(len(ids) + len(ask) for ids, ask in zip(batch, asking, strict=True))
+    sequences = [
+        (*ids, *ask, *(0 for _ in range(width - len(ids) - len(ask)))) for ids, ask in zip(batch, asking, strict=True)
+    ]
     buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
     if prefix is not None:
         copy_chunk(buffer, 0, prefix)
         rotate_buffer(buffer, lm.ropes, 0, start)
-    ranking = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], len(instruction), lm.device)
+    watch = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], [len(ask) for ask in asking], lm.device)
     rows = torch.arange(start, start + width, device=lm.device)
-    plan = RowsPlan(rows, start + width, observe=ranking.observe, windows=lm.sliding)
+    plan = RowsPlan(rows, start + width, observe=watch.observe, windows=lm.sliding)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
-    return [_cut(buffer, index, start, len(ids), ranking, lm.critical_layers) for index, ids in enumerate(batch)]
+    return [_cut(lm, buffer, index, start, len(ids), ranking, watch) for index, ids in enumerate(batch)]
 
 
 def _cut(
-    buffer: KVBuffer, index: int, start: int, tokens: int, ranking: TokenRanking, critical: tuple[int, ...]
+    lm: LanguageModel, buffer: KVBuffer, index: int, start: int, tokens: int, ranking: Ranking, watch: TokenRanking
 ) -> ChunkKV:
     keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
     values = [layer[index, :, start : start + tokens] for layer in buffer.values]
-    return ChunkKV.of(keys, values, ranking.order(index), probe_layers=critical)
+    if ranking == "knorm":
+        order = order_by_key_norm(keys)
+    elif ranking == "sinks":
+        order = order_by_position(lm.n_layers, tokens)
+    else:
+        order = watch.order(index)
+    return ChunkKV.of(keys, values, order, probe_layers=lm.critical_layers)

@@ -10,8 +10,9 @@ from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingest.anchors import instruction_ids
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.ingest.base import BLIND, FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
+from qcfuse_rag.ingest.enrich import enrich_chunk
 from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
@@ -110,11 +111,13 @@ class WarmJob:
         bases: under which bases to store each.
         priority: for each chunk how much it is wanted, such as how often it was retrieved; the most wanted are
             prefilled first, and alone if the store has no room for all. In the order given if None.
+        neighbours: for each chunk the indices of the chunks it is related to, most related first; needed for enriched
+            bases, which also store the framed caches they are made from.
         batch_tokens: most tokens to compute in one pass; 2,048 on a CPU and 16,384 on a GPU if None. 1 computes every
             chunk alone, which makes the stored bytes the same whatever else the job holds.
 
     Raises:
-        ValueError: if there are not as many priorities as chunks.
+        ValueError: if there are not as many priorities or neighbours as chunks, or none for an enriched base.
     """
 
     def __init__(
@@ -126,25 +129,33 @@ class WarmJob:
         *,
         bases: Iterable[Base],
         priority: Sequence[float] | None = None,
+        neighbours: Sequence[Sequence[int]] | None = None,
         batch_tokens: int | None = None,
     ) -> None:
         self._lm, self._store, self._frame = lm, store, frame
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
-        chosen, seen = tuple(bases), set()
+        chosen, seen = with_first_pass(bases), set()
         self._pending: list[Pending] = []
+        self._neighbours = neighbours
+        self._ids: list[array[int]] = []
         count = 0
         for index, ids in enumerate(chunks):
             count += 1
+            if neighbours is not None:
+                self._ids.append(array("i", ids))
             for base in chosen if ids else ():
                 key = base.key(lm.fingerprint, frame, ids)
                 if key.address not in seen:
                     seen.add(key.address)
-                    self._pending.append(Pending(index, base, key, array("l", ids)))
+                    self._pending.append(Pending(index, base, key, array("i", ids)))
         if priority is not None:
             if len(priority) != count:
                 raise ValueError(f"{len(priority)} priorities for {count} chunks")
             self._pending.sort(key=lambda one: -priority[one.index])
+        if any(base.enriched for base in chosen) and (neighbours is None or len(neighbours) != count):
+            given = "none are given" if neighbours is None else f"they are given for {len(neighbours)}"
+            raise ValueError(f"an enriched base needs the neighbours of all {count} chunks, {given}")
 
     def plan(self, *, measure: bool = False, limit_bytes: int | None = None) -> WarmPlan:
         """Say what `run` would do, without storing anything.
@@ -215,15 +226,40 @@ class WarmJob:
         return work, present, left_out, failed
 
     def _batches(self, work: list[Pending]) -> Iterable[list[Pending]]:
-        for base in dict.fromkeys(one.base for one in work):
+        for base in sorted(dict.fromkeys(one.base for one in work), key=lambda base: base.enriched):
             own = [one for one in work if one.base is base]
+            if base.enriched:
+                yield from ([one] for one in own)
+                continue
             yield from batches_by_length(
                 own, lambda one: len(one.ids), batch_tokens=self._batch_tokens, extra=self._extra
             )
 
     def _prefill(self, batch: list[Pending], head: ChunkKV | None) -> list[ChunkKV]:
-        prefix = head if batch[0].base.behind_frame else None
-        return prefill_chunks(self._lm, [tuple(one.ids) for one in batch], prefix=prefix)
+        base = batch[0].base
+        chunks = [tuple(one.ids) for one in batch]
+        if base.enriched:
+            assert self._neighbours is not None
+            related = [self._first_pass(index, head) for index in self._neighbours[batch[0].index]]
+            return [enrich_chunk(self._lm, chunks[0], head=head, neighbours=related)]
+        prefix = head
+        if not base.behind_frame:
+            ids = base.prefix(self._frame)
+            prefix = prefill_chunk(self._lm, ids) if ids else None
+        return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)
+
+    def _first_pass(self, index: int, head: ChunkKV | None) -> ChunkKV:
+        """Return a neighbour's framed cache: the stored one, else one computed for the moment."""
+        ids = tuple(self._ids[index])
+        found = self._store.get(FRAMED.key(self._lm.fingerprint, self._frame, ids))
+        if isinstance(found, ChunkKV):
+            try:
+                found.read()
+            except (CorruptEntry, OSError):
+                pass
+            else:
+                return found
+        return prefill_chunk(self._lm, ids, prefix=head)
 
     def _measured(self, work: list[Pending]) -> float:
         if not work:
@@ -258,6 +294,16 @@ class WarmJob:
         if store and key not in self._store:
             self._store.put(key, computed, saved_ms=1000 * (time.perf_counter() - begun))
         return computed
+
+
+def with_first_pass(bases: Iterable[Base]) -> tuple[Base, ...]:
+    """Return bases without repetition, those that are made from others after these, which are added if need be."""
+    given = dict.fromkeys(bases)
+    first = [base for base in given if not base.enriched]
+    last = [base for base in given if base.enriched]
+    if last and FRAMED not in first:
+        first.append(FRAMED)
+    return (*first, *last)
 
 
 def _too_long(length: int, window: int) -> str:

@@ -8,12 +8,16 @@ from typing import Any
 
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.ingest.base import BASES, FRAMED
+from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED
+from qcfuse_rag.methods.agentkvshift import agentkvshift
+from qcfuse_rag.methods.cacheblend import cacheblend
 from qcfuse_rag.methods.epic import epic
 from qcfuse_rag.methods.full import full
+from qcfuse_rag.methods.fusionrag import fusionrag
 from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
+from qcfuse_rag.methods.relaxkv import relaxkv
 from qcfuse_rag.methods.reuse import reuse
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -21,8 +25,12 @@ METHODS: dict[str, Callable[..., Method]] = {
     "reuse": reuse,
     "random": random,
     "epic": epic,
+    "cacheblend": cacheblend,
+    "fusionrag": fusionrag,
     "prophetkv": prophetkv,
     "qcfuse": qcfuse,
+    "relaxkv": relaxkv,
+    "agentkvshift": agentkvshift,
 }
 
 
@@ -36,8 +44,8 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     Args:
         name: a key of `METHODS`; None is the default, QCFuse at 15 %.
         ratio: share of reused tokens to recompute; None is the method's published one.
-        base: `framed` or `blind`; None is framed, whatever the method was published with, because that is how passages
-            are warmed when nobody says otherwise.
+        base: a name in `BASES`; None is framed even for methods published with blind caches, because that is how
+            passages are warmed when nobody says otherwise.
 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
@@ -46,8 +54,10 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
         raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
     if name is None:
         name, ratio = DEFAULT_METHOD, DEFAULT_RATIO if ratio is None else ratio
-    if base is None and "base" in inspect.signature(METHODS.get(name, full)).parameters:
-        base = FRAMED.name
+    if base is None:
+        published = inspect.signature(METHODS.get(name, full)).parameters.get("base")
+        if published is not None and published.default in (BLIND, None):
+            base = FRAMED.name
     return make_method(name, ratio=ratio, base=BASES[base] if base else None)
 
 

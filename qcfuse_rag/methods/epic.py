@@ -5,17 +5,19 @@ from __future__ import annotations
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.select import ChunkHeads
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.ingest.base import BEGUN, BLIND, Base
 
 
-def epic(ratio: float | None = None, base: Base = BLIND, n_tokens: int = 16) -> Method:
+def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 16) -> Method:
     """Recompute the first tokens of every chunk but one that starts the prompt, whatever the question.
 
     Args:
         ratio: share of each chunk, for comparison with other methods at equal cost; None for a fixed number of tokens.
-        base: which stored caches to start from; the paper's are blind.
-        n_tokens: LegoLink-k's k; the paper tries 2 to 32. Used if `ratio` is None.
+        base: which stored caches to start from; the paper's are blind, and for LegoLink-0 `begun`.
+        n_tokens: LegoLink-k's k; the paper tries 2 to 32. 0 recomputes nothing and relies on how chunks were stored.
+            Used if `ratio` is None.
     """
     if ratio is None:
-        return Method("epic", base=base, selector=ChunkHeads(n_tokens), budget=None)
-    return Method("epic", base=base, selector=ChunkHeads(None), budget=FixedRatio(ratio))
+        stored = base or (BLIND if n_tokens else BEGUN)
+        return Method("epic", stored, selector=ChunkHeads(n_tokens), budget=None)
+    return Method("epic", base or BLIND, selector=ChunkHeads(None), budget=FixedRatio(ratio))

@@ -1,0 +1,35 @@
+"""A second place to look for a chunk that is not stored under a method's base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcfuse_rag.fuse.adapt import Adapted, Place
+from qcfuse_rag.ingest.base import Base
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Bases to fall back to, in this order.
+
+    FusionRAG's alternative path (arXiv 2601.12904): instead of a prefix for every combination of earlier chunks there
+    is one physical cache per chunk, found by dropping the earlier chunks from the path. Chunks here are addressed by
+    head and content to begin with; what is left of the idea is the second key.
+    """
+
+    bases: tuple[Base, ...]
+
+    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+        """Return the chunk under the first base that has it."""
+        frame, before = place.prompt.frame, place.prompt.ids[: place.span.start]
+        if isinstance(found, ChunkKV):
+            return Adapted(found, place.base.exact_behind(before, frame))
+        for base in self.bases:
+            key = base.key(place.lm.fingerprint, frame, place.span.segment.ids)
+            other = place.store.get(key)
+            if isinstance(other, ChunkKV):
+                note = f"{base.name} instead of {place.base.name}"
+                return Adapted(other, base.exact_behind(before, frame), note=note, key=key)
+        return found

@@ -1,0 +1,70 @@
+"""Which chunks a chunk is likely to be retrieved with: what enriched caches are made from.
+
+Any source will do: vectors of an embedding index, edges of a graph, or what was retrieved together before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from qcfuse_rag.model.language_model import LanguageModel
+
+BLOCK = 1024
+
+
+def nearest(vectors: NDArray[np.float32], n: int) -> list[list[int]]:
+    """Return each chunk's nearest others by cosine, best first.
+
+    Args:
+        vectors: `[N, D]`, one for each chunk, of any length but zero.
+        n: how many.
+    """
+    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    found: list[list[int]] = []
+    for start in range(0, len(unit), BLOCK):
+        similarity = unit[start : start + BLOCK] @ unit.T
+        similarity[np.arange(len(similarity)), np.arange(start, start + len(similarity))] = -np.inf
+        order = np.argsort(-similarity, axis=1, kind="stable")[:, : min(n, len(unit) - 1)]
+        found += order.tolist()
+    return found
+
+
+def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int) -> list[list[int]]:
+    """Return the chunks each was most often retrieved with, most often first.
+
+    Args:
+        retrievals: indices of the chunks of each past retrieval.
+        chunks: how many chunks there are.
+        n: how many to return for each, at most.
+    """
+    together: list[Counter[int]] = [Counter() for _ in range(chunks)]
+    for found in retrievals:
+        for one in found:
+            together[one].update(other for other in set(found) if other != one)
+    return [[other for other, _ in sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for own in together]
+
+
+@torch.inference_mode()
+def token_vectors(lm: LanguageModel, chunks: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """Return a vector for each chunk from the model's own input embeddings, for want of an embedding model.
+
+    The mean of its tokens' embeddings, rare tokens counting more (inverse document frequency), less the mean over all
+    chunks; related chunks share rare tokens. An embedding model does better.
+
+    Returns:
+        `[N, H]` float32.
+    """
+    table = lm.model.get_input_embeddings().weight
+    seen = Counter(token for ids in chunks for token in set(ids))
+    vectors = np.zeros((len(chunks), table.shape[1]), np.float32)
+    for index, ids in enumerate(chunks):
+        if ids:
+            tokens = torch.tensor(list(ids), device=table.device)
+            weight = torch.tensor([np.log((1 + len(chunks)) / seen[token]) for token in ids], device=table.device)
+            vectors[index] = (weight[:, None] * table[tokens].float()).mean(0).cpu().numpy()
+    return vectors - vectors.mean(0) if len(chunks) > 1 else vectors

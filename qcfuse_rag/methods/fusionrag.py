@@ -1,0 +1,41 @@
+"""FusionRAG (arXiv 2601.12904): chunks meet their likely neighbours before they are stored; the question picks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qcfuse_rag.errors import UnknownMethod
+from qcfuse_rag.fuse.alternative import Alternatives
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.select import TopTokens
+from qcfuse_rag.ingest.base import ENRICHED, FRAMED, Base
+
+
+def fusionrag(
+    ratio: float = 0.15,
+    base: Base = ENRICHED,
+    probe: Literal["question_over_cache", "question_only"] = "question_over_cache",
+    alternative: bool = True,
+) -> Method:
+    """Recompute the passage tokens that the question attends to in the last layer, over enriched caches.
+
+    Args:
+        ratio: share of the passage tokens to recompute.
+        base: which stored caches to start from; the published ones are enriched, see `ingest.enrich`.
+        probe: what the question sees on its way to the last layer, on which the paper can be read both ways: the stored
+            chunks, or nothing but itself.
+        alternative: take the framed cache of a chunk that has not been enriched yet, the paper's alternative path.
+    """
+    if probe not in ("question_over_cache", "question_only"):
+        raise UnknownMethod(f"no probe {probe!r} of fusionrag; there are question_over_cache and question_only")
+    seen = 1.0 if probe == "question_over_cache" else 0.0
+    return Method(
+        "fusionrag",
+        base,
+        adapter=Alternatives((FRAMED,)) if alternative and base.enriched else None,
+        probe=QuestionProbe(layers="last", anchor_ratio=seen),
+        selector=TopTokens(),
+        budget=FixedRatio(ratio),
+    )

@@ -1,0 +1,100 @@
+"""What every method must be, for every model family: full prefill at ratio 1, its base at ratio 0, and repeatable."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import (
+    BEGUN,
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    METHODS,
+    Base,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    Method,
+    Prompt,
+    make_method,
+)
+from qcfuse_rag.fuse.select import Nothing
+from tests import references
+from tests.conftest import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+WITH_RATIO = sorted(name for name, build in METHODS.items() if "ratio" in inspect.signature(build).parameters)
+VARIANTS = {
+    "cacheblend": [{"variant": "release"}],
+    "fusionrag": [{"probe": "question_only"}],
+    "relaxkv": [{"charge": "average"}, {"context": "all"}],
+    "qcfuse": [{"reduce": "max"}],
+}
+CASES = [(name, {}) for name in WITH_RATIO] + [(name, case) for name, cases in VARIANTS.items() for case in cases]
+
+
+@pytest.fixture(scope="module")
+def warmed(family: LanguageModel) -> FusionEngine:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED, BEGUN, ENRICHED))
+    # engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def prompt(warmed: FusionEngine) -> Prompt:
+    return warmed.prompt(QUESTION, [PASSAGES[1], PASSAGES[2], PASSAGES[0]])
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+def test_ratio_1_is_full_prefill(warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]) -> None:
+    logits, table = references.plain_forward(warmed.lm, prompt.ids)
+    done = warmed.prefill(prompt, method=make_method(name, ratio=1.0, **options))
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+    for layer, (keys, values) in enumerate(table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+def test_ratio_0_is_its_base(warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]) -> None:
+    """Not even a bit more: what is placed, and the question over it."""
+    method = make_method(name, ratio=0.0, **options)
+    done = warmed.prefill(prompt, method=method)
+    base = replace(method, probe=None, selector=Nothing(), layerwise=None)
+    assert torch.equal(done.logits, warmed.prefill(prompt, method=base).logits)
+    assert done.report.selected == ()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+def test_the_same_request_has_the_same_answer(
+    warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
+) -> None:
+    """And the one before it, on the same engine, leaves no trace."""
+    method = make_method(name, ratio=0.3, **options)
+    first = warmed.prefill(prompt, method=method)
+    warmed.prefill(warmed.prompt("Why?", PASSAGES), method=make_method(name, ratio=0.8, **options))
+    again = warmed.prefill(prompt, method=method)
+    assert torch.equal(first.logits, again.logits)
+    assert first.report.selected == again.report.selected
+    assert torch.isfinite(first.logits).all()
+
+
+@pytest.mark.parametrize("base", [BEGUN, ENRICHED], ids=lambda base: base.name)
+def test_nothing_recomputed_over_another_base_is_not_full_prefill(
+    warmed: FusionEngine, prompt: Prompt, base: Base
+) -> None:
+    """Or the tests above would say nothing of these bases."""
+    logits, _ = references.plain_forward(warmed.lm, prompt.ids)
+    done = warmed.prefill(prompt, method=Method("reuse", base))
+    assert done.report.fallback is None
+    assert error(done.logits, logits[-1]) > 100 * TOLERANCE
