@@ -134,7 +134,7 @@ class SteeredPass:
 
     @property
     def chosen(self) -> Tensor:
-        """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, if the steering knows no better."""
+        """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, unless the steering says."""
         chosen = self._steering.chosen if isinstance(self._steering, Attentive) else None
         return self.plan.rows if chosen is None else chosen
 
