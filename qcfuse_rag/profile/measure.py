@@ -62,10 +62,8 @@ def profile_layers(
             progress(done, len(samples))
     used = len(samples) - skipped.total()
     if not used:
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "there are none"
-        raise ProfileError(
-            f"none of the {len(samples)} questions can be used ({reasons}); give others, or fewer passages"
-        )
+        why = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
+        raise ProfileError(f"no question can be used ({why or 'there are none'}); give others, or fewer passages")
     recall = tuple((total / used).tolist())
     return Profile(
         model=lm.name,

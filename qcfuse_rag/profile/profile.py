@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -121,7 +122,8 @@ class Profile:
                 os.fsync(file.fileno())
             part.replace(place)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
             raise ProfileError(f"cannot write {path} ({error}); name another place") from error
 
 

@@ -16,8 +16,8 @@ from qcfuse_rag.profile.occurrences import find_answers
 
 EXPECTED = 'expected {"question": ..., "passages": [...], "answers": [...]} or {"input", "context", "answers"} a line'
 NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n", re.MULTILINE)
-STEP = 7
-"""From one question of the demonstration to the next, where its distractors begin; prime to the number of files."""
+STEP = 5
+"""From one question of the demonstration to the next, how much further on its distractors begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,8 @@ def demo_samples(distractors: int = 3) -> list[Sample]:
     for index, asked in enumerate(questions()):
         start = index * STEP % len(names)
         others = [name for name in names[start:] + names[:start] if name not in asked.documents]
-        chosen = sorted([*asked.documents, *others[:distractors]])
+        apart = max(1, len(others) // max(1, distractors))  # so that the evidence is not always first or last
+        chosen = sorted([*asked.documents, *others[::apart][:distractors]])
         supporting = tuple(chosen.index(name) for name in asked.documents)
         samples.append(Sample(asked.question, tuple(texts[name] for name in chosen), asked.answers, supporting))
     return samples
