@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.fuse.prefill import Prefilled
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
+    from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
     from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
@@ -91,6 +92,7 @@ __all__ = [
     "UnknownMethod",
     "UnsupportedModel",
     "Usage",
+    "VerifiedGeneration",
     "WarmJob",
     "WarmPlan",
     "WarmSummary",
@@ -145,6 +147,7 @@ _HOMES = {
     "UnknownMethod": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
     "Usage": "qcfuse_rag.generate.decode",
+    "VerifiedGeneration": "qcfuse_rag.generate.verify",
     "WarmJob": "qcfuse_rag.ingest.warm",
     "WarmPlan": "qcfuse_rag.ingest.warm",
     "WarmSummary": "qcfuse_rag.ingest.warm",

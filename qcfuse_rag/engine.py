@@ -14,6 +14,7 @@ from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.neighbours import nearest, token_vectors
@@ -246,6 +247,13 @@ class FusionEngine:
     ) -> Generation:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
+
+    def generate_verified(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25
+    ) -> VerifiedGeneration:
+        """Answer as full prefill would, token for token, drafting on the fused cache; see `generate.verify`."""
+        chosen = method or self.method
+        return generate_verified(self.lm, self.store, prompt, chosen, sampling or SamplingParams(), draft=draft)
 
     def close(self) -> None:
         """Close the store."""

@@ -6,19 +6,17 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from qcfuse_rag.fuse.forward import forward_rows
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.generate.answer import Answer, FinishReason
 from qcfuse_rag.generate.sampling import Sampler, SamplingParams
-from qcfuse_rag.generate.text import TextAssembler
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.report.fusion import FusionReport
-
-FinishReason = Literal["end", "stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,45 +101,24 @@ class TextStream(Iterator[str]):
     ) -> Iterator[str]:
         started = time.perf_counter()
         sampler = Sampler(params, lm.device)
-        assembler = TextAssembler(lm.tokenizer.backend_tokenizer, params.stop)
-        ends = end_tokens(lm)
-        pieces: list[str] = []
-        ids: list[int] = []
+        answer = Answer(lm, params)
         logits, position = prefilled.logits, prefilled.report.prompt_tokens
-        reason: FinishReason = "length"
         while True:
             if cancel.is_set():
-                reason = "cancelled"
+                answer.reason = "cancelled"
                 break
             token = sampler(logits)
-            ids.append(token)
-            if token in ends:
-                reason = "end"
-                break
-            piece = assembler.push(token)
+            piece = answer.push(token)
             if piece:
-                pieces.append(piece)
                 yield piece
-            if assembler.stopped:
-                reason = "stop"
-                break
-            if len(ids) == params.max_new_tokens:
+            if answer.reason is not None:
                 break
             row = torch.tensor([position], device=lm.device)
             plan = RowsPlan.of(row, lm.sliding)
             logits = forward_rows(lm, torch.tensor([token], device=lm.device), plan, prefilled.buffer)
             position += 1
-        rest = assembler.flush()
+        rest = answer.finish()
         if rest:
-            pieces.append(rest)
             yield rest
         elapsed = time.perf_counter() - started
-        self.generation = Generation("".join(pieces), tuple(ids), reason, self.report, elapsed)
-
-
-def end_tokens(lm: LanguageModel) -> frozenset[int]:
-    """Return the tokens that end an answer, by the model's generation settings and its tokenizer."""
-    config = lm.model.generation_config
-    listed = config.eos_token_id if config is not None else None
-    ends = set(listed) if isinstance(listed, list) else {listed}
-    return frozenset(token for token in ends | {lm.tokenizer.eos_token_id} if token is not None)
+        self.generation = Generation(answer.text, tuple(answer.ids), answer.reason, self.report, elapsed)
