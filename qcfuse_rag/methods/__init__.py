@@ -11,6 +11,7 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED
 from qcfuse_rag.methods.agentkvshift import agentkvshift
 from qcfuse_rag.methods.cacheblend import cacheblend
+from qcfuse_rag.methods.cachecraft import cachecraft
 from qcfuse_rag.methods.epic import epic
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.methods.fusionrag import fusionrag
@@ -18,6 +19,7 @@ from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
 from qcfuse_rag.methods.relaxkv import relaxkv
+from qcfuse_rag.methods.relaycaching import relaycaching
 from qcfuse_rag.methods.reuse import reuse
 
 METHODS: dict[str, Callable[..., Method]] = {
@@ -26,11 +28,13 @@ METHODS: dict[str, Callable[..., Method]] = {
     "random": random,
     "epic": epic,
     "cacheblend": cacheblend,
+    "cachecraft": cachecraft,
     "fusionrag": fusionrag,
     "prophetkv": prophetkv,
     "qcfuse": qcfuse,
     "relaxkv": relaxkv,
     "agentkvshift": agentkvshift,
+    "relaycaching": relaycaching,
 }
 
 

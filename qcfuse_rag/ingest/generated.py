@@ -1,0 +1,131 @@
+"""Keep the keys and values of an answer that will be a passage of a later prompt (RelayCaching, arXiv 2603.13289).
+
+Decoding has computed them; what is stored is exactly that, and only the answer's own tokens: nothing of the prompt or
+the question. They do depend on both, as those of an answer must, so keep them where the conversation may be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.forward import forward_hidden
+from qcfuse_rag.fuse.prefill import Prefilled
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.ingest.anchors import order_by_key_norm
+from qcfuse_rag.ingest.base import Base
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.model.rope import angles, rotate
+from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.key import ChunkKey, hash_ids
+
+GENERATED = Base("generated", behind_frame=True, ranking="knorm")
+"""Behind a whole prompt that began with the head. Never exact anywhere else, and nothing can be warmed under it."""
+
+MERGED = 2
+"""Tokens at the end of an answer that may come out otherwise when it stands in a passage: `.` and a blank line are one
+token in many vocabularies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What became of an answer that was to be kept.
+
+    Attributes:
+        key: its entry, or None if it was not stored.
+        tokens: tokens stored.
+        computed: those of them that decoding had not computed: its last, and what the template writes behind a passage.
+        reason: why it was not stored, or None.
+    """
+
+    key: ChunkKey | None
+    tokens: int = 0
+    computed: int = 0
+    reason: str | None = None
+
+
+@torch.inference_mode()
+def keep_generated(
+    lm: LanguageModel,
+    store: KVStore,
+    prompt: Prompt,
+    prefilled: Prefilled,
+    generated: tuple[int, ...],
+    ids: tuple[int, ...],
+    own: int,
+) -> Kept:
+    """Store the keys and values of an answer under the ids it has as a passage.
+
+    They must be exact: the prompt prefilled in full, decoded token by token. What the passage has behind the answer is
+    computed in one short pass behind the same prompt. Nothing is stored that decoding did not begin.
+
+    Args:
+        lm: the model.
+        store: where to.
+        prompt: what was answered.
+        prefilled: its prefill, on whose buffer it was decoded.
+        generated: ids of the answer as it was generated.
+        ids: ids of the answer as a passage, see `PromptBuilder.chunk_ids`.
+        own: how many of them are of the answer, not of the template behind it.
+
+    Returns:
+        The entry, or why there is none: the request reused stored caches, or the answer is tokenised otherwise.
+
+    Raises:
+        StoreError: if the store cannot be written.
+    """
+    if prefilled.report.reused_tokens:
+        return Kept(None, reason="the answer was decoded on reused caches, so it is not exact; ask with method full")
+    decoded = generated[:-1]  # the last token was never run
+    known = next((i for i, pair in enumerate(zip(ids, decoded, strict=False)) if pair[0] != pair[1]), None)
+    known = min(len(ids), len(decoded)) if known is None else known
+    if known == 0 or known < own - MERGED:
+        return Kept(None, reason=f"as a passage the answer has other tokens: {known} of {own} are as generated")
+    start, stop = len(prompt), len(prompt) + len(ids)
+    if stop > lm.window.tokens:
+        return Kept(None, reason=f"prompt and passage exceed the context window of {lm.window.tokens:,} tokens")
+    buffer = prefilled.buffer
+    if known < len(ids):
+        buffer = _copy_of(lm, buffer, start + known, stop)
+        rows = torch.arange(start + known, stop, device=lm.device)
+        tail = torch.tensor(ids[known:], device=lm.device)
+        forward_hidden(lm, tail, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
+    keys = _unrotated(lm, buffer, start, stop)
+    values = [layer[0, :, start:stop] for layer in buffer.values]
+    context = tuple(hash_ids(span.segment.ids) for span in prompt.chunks)
+    facts = {"decoded": (float(known),)}
+    chunk = ChunkKV.of(
+        keys, values, order_by_key_norm(keys), probe_layers=lm.critical_layers, context=context, facts=facts
+    )
+    key = GENERATED.key(lm.fingerprint, prompt.frame, ids)
+    store.put(key, chunk)
+    return Kept(key, len(ids), len(ids) - known)
+
+
+def _copy_of(lm: LanguageModel, buffer: KVBuffer, filled: int, capacity: int) -> KVBuffer:
+    """Return a copy with room for `capacity` tokens, of which the first `filled` are there.
+
+    The original belongs to the answer, whose tokens stand where others are about to be computed.
+    """
+    copy = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
+    for ours, theirs in zip((*copy.keys, *copy.values), (*buffer.keys, *buffer.values), strict=True):
+        ours[:, :, :filled] = theirs[:, :, :filled]
+    return copy
+
+
+def _unrotated(lm: LanguageModel, buffer: KVBuffer, start: int, stop: int) -> list[Tensor]:
+    """Return per layer `[Hkv, stop - start, D]`, keys as they would be at position 0."""
+    positions = torch.arange(start, stop, device=lm.device)
+    keys = []
+    for layer, rope in zip(buffer.keys, lm.ropes, strict=True):
+        part = layer[0, :, start:stop]
+        if rope.inv_freq is not None:
+            table = angles(rope.inv_freq.to(part.device), -positions)
+            part = rotate(part, *table, interleaved=rope.interleaved)
+        keys.append(part)
+    return keys
