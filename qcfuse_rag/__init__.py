@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
+    from qcfuse_rag.ingest.keep import CaptureSummary
     from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
     from qcfuse_rag.model.language_model import LanguageModel
@@ -55,6 +56,7 @@ __all__ = [
     "FRAMED",
     "METHODS",
     "Base",
+    "CaptureSummary",
     "ChunkKV",
     "ChunkKey",
     "CorruptEntry",
@@ -108,6 +110,7 @@ _HOMES = {
     "ENRICHED": "qcfuse_rag.ingest.base",
     "BLIND": "qcfuse_rag.ingest.base",
     "Base": "qcfuse_rag.ingest.base",
+    "CaptureSummary": "qcfuse_rag.ingest.keep",
     "ChunkKV": "qcfuse_rag.store.chunk",
     "ChunkKey": "qcfuse_rag.store.key",
     "CorruptEntry": "qcfuse_rag.errors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -14,9 +14,9 @@ from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.neighbours import nearest, token_vectors
 from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary, with_first_pass
 from qcfuse_rag.methods import choose_method
@@ -175,6 +175,30 @@ class FusionEngine:
             neighbours=neighbours,
             batch_tokens=batch_tokens,
         )
+
+    def capture(
+        self,
+        groups: Iterable[Sequence[str]],
+        *,
+        keep: Collection[str] = ("variant",),
+        variants: int = 5,
+        rank: int = 32,
+    ) -> CaptureSummary:
+        """Compute passages exactly behind those they were retrieved with, and keep what was born.
+
+        Args:
+            groups: passages of one retrieval each, in the order they stood in.
+            keep: `variant` for whole caches, `difference` for what they have over the framed ones, `patch` for that in
+                low rank; see `ingest.keep`.
+            variants: most contexts to keep of each passage; the least used of the oldest give way.
+            rank: of patches.
+
+        Raises:
+            StoreError: if the store cannot be written.
+            ValueError: if there is nothing of that name to keep, or no such rank.
+        """
+        job = CaptureJob(self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank)
+        return job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""

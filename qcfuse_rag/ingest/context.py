@@ -1,9 +1,9 @@
 """Slots: under which keys the caches of one chunk that were born in different contexts are kept.
 
 Such a cache cannot have its context in its key: whoever looks for one does not know which contexts there are. So each
-chunk has a few numbered slots, `variant-0`, `variant-1`, ... for whole caches and `difference-0`, ... for what a
-context adds to the framed cache, and looking means trying them. There is no index that could be lost or stale; what a
-slot holds, its header says.
+chunk has a few numbered slots, `variant-0`, `variant-1`, ... for whole caches, `difference-0`, ... for what a context
+adds to the framed cache and `patch-0`, ... for that in low rank, and looking means trying them. There is no index
+that could be lost or stale; what a slot holds, its header says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 
-Kind = Literal["variant", "difference"]
+Kind = Literal["variant", "difference", "patch"]
 
 TURN = "turn"
 """Fact of a captured chunk: how many of its kind were captured of the same text before it."""
@@ -55,7 +55,7 @@ def slot_key(
     """Return the key of a chunk's slot.
 
     Args:
-        kind: `variant` or `difference`.
+        kind: `variant`, `difference` or `patch`.
         number: of the slot, from 0.
         fingerprint: the model.
         frame: token ids of the prompt's fixed head.
@@ -73,7 +73,7 @@ def filled_slots(
 
     Args:
         store: where to look.
-        kind: `variant` or `difference`.
+        kind: `variant`, `difference` or `patch`.
         slots: how many to try; evictions leave gaps.
         fingerprint: the model.
         frame: token ids of the prompt's fixed head.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.numbers import check_rank, compress
-from qcfuse_rag.store.ranks import RANKS
-
-Keep = Literal["variant", "difference", "patch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +61,12 @@ class CaptureJob:
         store: where to.
         frame: token ids of the prompt's fixed head.
         keep: `variant` for whole caches; `difference` for what they have over the framed ones, which are warmed if
-            they are absent; `patch` for that in low rank. The last two share slots, so that there is one of them.
+            they are absent; `patch` for that in low rank.
         slots: of each passage and kind.
         rank: of patches.
 
     Raises:
-        ValueError: if nothing, both of the last two, or something else is to be kept, or there is no such rank.
+        ValueError: if nothing or something else is to be kept, or there is no such rank.
     """
 
     def __init__(
@@ -82,17 +79,13 @@ class CaptureJob:
         slots: int = 5,
         rank: int = 32,
     ) -> None:
-        if not keep or not set(keep) <= set(get_args(Keep)):
-            raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Keep))}")
-        if {"difference", "patch"} <= set(keep):
-            raise ValueError("keep differences whole or as patches, not both: they share their slots")
+        if not keep or not set(keep) <= set(get_args(Kind)):
+            raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
         if slots < 1:
             raise ValueError(f"a passage needs a slot, got {slots}")
         self._lm, self._store, self._frame, self._slots = lm, store, frame, slots
-        self._kinds: tuple[Kind, ...] = tuple(
-            kind for kind in get_args(Kind) if kind in keep or (kind == "difference" and "patch" in keep)
-        )
-        self._rank = check_rank(rank) if "patch" in keep else None
+        self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
+        self._rank = check_rank(rank)
         self._uses: dict[str, float] | None = None
 
     def run(self, groups: Iterable[Sequence[tuple[int, ...]]]) -> CaptureSummary:
@@ -119,7 +112,7 @@ class CaptureJob:
                 tokens += taken
                 for place, kind in wanted:
                     ids, chunk = chunks[place], born[place - 1]
-                    kept = chunk if kind == "variant" else self._difference(ids, chunk)
+                    kept = chunk if kind == "variant" else self._difference(kind, ids, chunk)
                     self._put(kind, ids, kept, ms_per_token * len(ids))
                     captured, size = captured + 1, size + kept.nbytes
             except (PromptTooLong, LookupError) as error:
@@ -139,10 +132,7 @@ class CaptureJob:
 
     def _is(self, slot: Slot, kind: Kind, context: Context) -> bool:
         """Return whether a slot holds what would be written into it."""
-        if slot.context != context:
-            return False
-        numbers = slot.chunk.numbers
-        return kind == "variant" or numbers == self._rank or (self._rank is None and numbers not in RANKS)
+        return slot.context == context and (kind != "patch" or slot.chunk.numbers == self._rank)
 
     def _filled(self, kind: Kind, ids: tuple[int, ...]) -> list[Slot]:
         return filled_slots(self._store, kind, self._slots, self._lm.fingerprint, self._frame, ids)
@@ -161,10 +151,10 @@ class CaptureJob:
             self._uses = {entry.address: entry.uses or 0.0 for entry in self._store.entries()}
         return self._uses.get(self._store.address(slot.key), 0.0)
 
-    def _difference(self, ids: tuple[int, ...], born: ChunkKV) -> ChunkKV:
+    def _difference(self, kind: Kind, ids: tuple[int, ...], born: ChunkKV) -> ChunkKV:
         key = FRAMED.key(self._lm.fingerprint, self._frame, ids)
         difference = difference_of(born, self._framed(key, ids))
-        return difference if self._rank is None else compress(difference, self._rank)
+        return compress(difference, self._rank) if kind == "patch" else difference
 
     def _framed(self, key: ChunkKey, ids: tuple[int, ...]) -> ChunkKV:
         """Return a passage's framed cache as the store has it, warmed if need be."""

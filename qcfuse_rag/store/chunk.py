@@ -130,9 +130,11 @@ class ChunkKV:
             start: first token.
             stop: token after the last, or None for all; a store reads no others.
         """
-        last = self.n_tokens if stop is None else stop
-        keys, values = (self._restored(f"{kind}.{index}", start, last) for kind in KINDS)
-        return keys, values
+        return self.part("key", index, start, stop), self.part("value", index, start, stop)
+
+    def part(self, kind: str, index: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the keys (`kind` is `key`) or the values (`value`) of a layer alone; see `layer`."""
+        return self._restored(f"{kind}.{index}", start, self.n_tokens if stop is None else stop)
 
     def anchors(self, layer: int, ratio: float) -> Tensor:
         """Return the `ceil(ratio * n_tokens)` most important tokens of a layer, ascending indices in the chunk."""
