@@ -14,6 +14,7 @@ from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
