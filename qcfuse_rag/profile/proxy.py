@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.generate.decode import end_tokens
+from qcfuse_rag.generate.answer import end_tokens
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.model.language_model import LanguageModel
