@@ -15,7 +15,7 @@ from torch import Tensor
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.generate.decode import end_tokens
+from qcfuse_rag.generate.answer import end_tokens
 from qcfuse_rag.model.language_model import LanguageModel
 
 GOLD_ROWS = 16
