@@ -77,12 +77,18 @@ def configurations(
         over: Sequence[str | None] = bases or [None]
         shares: Sequence[float | None] = ratios or [None]
         if name == RANDOM and not bases:
-            over = sorted({one.base for one in found.values() if one.base and "ratio" in _takes(one.label)}) or [None]
+            bases_of = (plain_base(one.base) for one in found.values() if "ratio" in _takes(one.label))
+            over = [base for base in dict.fromkeys(bases_of) if base in BASES] or [None]
         for base in over if "base" in _takes(name) and "base" not in given else [None]:
             for ratio in shares if "ratio" in _takes(name) and "ratio" not in given else [None]:
                 one = _configuration(label, name, {"ratio": ratio, **({"base": BASES[base]} if base else {}), **given})
                 found.setdefault(one.key, one)
     return list(found.values())
+
+
+def plain_base(base: str | None) -> str | None:
+    """Return the name of a base without the way its tokens are ranked."""
+    return base and base.split("+")[0]
 
 
 def _configuration(label: str, name: str, parameters: dict[str, Any]) -> Configuration:
@@ -112,14 +118,15 @@ def _parse(label: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Read a parameter: `none`, `true`, `false`, a number, whole numbers joined by `+`, a base, or a word."""
+    """Read a parameter: a base, `none`, `true`, `false`, a number, whole numbers as `7+8` or `7+`, or a word."""
     if key == "base" and text in BASES:
         return BASES[text]
     words: dict[str, Any] = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    if "+" in text and all(part.isdigit() for part in text.split("+")):
-        return tuple(int(part) for part in text.split("+"))
+    parts = text.removesuffix("+").split("+")
+    if "+" in text and all(part.isdigit() for part in parts):
+        return tuple(int(part) for part in parts)
     for number in (int, float):
         try:
             return number(text)

@@ -55,6 +55,7 @@ class QualityOptions:
         store: folder to keep passages in; None is memory.
         device: such as `cpu` or `cuda:0`.
         dtype: such as `bfloat16`.
+        profile: file of the model's critical layers; see `FusionEngine.load`.
     """
 
     model: str
@@ -74,6 +75,7 @@ class QualityOptions:
     store: Path | None = None
     device: str | None = None
     dtype: str | None = None
+    profile: Path | None = None
 
 
 def measure_quality(options: QualityOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
@@ -93,7 +95,12 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     rouge_scorer()
     chosen = configurations(options.methods, options.ratios, options.bases)
     store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store)
-    with store, FusionEngine.load(options.model, store=store, device=options.device, dtype=options.dtype) as engine:
+    with (
+        store,
+        FusionEngine.load(
+            options.model, store=store, device=options.device, dtype=options.dtype, profile=options.profile
+        ) as engine,
+    ):
         examples, sources = read_examples(options, engine)
         notes = _notes(options, examples)
         conditions = _conditions(options, engine, sources)
@@ -176,11 +183,13 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
     return {
         "model": engine.lm.fingerprint.digest,
         "device": str(engine.lm.device),
+        "critical_layers": engine.lm.critical_layers,
         "datasets": sources,
         "distractors": options.distractors,
         "top_k": options.top_k,
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
+        "group": options.group if options.store is None else None,
     }
 
 

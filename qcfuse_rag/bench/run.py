@@ -75,7 +75,8 @@ def run_questions(
     for some in _groups(examples, group or max(1, len(examples))):
         todo = [(example, log.missing(example, chosen)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
-        wanted = (text for example, missing in todo if missing for text in example.passages)
+        # All of the group's, done or not: what an enriched passage is stored as depends on the others.
+        wanted = (text for example in some for text in example.passages)
         for cost in prepare(engine, needed, wanted).values() if needed else ():
             log.add_offline(cost)
         for example, missing in todo:
@@ -155,6 +156,7 @@ def _record(
         "select_s": timings.select_s,
         "recompute_s": timings.recompute_s,
         "bytes_loaded": report.bytes_loaded,
+        "row_layers": report.row_layers,
         "fallback": report.fallback,
         "answer": text,
     }

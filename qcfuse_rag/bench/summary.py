@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qcfuse_rag.bench.bootstrap import mean_interval
-from qcfuse_rag.bench.configurations import FULL, RANDOM
+from qcfuse_rag.bench.configurations import FULL, RANDOM, plain_base
 from qcfuse_rag.bench.prepare import OfflineCost
 from qcfuse_rag.bench.records import Record
 
 SCORES = ("f1", "em", "rouge_l", "match", "nll")
-MEANS = (*SCORES, "kl", "rows", "context_tokens", "load_s", "probe_s", "select_s", "recompute_s", "bytes_loaded")
+COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s", "recompute_s", "bytes_loaded")
+MEANS = (*SCORES, "kl", *COSTS)
 
 Group = dict[str, Record]
 """Records of one dataset and configuration by the question's id."""
@@ -28,7 +29,7 @@ def summarize(
     """Return the summary, in the order in which configurations first appear; full prefill first in each dataset.
 
     Differences are paired: taken question by question, then averaged and resampled. The control of a method is
-    `random` over the same base at the same ratio.
+    `random` over the same base at the same ratio; how tokens were ranked does not matter to it.
 
     Args:
         records: of one or more datasets.
@@ -46,7 +47,7 @@ def summarize(
     for dataset, method, base, ratio in sorted(groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL)):
         group = groups[dataset, method, base, ratio]
         full = groups.get((dataset, FULL, None, 1.0), {})
-        control = groups.get((dataset, RANDOM, base, ratio)) if method not in (RANDOM, FULL) else None
+        control = groups.get((dataset, RANDOM, plain_base(base), ratio)) if method not in (RANDOM, FULL) else None
         preparation = (preparations or {}).get((method, base, ratio))
         lines.append(
             {
@@ -56,9 +57,7 @@ def summarize(
                 "ratio": ratio,
                 **_own(list(group.values()), seed),
                 "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
-                "minus_random": {name: _difference(group, control, name, seed) for name in ("f1", "kl")}
-                if control
-                else None,
+                "minus_random": control and {name: _difference(group, control, name, seed) for name in ("f1", "kl")},
                 **_offline([cost for cost in costs if cost.preparation == preparation]),
             }
         )

@@ -11,8 +11,10 @@ COLUMNS = (
     "method", "base", "ratio", "n", "F1", "F1 - full", "EM", "ROUGE-L", "match", "NLL", "NLL - full", "KL",
     "F1 - random", "KL - random", "TTFT", "of full", "selecting", "offline / chunk",
 )  # fmt: skip
-SHORT = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
-"""What a terminal has room for."""
+NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
+WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
+WIDE_COLUMNS = 140
+"""From how many columns on a terminal has room for intervals."""
 
 LEGEND = (
     "Means over questions; in brackets paired 95 % bootstrap intervals. NLL: nats a token of the gold answer; KL: nats "
@@ -21,16 +23,17 @@ LEGEND = (
 )
 
 
-def terminal_tables(summary: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Return a table for each dataset with the columns a terminal has room for."""
+def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
+    """Return a table for each dataset with the columns that a terminal of this width has room for."""
+    names = WIDE if width >= WIDE_COLUMNS else NARROW
     tables = []
     for dataset, lines in by_dataset(summary).items():
         table = Table(title=_title(dataset, lines))
-        for name in SHORT:
-            table.add_column(name, justify="left" if name in ("method", "base") else "right", no_wrap=name == "method")
+        for name in names:
+            table.add_column(name, justify="left" if name in ("method", "base") else "right", no_wrap=name != "method")
         for line in lines:
             cells = row(line)
-            table.add_row(*(cells[name] for name in SHORT))
+            table.add_row(*(cells[name] for name in names))
         tables.append(table)
     return tables
 

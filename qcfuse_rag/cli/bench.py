@@ -78,6 +78,7 @@ def bench_quality(
     ruler_tokens: Annotated[int, typer.Option(min=64, help="Length of generated tasks.")] = 2048,
     group: Annotated[int, typer.Option(min=1, help="Questions to keep passages of in memory.")] = 20,
     store: Annotated[Path | None, typer.Option(help="Folder to keep passages in; memory.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="From `qcfuse profile`; the one in the store's folder.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder of the plots; beside the result.")] = None,
     device: DeviceName = None,
     dtype: DtypeName = None,
@@ -107,11 +108,12 @@ def bench_quality(
         store=store,
         device=device,
         dtype=dtype,
+        profile=profile,
     )
     with progress_bar("asking", "questions") as advance:
         found = measure_quality(options, advance)
     drawn = draw(found["summary"], plots or out.parent, out.stem)
-    for table in terminal_tables(found["summary"]):
+    for table in terminal_tables(found["summary"], OUT.width):
         OUT.print(table)
     OUT.print(LEGEND, highlight=False, markup=False)
     for note in found["about"]["notes"]:
