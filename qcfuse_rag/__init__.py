@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
+    from qcfuse_rag.ingest.generated import Kept
     from qcfuse_rag.ingest.keep import CaptureSummary
     from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
     from qcfuse_rag.methods import METHODS, choose_method, make_method
@@ -68,6 +69,7 @@ __all__ = [
     "Health",
     "InvalidTemplate",
     "KVStore",
+    "Kept",
     "LanguageModel",
     "MemoryStore",
     "Method",
@@ -123,6 +125,7 @@ _HOMES = {
     "Health": "qcfuse_rag.store.contract",
     "InvalidTemplate": "qcfuse_rag.errors",
     "KVStore": "qcfuse_rag.store.contract",
+    "Kept": "qcfuse_rag.ingest.generated",
     "LanguageModel": "qcfuse_rag.model.language_model",
     "METHODS": "qcfuse_rag.methods",
     "MemoryStore": "qcfuse_rag.store.memory",

@@ -17,6 +17,7 @@ from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.neighbours import nearest, token_vectors
 from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary, with_first_pass
@@ -272,6 +273,26 @@ class FusionEngine:
     ) -> Generation:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
+
+    def put_generated(self, prompt: Prompt, stream: TextStream, text: str | None = None) -> Kept:
+        """Keep the keys and values of an answer that will be a passage of later prompts; for method `relaycaching`.
+
+        Only what was computed exactly is kept: ask with `method=make_method("full")`.
+
+        Args:
+            prompt: what was asked.
+            stream: the answer, from `stream`; finished if it is not.
+            text: the passage, which begins as the answer does; the answer itself if None.
+
+        Returns:
+            What was stored, or why nothing was.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        generation = stream.result()
+        passage = generation.text if text is None else text
+        return keep_generated(self.lm, self.store, self.prompts, prompt, stream.prefilled, generation.ids, passage)
 
     def generate_verified(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25

@@ -73,6 +73,7 @@ class TextStream(Iterator[str]):
     Attributes:
         report: what the prefill did; there from the start.
         generation: the finished answer; None until the last piece has been taken.
+        prefilled: keys and values of prompt and answer; they take their memory as long as the stream is held.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TextStream(Iterator[str]):
         cancel: threading.Event | None = None,
     ) -> None:
         self.report = prefilled.report
+        self.prefilled = prefilled
         self.generation: Generation | None = None
         self._pieces = self._decode(lm, prefilled, params, cancel or threading.Event())
 

@@ -20,6 +20,7 @@ from qcfuse_rag.ingest.base import Base
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.model.rope import angles, rotate
 from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.prompt.template import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey, hash_ids
@@ -53,11 +54,11 @@ class Kept:
 def keep_generated(
     lm: LanguageModel,
     store: KVStore,
+    prompts: PromptBuilder,
     prompt: Prompt,
     prefilled: Prefilled,
     generated: tuple[int, ...],
-    ids: tuple[int, ...],
-    own: int,
+    text: str,
 ) -> Kept:
     """Store the keys and values of an answer under the ids it has as a passage.
 
@@ -67,11 +68,11 @@ def keep_generated(
     Args:
         lm: the model.
         store: where to.
+        prompts: how passages are written and tokenised.
         prompt: what was answered.
         prefilled: its prefill, on whose buffer it was decoded.
         generated: ids of the answer as it was generated.
-        ids: ids of the answer as a passage, see `PromptBuilder.chunk_ids`.
-        own: how many of them are of the answer, not of the template behind it.
+        text: the answer as a passage, or the beginning of it.
 
     Returns:
         The entry, or why there is none: the request reused stored caches, or the answer is tokenised otherwise.
@@ -81,6 +82,8 @@ def keep_generated(
     """
     if prefilled.report.reused_tokens:
         return Kept(None, reason="the answer was decoded on reused caches, so it is not exact; ask with method full")
+    ids = prompts.chunk_ids(text)
+    own = sum(first < len(text) for first, _ in prompts.chunk_offsets(text))  # without the template behind it
     decoded = generated[:-1]  # the last token was never run
     known = next((i for i, pair in enumerate(zip(ids, decoded, strict=False)) if pair[0] != pair[1]), None)
     known = min(len(ids), len(decoded)) if known is None else known
