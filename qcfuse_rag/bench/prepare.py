@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from qcfuse_rag.bench.configurations import Configuration
 from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingest.base import FRAMED, Base
+from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.neighbours import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +54,28 @@ class Warming:
 
     def run(self, engine: FusionEngine, passages: Sequence[str]) -> OfflineCost:
         """Prefill what the store does not have yet."""
+        neighbours = embedded_neighbours(passages) if self.base.enriched else None
         started = time.perf_counter()
-        summary = engine.warm(passages, bases=(self.base,))
+        summary = engine.warm(passages, bases=(self.base,), neighbours=neighbours)
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
 
 
 def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
-    """Return for each passage the ten nearest of the others by MiniLM, as FusionRAG takes them from the index."""
+    """Return for each passage the ten nearest of the others by MiniLM, as FusionRAG takes them from the index.
+
+    The index has the embeddings anyway, so they are not charged.
+
+    Raises:
+        QCFuseError: if there is no embedding model.
+    """
     from qcfuse_rag.demo.assets import default_embedder
-    from qcfuse_rag.retrieve.embed import Embedder
+
+    try:
+        from qcfuse_rag.retrieve.embed import Embedder
+    except ImportError as error:
+        raise QCFuseError(
+            "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"
+        ) from error
 
     return nearest(Embedder(default_embedder())(passages), NEIGHBOURS)
 

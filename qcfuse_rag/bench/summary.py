@@ -57,7 +57,9 @@ def summarize(
                 "ratio": ratio,
                 **_own(list(group.values()), seed),
                 "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
-                "minus_random": control and {name: _difference(group, control, name, seed) for name in ("f1", "kl")},
+                "minus_random": {name: _difference(group, control, name, seed) for name in ("f1", "kl")}
+                if control
+                else None,
                 **_offline([cost for cost in costs if cost.preparation == preparation]),
             }
         )
@@ -70,7 +72,7 @@ def _own(records: Sequence[Record], seed: int) -> dict[str, Any]:
     selecting = [(record["probe_s"] + record["select_s"]) / record["ttft_s"] for record in records]
     return {
         "n": len(records),
-        **{name: statistics.fmean(record[name] for record in records) for name in MEANS},
+        **{name: _mean([record[name] for record in records if name in record]) for name in MEANS},
         "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, "kl")},
         "ttft_s": statistics.median(ttft),
         "ttft_to_full": statistics.median(to_full),
@@ -78,6 +80,10 @@ def _own(records: Sequence[Record], seed: int) -> dict[str, Any]:
         "zero_share": statistics.fmean(record["f1"] == 0 for record in records),
         "fallbacks": sum(record.get("fallback") is not None for record in records),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict[str, float] | None:

@@ -16,6 +16,7 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.generate.answer import end_tokens
+from qcfuse_rag.generate.text import TextAssembler
 from qcfuse_rag.model.language_model import LanguageModel
 
 GOLD_ROWS = 16
@@ -96,8 +97,9 @@ class Together:
         return [tuple(answer) for answer in answers]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer's tokens, without special ones and surrounding white space."""
-        return str(self.lm.tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+        """Return the text of an answer's tokens as a stream of them would give it, less surrounding white space."""
+        assembler = TextAssembler(self.lm.tokenizer.backend_tokenizer, ())
+        return ("".join(assembler.push(token) for token in ids) + assembler.flush()).strip()
 
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
         """Compute rows of all sequences from `position` on: ids `[B, R]` -> `[B, keep, vocabulary]` float32."""

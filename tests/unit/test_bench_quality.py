@@ -1,0 +1,274 @@
+"""`qcfuse bench quality`, end to end on a tiny model: same tokens for all, nothing lost, nothing mixed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag.bench.configurations import configurations
+from qcfuse_rag.bench.prepare import prepare
+from qcfuse_rag.bench.together import Together
+from qcfuse_rag.generate.answer import end_tokens
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model
+from tests.unit.cli import Run
+
+RECORDS = [
+    {
+        "id": f"q{i}",
+        "question": QUESTION,
+        "answers": ["the harbour school", "school"],
+        "passages": [{"title": f"Page {j}", "text": PASSAGES[(i + j) % 3]} for j in range(3)],
+        "supporting": [1],
+    }
+    for i in range(3)
+]
+FAMILIES = ["llama", "mistral-sliding", "gemma2-softcap", "gpt-oss-sinks", "qwen2-moe-silent-window"]
+KEYS = (
+    "id dataset method base ratio rows context_tokens f1 em rouge_l match nll kl ttft_s answer "
+    "probe_s select_s load_s recompute_s bytes_loaded"
+)
+
+
+class Bench:
+    """Runs the command on a small dataset and returns its result."""
+
+    def __init__(self, run: Run, model: str, folder: Path) -> None:
+        self.run, self.model, self.data, self.out = run, model, folder / "data", folder / "results" / "r.json"
+        self.data.mkdir()
+        self.write("harbour", RECORDS)
+
+    def write(self, name: str, records: list[dict[str, Any]]) -> None:
+        (self.data / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def arguments(self, *options: object, dataset: str = "harbour") -> list[object]:
+        where = ("--model", self.model, "--device", "cpu", "--data-dir", self.data, "--dataset", dataset)
+        return ["bench", "quality", *where, "--json", self.out, "--max-new-tokens", 4, *options]
+
+    def __call__(self, *options: object, dataset: str = "harbour") -> dict[str, Any]:
+        self.printed = self.run.text(*self.arguments(*options, dataset=dataset))
+        found: dict[str, Any] = json.loads(self.out.read_text())
+        return found
+
+    def fails(self, *options: object, dataset: str = "harbour") -> str:
+        code, _, err = self.run(*self.arguments(*options, dataset=dataset))
+        assert code == 1
+        return " ".join(err.split())
+
+
+@pytest.fixture
+def bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
+    return Bench(run, model_folder, tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer: Any) -> None:
+    lm = LanguageModel.wrap(build_model(family), tokenizer, name=family)
+    engine = FusionEngine(lm, MemoryStore())
+    chosen = configurations(["reuse", "random", "qcfuse"], [0.2, 0.6], ["blind", "framed"])
+    prepare(engine, chosen, PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    prefilled = (engine.prefill(prompt, method=one.method, room=24) for one in chosen)
+    together = Together.stack(lm, prefilled, len(chosen), len(prompt), 24)
+    gold = tuple(tokenizer("the harbour school of the island", add_special_tokens=False)["input_ids"])[:20]
+
+    likelihoods = together.gold_nll(gold)
+    answers = together.greedy(8)
+    assert len({*answers}) > 1, "methods that all say the same would prove nothing"
+    for one, ids, nll in zip(chosen, answers, likelihoods, strict=True):
+        alone = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=one.method)
+        assert ids == alone.ids
+        assert together.text(ids) == alone.text.strip()
+        apart = Together.stack(lm, [engine.prefill(prompt, method=one.method, room=24)], 1, len(prompt), 24)
+        assert apart.gold_nll(gold)[0] == pytest.approx(nll, abs=1e-4)
+
+
+def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngine) -> None:
+    import torch
+
+    prompt, gold = engine.prompt(QUESTION, PASSAGES), tuple(range(30, 60))
+    full = engine.prefill(prompt, method=make_method("full"), room=len(gold))
+    found = Together.stack(engine.lm, [full], 1, len(prompt), len(gold)).gold_nll(gold)[0]
+    with torch.inference_mode():
+        logits = engine.lm.model(torch.tensor([[*prompt.ids, *gold]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(gold))
+    assert found == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_a_sequence_ends_at_its_end_token(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    one = engine.prefill(prompt, method=make_method("full"), room=8)
+    together = Together.stack(engine.lm, [one, one], 2, len(prompt), 8)
+    end = min(end_tokens(engine.lm))
+    together.logits[0, end] = together.logits.max() + 1
+    first, second = together.greedy(5)
+    assert first == (end,)
+    assert together.text(first) == ""
+    assert len(second) == 5 or second[-1] == end
+
+
+def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> None:
+    found = bench("--methods", "qcfuse,reuse,random", "--ratios", ".1,.5", "--size", 2)
+    of_one = [(r["method"], r["base"], r["ratio"]) for r in found["records"] if r["id"] == "q0"]
+    assert sorted(of_one, key=str) == sorted(
+        [
+            ("full", None, 1.0),
+            ("reuse", "framed", 0.0),
+            *(("qcfuse", "blind", ratio) for ratio in (0.1, 0.5)),
+            *(("random", "blind", ratio) for ratio in (0.1, 0.5)),
+        ],
+        key=str,
+    )
+    assert {r["id"] for r in found["records"]} == {"q0", "q1"}
+    assert all(set(KEYS.split()) <= set(r) and r["fallback"] is None for r in found["records"])
+    full = [r for r in found["records"] if r["method"] == "full"]
+    assert all(r["kl"] == 0 and r["full_ttft_s"] == r["ttft_s"] for r in full)
+    assert all(len({r["context_tokens"] for r in found["records"] if r["id"] == i}) == 1 for i in ("q0", "q1"))
+    assert found["about"]["options"]["size"] == 2
+    assert found["about"]["command"].startswith("qcfuse bench quality")
+
+
+def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
+    found = bench("--methods", "qcfuse,random", "--ratios", ".5")
+    lines = {line["method"]: line for line in found["summary"]}
+    assert list(lines) == ["full", "qcfuse", "random"]
+    qcfuse, full = lines["qcfuse"], lines["full"]
+    assert qcfuse["n"] == 3
+    assert qcfuse["minus_full"]["nll"]["mean"] == pytest.approx(qcfuse["nll"] - full["nll"])
+    assert qcfuse["minus_random"]["kl"]["mean"] == pytest.approx(qcfuse["kl"] - lines["random"]["kl"])
+    assert qcfuse["intervals"]["kl"]["low"] <= qcfuse["kl"] <= qcfuse["intervals"]["kl"]["high"]
+    assert qcfuse["offline_s_per_chunk"] > 0
+    assert qcfuse["offline_bytes_per_chunk"] > 0
+    assert full["offline_bytes"] == 0
+    assert lines["random"]["minus_random"] is None
+
+
+def test_table_plots_and_markdown_are_made(bench: Bench, tmp_path: Path) -> None:
+    bench("--methods", "qcfuse", "--ratios", ".2,.5", "--size", 2, "--plots", tmp_path / "plots")
+    assert "harbour: 2 questions" in bench.printed
+    assert "| qcfuse | blind | 0.2 |" in (bench.out.parent / "r.md").read_text()
+    drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert drawn == ["r.harbour.f1-ratio.png", "r.harbour.f1-ttft.png"]
+    assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+
+
+def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
+    first = bench("--methods", "reuse", "--size", 2)
+    again = bench("--methods", "reuse", "--size", 2)
+    assert again["records"] == first["records"], "not even a time was taken anew"
+    more = bench("--methods", "reuse,random", "--size", 3)
+    assert more["records"][: len(first["records"])] == first["records"]
+    added = more["records"][len(first["records"]) :]
+    assert [(r["id"], r["method"]) for r in added if r["id"] != "q2"] == [("q0", "random"), ("q1", "random")]
+    assert {r["method"] for r in added if r["id"] == "q2"} == {"full", "reuse", "random"}
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
+    whole = bench("--methods", "reuse,random")
+    partial = bench.out.parent / "r.partial.jsonl"
+    lines = partial.read_bytes().splitlines(keepends=True)
+    partial.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    again = bench("--methods", "reuse,random")
+
+    def what(found: dict[str, Any]) -> list[Any]:
+        return sorted((r["id"], r["method"], r["answer"], r["rows"]) for r in found["records"])
+
+    assert what(again) == what(whole)
+
+
+@pytest.mark.parametrize("change", [("--distractors", 0), ("--seed", 1), ("--max-new-tokens", 5)])
+def test_records_of_other_conditions_are_not_mixed(bench: Bench, change: tuple[str, int]) -> None:
+    bench("--methods", "reuse", "--size", 1)
+    error = bench.fails("--methods", "reuse", "--size", 1, *change)
+    assert "other conditions" in error
+    assert "another --json" in error
+    bench.write("harbour", RECORDS[:1])
+    assert "datasets was" in bench.fails("--methods", "reuse", "--size", 1)
+
+
+def test_a_file_that_is_no_bench_is_left_alone(bench: Bench) -> None:
+    partial = bench.out.parent / "r.partial.jsonl"
+    partial.parent.mkdir()
+    partial.write_text("my notes\nof today\n")
+    assert "is not a file of this bench" in bench.fails("--methods", "reuse")
+    assert partial.read_text() == "my notes\nof today\n"
+
+
+def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
+    all_of_it = bench("--methods", "full", "--size", 1)["records"][0]["context_tokens"]
+    bench.out = bench.out.with_name("few.json")
+    assert bench("--methods", "full", "--size", 1, "--distractors", 0)["records"][0]["context_tokens"] < all_of_it
+    bench.write("silent", [{**RECORDS[0], "supporting": []}])
+    bench.out = bench.out.with_name("silent.json")
+    found = bench("--methods", "full", "--distractors", 0, dataset="silent")
+    assert found["records"][0]["context_tokens"] == all_of_it
+    assert "1 questions do not say which passages" in bench.printed
+
+
+def test_the_qcfuse_releases_layout_and_names_are_understood(bench: Bench) -> None:
+    release = [{"input": QUESTION, "context": PASSAGES, "answers": "school"} for _ in range(2)]
+    bench.write("release", release)
+    found = bench("--baseline", "ours", "--baseline", "fullreuse", "--top-k", 2, dataset="release")
+    assert {r["method"] for r in found["records"]} == {"full", "qcfuse", "reuse"}
+    assert {r["id"] for r in found["records"]} == {"1", "2"}
+
+
+def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) -> None:
+    bench.write("other", RECORDS[:1])
+    found = bench("--methods", "reuse", "--store", tmp_path / "kv", dataset="harbour,other")
+    assert [(line["dataset"], line["method"], line["n"]) for line in found["summary"]] == [
+        ("harbour", "full", 3),
+        ("harbour", "reuse", 3),
+        ("other", "full", 1),
+        ("other", "reuse", 1),
+    ]
+    assert any((tmp_path / "kv").iterdir())
+
+
+def test_questions_are_prepared_in_groups(bench: Bench) -> None:
+    one_by_one = bench("--methods", "reuse", "--group", 1)
+    bench.out = bench.out.with_name("at-once.json")
+    at_once = bench("--methods", "reuse")
+    answers = [
+        [(r["id"], r["answer"]) for r in found["records"] if r["method"] == "reuse"] for found in (one_by_one, at_once)
+    ]
+    assert answers[0] == answers[1]
+    chunks = [found["summary"][1]["offline_chunks"] for found in (one_by_one, at_once)]
+    assert chunks == [9, 9], "titles differ, so no passage is in two questions"
+
+
+def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
+    bench.write("long", [RECORDS[0], {**RECORDS[1], "passages": [{"title": "", "text": PASSAGES[0] * 60}]}])
+    found = bench("--methods", "full", dataset="long")
+    assert {r["id"] for r in found["records"]} == {"q0"}
+    assert "long q1: its prompt exceeds the window of 2,048 tokens" in found["about"]["notes"][0]
+
+
+def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
+    found = bench("--methods", "reuse", "--size", 1, "--ruler-tokens", 1800, dataset="ruler_mv")
+    (record,) = [r for r in found["records"] if r["method"] == "full"]
+    assert 1000 < record["context_tokens"] < 1800
+    assert (bench.out.parent / "r.ruler_mv.match-ttft.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--methods", "nothing"), "no method 'nothing'"),
+        (("--methods", "qcfuse[depth=3]"), "does not take depth"),
+        (("--methods", "qcfuse[depth"), "write a method as name"),
+        (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_loaded(bench: Bench, options: tuple[str, ...], says: str) -> None:
+    assert says in bench.fails(*options)
+
+
+def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) -> None:
+    error = bench.fails("--methods", "full", dataset="squad")
+    assert "no dataset 'squad'" in error
+    assert "harbour" in error
