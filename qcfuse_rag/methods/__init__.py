@@ -15,6 +15,8 @@ from qcfuse_rag.methods.cachecraft import cachecraft
 from qcfuse_rag.methods.epic import epic
 from qcfuse_rag.methods.full import full
 from qcfuse_rag.methods.fusionrag import fusionrag
+from qcfuse_rag.methods.kamera import kamera
+from qcfuse_rag.methods.kvcomm import kvcomm
 from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
@@ -35,6 +37,8 @@ METHODS: dict[str, Callable[..., Method]] = {
     "relaxkv": relaxkv,
     "agentkvshift": agentkvshift,
     "relaycaching": relaycaching,
+    "kamera": kamera,
+    "kvcomm": kvcomm,
 }
 
 

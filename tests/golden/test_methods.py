@@ -42,7 +42,7 @@ CASES = [(name, {}) for name in WITH_RATIO] + [(name, case) for name, cases in V
 def warmed(family: LanguageModel) -> FusionEngine:
     engine = FusionEngine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, BEGUN, ENRICHED))
-    # engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
+    engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
     return engine
 
 

@@ -40,6 +40,7 @@ from tests.conftest import PASSAGES, QUESTION
 def warmed(llama: LanguageModel) -> FusionEngine:
     engine = FusionEngine(llama, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    engine.capture([PASSAGES], keep=("difference",))
     return engine
 
 
