@@ -223,11 +223,22 @@ class FusionEngine:
 
     def prefetch(self, texts: Iterable[str], *, method: Method | None = None) -> None:
         """Start bringing passages into the store's nearest tier; returns at once."""
+        self.store.prefetch(self._keys_of(texts, method))
+
+    def hint_next(self, texts: Iterable[str], *, steps: int = 1, method: Method | None = None) -> None:
+        """Say which passages will be asked for in so many requests from now; returns at once.
+
+        For chains of questions whose next retrievals are known early, see `store.hints`: passages are brought near, and
+        kept there before others until they were used. Saying it again moves them; passages not stored are harmless.
+
+        Raises:
+            ValueError: if `steps` is less than 1.
+        """
+        self.store.hint(self._keys_of(texts, method), steps=steps)
+
+    def _keys_of(self, texts: Iterable[str], method: Method | None) -> list[ChunkKey]:
         base = (method or self.method).base
-        if base is not None:
-            frame = self.prompts.frame
-            keys = [base.key(self.lm.fingerprint, frame, self.prompts.chunk_ids(text)) for text in texts]
-            self.store.prefetch(keys)
+        return [key for text in texts for key in self.keys(self.prompts.chunk_ids(text), (base,) if base else ())]
 
     def prompt(self, question: str, passages: Sequence[str] = (), history: Sequence[Message] = ()) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
@@ -239,6 +250,7 @@ class FusionEngine:
         Raises:
             PromptTooLong: if prompt and room exceed the context window.
         """
+        self.store.advance()
         return prefill(self.lm, self.store, prompt, method or self.method, room=room)
 
     def stream(
@@ -298,6 +310,7 @@ class FusionEngine:
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25
     ) -> VerifiedGeneration:
         """Answer as full prefill would, token for token, drafting on the fused cache; see `generate.verify`."""
+        self.store.advance()
         chosen = method or self.method
         return generate_verified(self.lm, self.store, prompt, chosen, sampling or SamplingParams(), draft=draft)
 

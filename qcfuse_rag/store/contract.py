@@ -186,6 +186,23 @@ class KVStore(ABC):
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
         """Start bringing entries nearer; returns at once. Does nothing where there is only one tier."""
 
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:  # noqa: B027 - most stores evict by the past
+        """Say which entries will be asked for in so many steps; returns at once.
+
+        They are brought to the nearest tier and, if that is in memory, stay there before others until they were used
+        or sooner ones take their room. Keys without an entry are harmless.
+
+        Raises:
+            ValueError: if `steps` is less than 1.
+        """
+
+    def advance(self) -> None:  # noqa: B027
+        """Let one of the steps that hints are counted in go by."""
+
+    def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        """Return whether a chunk found farther away would come in without putting out what is expected sooner."""
+        return True
+
     def flush(self) -> None:  # noqa: B027 - most stores write at once
         """Wait until everything put is where it is to stay.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.eviction import Usage, policy_named
+from qcfuse_rag.store.hints import EXPECTED, Hints
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.numbers import LOSSLESS, as_kept, check_numbers
 
@@ -59,12 +60,14 @@ class MemoryStore(KVStore):
         self._device, self._pinned = torch.device(device), pinned
         self._worth = policy_named(eviction)
         self._entries: dict[str, Held] = {}
+        self._hints = Hints()
         self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk or a miss."""
         with self._lock:
+            self._hints.used(key.address)
             held = self._entries.get(key.address)
             if held is None or held.chunk.expired:
                 self._misses += 1
@@ -98,7 +101,7 @@ class MemoryStore(KVStore):
             self._remove(key.address)
             while self._size + size > self._limit:
                 free = (address for address, held in self._entries.items() if not held.pinned)
-                self._remove(min(free, key=lambda address: self._worth(self._entries[address].usage)))
+                self._remove(min(free, key=self._rank))
                 self._evicted += 1
             self._entries[key.address] = Held(key, copied, usage, pinned)
             self._size += size
@@ -132,6 +135,23 @@ class MemoryStore(KVStore):
                 held.pinned = pinned
             return held is not None
 
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
+        """Keep entries before others until they were used; see `store.hints`. They may be on their way here."""
+        self._hints.add([key.address for key in keys], steps)
+
+    def advance(self) -> None:
+        """Let a step go by."""
+        self._hints.advance()
+
+    def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
+        """Return whether there is room for a chunk beside those expected as soon or sooner, and pinned ones."""
+        if not self._hints:
+            return True
+        size, urgency = chunk.nbytes, max(self._hints.urgency(key.address), EXPECTED)
+        with self._lock:
+            firm = (h for a, h in self._entries.items() if h.pinned or self._hints.urgency(a) >= urgency)
+            return sum(held.usage.size_bytes for held in firm) + size <= self._limit
+
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
         with self._lock:
@@ -141,6 +161,10 @@ class MemoryStore(KVStore):
     def health(self) -> list[Health]:
         """Memory that this process has works."""
         return [Health(self.kind, ok=True)]
+
+    def _rank(self, address: str) -> tuple[float, float]:
+        """Return what eviction goes by, the smallest first: what is expected, then what was."""
+        return self._hints.urgency(address), self._worth(self._entries[address].usage)
 
     def _remove(self, address: str) -> bool:
         if address not in self._entries:

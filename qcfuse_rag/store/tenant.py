@@ -93,6 +93,14 @@ class TenantStore(KVStore):
         """Start bringing the tenant's entries nearer."""
         self.store.prefetch([self._own(key) for key in keys])
 
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
+        """Say which of the tenant's entries will be asked for."""
+        self.store.hint([self._own(key) for key in keys], steps=steps)
+
+    def advance(self) -> None:
+        """Let a step go by, for all tenants."""
+        self.store.advance()
+
     def flush(self) -> None:
         """Wait until everything put is where it is to stay."""
         self.store.flush()

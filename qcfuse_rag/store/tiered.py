@@ -58,11 +58,17 @@ class TieredStore(KVStore):
         found = self.near.get(key)
         if isinstance(found, ChunkKV):
             return found
+        return self._bring(key)
+
+    def _bring(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the chunk from the far tier, copied near unless what is expected sooner would have to give way."""
         waiting = self._behind and self._behind.get(key.address)
         found = waiting[1] if waiting else self.far.get(key)
         if isinstance(found, Miss):
             return found
         try:
+            if not self.near.admits(key, found):
+                return found
             self.near.put(key, found)
         except CorruptEntry as error:
             self.far.discard(key, reason=str(error))
@@ -154,6 +160,18 @@ class TieredStore(KVStore):
         for key in keys:
             if key not in self.near:
                 self._reader.submit(self.get, key)
+
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
+        """Keep entries near until they were used, and start bringing there those that are not."""
+        wanted = list(keys)
+        self.near.hint(wanted, steps=steps)
+        for key in wanted:
+            if key not in self.near:
+                self._reader.submit(self._bring, key)
+
+    def advance(self) -> None:
+        """Let a step go by."""
+        self.near.advance()
 
     def flush(self) -> None:
         """Wait until everything put is in the far tier."""
