@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import Base, LanguageModel, Prompt, Role
+from qcfuse_rag.fuse.attention import NAME
 from qcfuse_rag.fuse.self_check import stock_attention
 
 Table = list[tuple[Tensor, Tensor]]
@@ -160,3 +161,51 @@ def layerwise_fusion(
         hidden = hidden + attention.o_proj(torch.stack(outputs))[None]
         hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return lm.model.lm_head(decoder.norm(hidden))[0, -1], table
+
+
+class Whole(NamedTuple):
+    """What `whole_forward` computed: logits, attention `[L, Hq, T, T]`, and keys and values before and after."""
+
+    logits: Tensor
+    attention: Tensor
+    fresh: Table
+    table: Table
+
+
+class StoredPositions(DynamicLayer):  # type: ignore[misc]
+    """A layer's cache in which some positions hold what was stored, whatever the model computes for them."""
+
+    def __init__(self, stored: tuple[Tensor, Tensor], kept: list[int]) -> None:
+        super().__init__()
+        self.stored, self.kept = stored, kept
+
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        self.fresh = keys, values
+        keys, values = keys.clone(), values.clone()
+        for new, old in ((keys, self.stored[0]), (values, self.stored[1])):
+            new[:, :, self.kept] = old[:, :, self.kept]
+        done: tuple[Tensor, Tensor] = super().update(keys, values, *args, **kwargs)
+        return done
+
+
+@torch.inference_mode()
+def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: list[list[int]]) -> Whole:
+    """Run the whole prompt through the model's own eager forward, some positions showing stored keys and values.
+
+    A position that shows what was stored from some layer on might as well not have been computed there: nobody sees it.
+
+    Args:
+        lm: the model.
+        ids: the whole prompt.
+        table: keys and values of all positions; only those kept matter.
+        kept: of each layer, the positions that show what was stored.
+    """
+    cache = Cache(layers=[StoredPositions(stored, own) for stored, own in zip(table, kept, strict=True)])
+    lm.model.set_attn_implementation("eager")
+    try:
+        out = lm.model(torch.tensor([ids]), past_key_values=cache, use_cache=True, output_attentions=True)
+    finally:
+        lm.model.set_attn_implementation(NAME)
+    attention = torch.cat(list(out.attentions))
+    fresh = [layer.fresh for layer in cache.layers]
+    return Whole(out.logits[0, -1], attention, fresh, [(layer.keys, layer.values) for layer in cache.layers])
