@@ -15,7 +15,7 @@ from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
-from qcfuse_rag.ingest.base import FRAMED, Base
+from qcfuse_rag.ingest.base import BASES, FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
@@ -188,6 +188,8 @@ class FusionEngine:
     ) -> CaptureSummary:
         """Compute passages exactly behind those they were retrieved with, and keep what was born.
 
+        It goes when one of the passages it was made of is gone from the store's sources, see `forget`.
+
         Args:
             groups: passages of one retrieval each, in the order they stood in.
             keep: `variant` for whole caches, `difference` for what they have over the framed ones, `patch` for that in
@@ -199,7 +201,12 @@ class FusionEngine:
             StoreError: if the store cannot be written.
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
-        job = CaptureJob(self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank)
+        bases = {*BASES.values(), self.method.base or FRAMED}
+
+        def told(key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> None:
+            self.sources.derive(key, [one for ids in made_of for one in self.keys(ids, bases)])
+
+        job = CaptureJob(self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=told)
         return job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:

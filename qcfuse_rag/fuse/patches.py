@@ -58,9 +58,7 @@ class StoredPatches:
         """Return patches with their overlap, the best first; the same difference whole before its approximation."""
         now, where = place.predecessors, (place.lm.fingerprint, place.prompt.frame, place.span.segment.ids)
         slots = [
-            slot
-            for kind in ("difference", "patch")
-            for slot in filled_slots(place.store, kind, self.slots, *where)  # type: ignore[arg-type]
+            slot for kind in ("difference", "patch") for slot in filled_slots(place.store, kind, self.slots, *where)
         ]
         rated = [(overlap(slot, now), slot) for slot in slots]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
@@ -21,6 +21,9 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.numbers import check_rank, compress
+
+Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
+"""`(key, made_of) -> None`: an entry's key, and the token ids of all chunks it is made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class CaptureJob:
             they are absent; `patch` for that in low rank.
         slots: of each passage and kind.
         rank: of patches.
+        told: called before an entry is written, so that whatever happens then is known to be made of others.
 
     Raises:
         ValueError: if nothing or something else is to be kept, or there is no such rank.
@@ -78,6 +82,7 @@ class CaptureJob:
         keep: Collection[str] = ("variant",),
         slots: int = 5,
         rank: int = 32,
+        told: Told | None = None,
     ) -> None:
         if not keep or not set(keep) <= set(get_args(Kind)):
             raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
@@ -86,6 +91,7 @@ class CaptureJob:
         self._lm, self._store, self._frame, self._slots = lm, store, frame, slots
         self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
         self._rank = check_rank(rank)
+        self._told = told
         self._uses: dict[str, float] | None = None
 
     def run(self, groups: Iterable[Sequence[tuple[int, ...]]]) -> CaptureSummary:
@@ -113,7 +119,7 @@ class CaptureJob:
                 for place, kind in wanted:
                     ids, chunk = chunks[place], born[place - 1]
                     kept = chunk if kind == "variant" else self._difference(kind, ids, chunk)
-                    self._put(kind, ids, kept, ms_per_token * len(ids))
+                    self._put(kind, chunks[: place + 1], kept, ms_per_token * len(ids))
                     captured, size = captured + 1, size + kept.nbytes
             except (PromptTooLong, LookupError) as error:
                 failed.append((index, str(error)))
@@ -137,13 +143,20 @@ class CaptureJob:
     def _filled(self, kind: Kind, ids: tuple[int, ...]) -> list[Slot]:
         return filled_slots(self._store, kind, self._slots, self._lm.fingerprint, self._frame, ids)
 
-    def _put(self, kind: Kind, ids: tuple[int, ...], chunk: ChunkKV, saved_ms: float) -> None:
+    def _put(self, kind: Kind, made_of: Sequence[tuple[int, ...]], chunk: ChunkKV, saved_ms: float) -> None:
+        ids = made_of[-1]
         found = self._filled(kind, ids)
         turn = 1.0 + max((slot.turn for slot in found), default=-1.0)
         assert chunk.context is not None
         number = slot_to_write(found, chunk.context, self._slots, worth_by_use(found, self._used))
         key = slot_key(kind, number, self._lm.fingerprint, self._frame, ids)
+        self._store.discard(key)  # what it is made of is forgotten now
+        self._tell(key, made_of)
         self._store.put(key, replace(chunk, facts={**chunk.facts, TURN: (turn,)}), saved_ms=saved_ms)
+
+    def _tell(self, key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> None:
+        if self._told is not None:
+            self._told(key, made_of)
 
     def _used(self, slot: Slot) -> float:
         """Return how often a slot was used, as far as the store knows."""
@@ -161,6 +174,7 @@ class CaptureJob:
         reason = ""
         for _ in range(2):
             if key not in self._store:
+                self._tell(key, [ids])
                 WarmJob(self._lm, self._store, self._frame, [ids], bases=[FRAMED]).run()
             found = self._store.get(key)
             if isinstance(found, Miss):

@@ -18,6 +18,8 @@ CREATE TABLE IF NOT EXISTS chunks (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
 CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS derived (address TEXT, origin TEXT, PRIMARY KEY (address, origin)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
 """
 
 
@@ -25,8 +27,9 @@ class Sources:
     """Counts, for every stored chunk, the sources that use it: equal passages of two documents share one entry.
 
     Kept in `sources.db` in the store's folder, or in memory beside a store that lives there. A chunk whose last source
-    is gone is removed from all tiers, pinned or not; if the process dies in between, `collect` finishes. Chunks that
-    never had a source, such as the prompt's fixed head, are left alone.
+    is gone is removed from all tiers, pinned or not; if the process dies in between, `collect` finishes. What was made
+    of several chunks, as a cache born behind others is, goes when one of them loses its last source. Chunks that never
+    had a source, such as the prompt's fixed head, are left alone.
 
     Args:
         store: whose chunks; not closed with this.
@@ -68,6 +71,25 @@ class Sources:
         """
         self._change(source, {self._store.address(key): _wording(key) for key in keys}, replace=False)
 
+    def derive(self, key: ChunkKey, origins: Iterable[ChunkKey]) -> None:
+        """Say which chunks an entry was made of, instead of what was said before.
+
+        It is removed when one of them loses its last source, unless it has a source itself.
+
+        Args:
+            key: of the entry.
+            origins: keys of the chunks; under several bases, where it is not known which of them has a source.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        address = self._store.address(key)
+        rows = [(address, origin) for origin in {self._store.address(one) for one in origins} - {address}]
+        with self._writing() as database:
+            database.execute("DELETE FROM derived WHERE address = ?", (address,))
+            database.executemany("INSERT INTO derived VALUES (?, ?)", rows)
+            database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
         """Say that a source no longer has these chunks; return how many it had alone and that are removed.
 
@@ -98,8 +120,11 @@ class Sources:
                     removed += self._store.discard(address)
                 # A remote that is away is not one without the entry: that stays noted.
                 left = None if wanted else self._store.open(address)
-                if wanted or (isinstance(left, Miss) and left.reason in ("absent", "expired")):
+                gone = isinstance(left, Miss) and left.reason in ("absent", "expired")
+                if wanted or gone:
                     database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+                if gone:
+                    database.execute("DELETE FROM derived WHERE address = ?", (address,))
         return removed
 
     def names(self) -> list[str]:
@@ -144,6 +169,8 @@ class Sources:
         database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
         nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
         database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
+        made = "SELECT address FROM derived WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
+        database.executemany(f"INSERT OR IGNORE INTO unwanted {made}", gone)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import FRAMED, ChunkKV, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
+from qcfuse_rag import BLIND, FRAMED, ChunkKV, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
 from qcfuse_rag.ingest.capture import capture
 from qcfuse_rag.ingest.context import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
 from qcfuse_rag.store.key import hash_ids
@@ -184,3 +184,55 @@ def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     one.capture([PASSAGES])
     assert len(filled(one, PASSAGES[1])) == 1
     assert filled(other, PASSAGES[1]) == []
+
+
+# Forgetting: what was born behind a document's passages tells of them.
+
+
+def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
+    assert [len(filled(engine, text)) for text in PASSAGES] == [0, 1, 2]
+    engine.forget("ferry")
+    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[1], "patch") == []
+    [left] = filled(engine, PASSAGES[2])
+    assert left.context == (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),)
+    engine.forget("mill")
+    assert filled(engine, PASSAGES[2]) == filled(engine, PASSAGES[2], "patch") == []
+
+
+def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(engine: FusionEngine) -> None:
+    engine.warm([*PASSAGES, PASSAGES[0]], sources=["ferry", "paint", "mill", "copy"])
+    engine.capture([PASSAGES])
+    engine.forget("ferry")
+    assert len(filled(engine, PASSAGES[1])) == 1
+    engine.forget("copy")
+    assert filled(engine, PASSAGES[1]) == []
+
+
+def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES], keep=("patch",))
+    framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(PASSAGES[2]))
+    assert framed in engine.store
+    engine.forget("mill")
+    assert framed not in engine.store
+    assert len(filled(engine, PASSAGES[1], "patch")) == 1
+
+
+def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+    engine.capture([[PASSAGES[0], PASSAGES[2]]], variants=1)
+    engine.capture([[PASSAGES[1], PASSAGES[2]]], variants=1)
+    engine.forget("ferry")
+    assert len(filled(engine, PASSAGES[2])) == 1
+    engine.forget("paint")
+    assert filled(engine, PASSAGES[2]) == []
+
+
+def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
+    for _ in range(2):
+        engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+        assert engine.capture([PASSAGES]).captured == 2
+        engine.forget("ferry")
+    assert engine.sources.collect() == 0
