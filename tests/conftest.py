@@ -12,7 +12,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.families import FAMILIES, build_model, build_tokenizer
 from tests.unit.cli import Run
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: threads would only wait for one another
 
 PASSAGES = [
     "The ferry to the island leaves at seven. Its captain is called Orla, and its hull is green.",
@@ -64,6 +64,7 @@ def smollm2() -> LanguageModel:
     """Return the real SmolLM2-135M-Instruct that the demo uses."""
     from qcfuse_rag.demo.assets import default_model
 
+    torch.set_num_threads(2)
     return LanguageModel.load(default_model(), device="cpu")
 
 

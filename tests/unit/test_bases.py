@@ -1,0 +1,245 @@
+"""What chunks are prefilled behind, and how their tokens are ranked, against transformers' own forward."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from qcfuse_rag import (
+    BEGUN,
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    Prompt,
+    choose_method,
+    make_method,
+)
+from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.ingest.anchors import instruction_ids
+from qcfuse_rag.ingest.base import Base, Ranking
+from qcfuse_rag.ingest.neighbours import nearest, retrieved_together, token_vectors
+from qcfuse_rag.store.chunk import ChunkKV
+from tests import references
+from tests.conftest import PASSAGES, QUESTION
+from tests.unit.test_methods import attention_of_question, best
+
+TOLERANCE = 1e-4
+
+
+def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
+    found = engine.store.get(engine.keys(engine.prompts.chunk_ids(text), (base,))[0])
+    assert isinstance(found, ChunkKV)
+    return found
+
+
+def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: references.Table, start: int) -> None:
+    """Compare a stored chunk with keys and values computed at positions `start ...`."""
+    cos, sin = lm.model.model.rotary_emb(torch.zeros(1), torch.arange(start, start + chunk.n_tokens)[None])
+    for layer, (keys, values) in enumerate(table):
+        ours, theirs = chunk.layer(layer)
+        turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
+        assert float((turned - keys).abs().max()) <= TOLERANCE
+        assert float((theirs[None] - values).abs().max()) <= TOLERANCE
+
+
+@torch.inference_mode()
+def behind_caches(
+    lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], ids: tuple[int, ...]
+) -> references.Table:
+    """Run a chunk over the head and first-pass caches laid end to end, with nothing but transformers."""
+    tables = [references.alone_at(lm, head, 0)]
+    start = len(head)
+    for neighbour in related:
+        tables.append(references.alone_at(lm, neighbour, start, before=head))
+        start += len(neighbour)
+    cache = references.Cache(layer_class_to_replicate=references.DynamicLayer)
+    for layer in range(lm.n_layers):
+        cache.update(*(torch.cat([t[layer][kind] for t in tables], 2) for kind in (0, 1)), layer)
+    positions = torch.arange(start, start + len(ids))[None]
+    with stock_attention(lm):
+        lm.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in cache.layers]
+
+
+def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[2, 1], [], [0]])
+    frame = engine.prompts.frame
+    ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
+    start = len(frame) + len(ids[2]) + len(ids[1])
+    expected = behind_caches(engine.lm, frame, [ids[2], ids[1]], ids[0])
+    assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
+    assert_chunk_is(
+        engine.lm,
+        stored(engine, ENRICHED, PASSAGES[1]),
+        references.alone_at(engine.lm, ids[1], len(frame), before=frame),
+        len(frame),
+    )
+    assert stored(engine, FRAMED, PASSAGES[2]).n_tokens == len(ids[2]), "the first pass is kept"
+
+
+def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageModel) -> None:
+    once, twice = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    neighbours = [[1, 2], [2, 0], [0, 1]]
+    once.warm(PASSAGES, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
+    for _ in range(2):
+        twice.warm(PASSAGES[:2], bases=(FRAMED,), batch_tokens=1)
+        twice.warm(PASSAGES, bases=(ENRICHED, BLIND), neighbours=neighbours, batch_tokens=1)
+    for text in PASSAGES:
+        for layer in range(llama.n_layers):
+            pairs = zip(
+                stored(once, ENRICHED, text).layer(layer), stored(twice, ENRICHED, text).layer(layer), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None:
+    """Not even right behind the head: what they remember is not in the prompt."""
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    framed = engine.prefill(prompt, method=make_method("prophetkv", ratio=1.0, base=FRAMED)).report
+    enriched = engine.prefill(prompt, method=make_method("prophetkv", ratio=1.0, base=ENRICHED)).report
+    assert len(enriched.selected) == enriched.context_tokens
+    assert len(framed.selected) == enriched.context_tokens - len(prompt.chunks[0])
+
+
+def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs(engine: FusionEngine) -> None:
+    assert engine.warm(PASSAGES, bases=(ENRICHED,)).warmed == 2 * len(PASSAGES)
+    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, none are given"):
+        engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
+    with pytest.raises(ValueError, match="they are given for 1"):
+        engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
+
+
+def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine) -> None:
+    long = PASSAGES[0] * 6
+    engine.warm([long, PASSAGES[1], PASSAGES[2]], bases=(ENRICHED,), neighbours=[[], [2, 0, 0, 0], []])
+    frame = engine.prompts.frame
+    ids = [engine.prompts.chunk_ids(text) for text in (long, PASSAGES[1], PASSAGES[2])]
+    fitting = [ids[2]]
+    while len(frame) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
+        fitting.append(ids[0])
+    assert len(fitting) < 4
+    start = len(frame) + sum(map(len, fitting))
+    expected = behind_caches(engine.lm, frame, fitting, ids[1])
+    assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
+
+
+def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine: FusionEngine) -> None:
+    """EPIC's LegoLink-0: nothing to recompute, because somebody else took the sink."""
+    engine.warm(PASSAGES, bases=(BEGUN,))
+    ids = engine.prompts.chunk_ids(PASSAGES[0])
+    expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.frame[:1] * 4)
+    assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
+    method = make_method("epic", n_tokens=0)
+    assert method.base is BEGUN
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method).report
+    assert (report.selected, report.fallback) == ((), None)
+
+
+def test_fusionrag_looks_from_the_last_layer(engine: FusionEngine) -> None:
+    """Over the stored chunks, or with nothing of them in sight; over enriched caches, or blind ones as here."""
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    last = engine.lm.n_layers - 1
+    for probe, seen in (("question_over_cache", prompt.chunks[-1].stop), ("question_only", prompt.spans[0].stop)):
+        report = engine.prefill(prompt, method=make_method("fusionrag", base=BLIND, probe=probe)).report
+        scores = attention_of_question(engine.lm, prompt, [list(range(seen))] * engine.lm.n_layers, layers=[last])
+        assert list(report.selected) == best(scores, prompt, int(0.15 * report.context_tokens)), probe
+
+
+def test_fusionrag_takes_the_framed_cache_of_what_is_not_enriched_yet(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:2], bases=(ENRICHED,), neighbours=[[1], [0]])
+    engine.warm(PASSAGES[2:], bases=(FRAMED,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    report = engine.prefill(prompt, method=make_method("fusionrag")).report
+    assert report.fallback is None
+    assert [lookup.note for lookup in report.lookups] == [None, None, None, "framed instead of enriched"]
+    without = engine.prefill(prompt, method=make_method("fusionrag", alternative=False)).report
+    assert without.fallback == "1 of 3 passages computed in full: absent: stored framed, not enriched"
+
+
+@torch.inference_mode()
+def looks(lm: LanguageModel, ids: tuple[int, ...], asking: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return per layer the strongest attention each token of a chunk gets from what follows it."""
+    lm.model.set_attn_implementation("eager")
+    try:
+        maps = lm.model(torch.tensor([ids + asking]), output_attentions=True).attentions
+    finally:
+        lm.model.set_attn_implementation("qcfuse")
+    return [layer[0, :, len(ids) :, : len(ids)].amax((0, 1)) for layer in maps]
+
+
+@pytest.mark.parametrize("ranking", ["instruction", "kvzip"])
+def test_tokens_are_ranked_by_the_strongest_look(engine: FusionEngine, ranking: Ranking) -> None:
+    base = BLIND.ranked(ranking)
+    engine.warm(PASSAGES, bases=(base,))
+    ids, instruction = engine.prompts.chunk_ids(PASSAGES[1]), instruction_ids(engine.lm.tokenizer)
+    strongest = looks(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
+    for order, looked in zip(stored(engine, base, PASSAGES[1]).blocks["ranking"].tolist(), strongest, strict=True):
+        expected = sorted(range(4, len(ids)), key=lambda token: -float(looked[token]))
+        assert order == [0, 1, 2, 3, *expected]
+
+
+def test_tokens_are_ranked_by_small_keys_or_by_place(engine: FusionEngine) -> None:
+    for ranking in ("knorm", "sinks"):
+        engine.warm(PASSAGES, bases=(BLIND.ranked(ranking),))  # type: ignore[arg-type]
+    by_norm = stored(engine, BLIND.ranked("knorm"), PASSAGES[0])
+    for layer in range(engine.lm.n_layers):
+        norms = by_norm.layer(layer)[0].norm(dim=-1).mean(0)
+        expected = sorted(range(4, by_norm.n_tokens), key=lambda token: float(norms[token]))
+        assert by_norm.blocks["ranking"][layer].tolist() == [0, 1, 2, 3, *expected]
+    in_order = stored(engine, BLIND.ranked("sinks"), PASSAGES[0]).blocks["ranking"]
+    assert in_order.tolist() == [list(range(in_order.shape[1]))] * engine.lm.n_layers
+
+
+def test_a_ranking_is_part_of_the_key(engine: FusionEngine) -> None:
+    """Chunks ranked one way do not answer for those ranked another, and their keys and values are the same."""
+    engine.warm(PASSAGES, bases=(BLIND, BLIND.ranked("kvzip")))
+    assert engine.store.stats()[0].entries == 2 * len(PASSAGES) + 1
+    one, other = stored(engine, BLIND, PASSAGES[0]), stored(engine, BLIND.ranked("kvzip"), PASSAGES[0])
+    assert float((one.layer(2)[0] - other.layer(2)[0]).abs().max()) <= TOLERANCE
+    assert make_method("qcfuse", anchors="kvzip").base == BLIND.ranked("kvzip")
+    assert BLIND.ranked("kvzip").ranked("instruction") == BLIND
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    selected = {
+        kind: engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2, anchors=kind)).report.selected
+        for kind in ("instruction", "kvzip")
+    }
+    assert selected["instruction"] != selected["kvzip"]
+
+
+def test_named_methods_keep_the_base_that_makes_them(engine: FusionEngine) -> None:
+    assert choose_method("fusionrag").base is ENRICHED
+    assert choose_method("cacheblend").base is FRAMED
+    assert choose_method("cacheblend", base="blind").base is BLIND
+
+
+def test_nearest_are_the_nearest_others() -> None:
+    vectors = np.array([[1, 0], [0.9, 0.1], [0, 1], [-1, 0]], np.float32)
+    assert nearest(vectors, 2) == [[1, 2], [0, 2], [1, 0], [2, 1]]
+    assert nearest(vectors[:1], 10) == [[]]
+    assert [
+        len(found) for found in nearest(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
+    ] == [10] * 2100
+
+
+def test_retrieved_together_counts_pairs() -> None:
+    assert retrieved_together([[0, 1, 2], [1, 0], [2, 0, 2], [3]], 5, 2) == [[1, 2], [0, 2], [0, 1], [], []]
+
+
+def test_token_vectors_put_chunks_near_that_share_rare_words(llama: LanguageModel) -> None:
+    chunks = [(10, 11, 12, 50), (10, 11, 13, 50), (20, 21, 22, 50), (20, 21, 23, 50)]
+    assert [found[0] for found in nearest(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
+
+
+def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) -> None:
+    """The same chunk has one enriched entry, wherever and with whatever it is retrieved."""
+    prompts: list[Prompt] = [engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?", PASSAGES[::-1])]
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
+    for prompt in prompts:
+        assert engine.prefill(prompt, method=make_method("fusionrag")).report.fallback is None
