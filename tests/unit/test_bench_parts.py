@@ -227,5 +227,16 @@ def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: Fu
     assert prepare(engine, chosen, PASSAGES)["warm blind"].chunks == 0, "what is there costs nothing"
 
 
+def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", lambda passages: [[1], [2], [0]])
+    costs = prepare(engine, configurations(["fusionrag", "reuse"], [0.1]), PASSAGES)
+    enriched, framed = costs["warm enriched"], costs["warm framed"]
+    assert enriched.chunks == framed.chunks == 3
+    assert enriched.size_bytes == 2 * framed.size_bytes
+    assert enriched.seconds > framed.seconds
+
+
 def words(text: str) -> int:
     return len(text.split())

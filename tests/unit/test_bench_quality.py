@@ -241,8 +241,25 @@ def test_questions_are_prepared_in_groups(bench: Bench) -> None:
     assert chunks == [9, 9], "titles differ, so no passage is in two questions"
 
 
+def test_a_batch_too_large_for_memory_is_answered_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--methods", "reuse,random", "--bases", "blind,framed", "--size", 2)
+    whole = bench(*options)
+    monkeypatch.setattr("qcfuse_rag.bench.run.STACK_BYTES", 1)
+    bench.out = bench.out.with_name("parts.json")
+    parts = bench(*options)
+
+    def what(found: dict[str, Any]) -> list[Any]:
+        return [
+            (r["id"], r["method"], r["base"], r["answer"], pytest.approx(r["kl"], abs=1e-5)) for r in found["records"]
+        ]
+
+    assert what(parts) == what(whole)
+
+
 def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
-    bench.write("long", [RECORDS[0], {**RECORDS[1], "passages": [{"title": "", "text": PASSAGES[0] * 60}]}])
+    bench.write(
+        "long", [RECORDS[0], {**RECORDS[1], "passages": [{"title": "", "text": PASSAGES[0] * 60}], "supporting": []}]
+    )
     found = bench("--methods", "full", dataset="long")
     assert {r["id"] for r in found["records"]} == {"q0"}
     assert "long q1: its prompt exceeds the window of 2,048 tokens" in found["about"]["notes"][0]
