@@ -140,8 +140,6 @@ class FusionEngine:
         ids = [self.prompts.chunk_ids(text) for text in texts]
         if sources is not None and len(sources) != len(ids):
             raise ValueError(f"{len(sources)} sources for {len(ids)} passages")
-        if neighbours is None and any(base.enriched for base in chosen):
-            neighbours = nearest(token_vectors(self.lm, ids), NEIGHBOURS)
         job = self.warm_job(ids, bases=chosen, priority=priority, neighbours=neighbours, batch_tokens=batch_tokens)
         summary = job.run(progress)
         keys: dict[str, list[ChunkKey]] = {}
@@ -167,6 +165,9 @@ class FusionEngine:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
         frame = self.prompts.frame
+        if neighbours is None and any(base.enriched for base in chosen):
+            chunks = list(chunks)
+            neighbours = nearest(token_vectors(self.lm, chunks), NEIGHBOURS)
         return WarmJob(
             self.lm,
             self.store,

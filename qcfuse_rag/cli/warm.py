@@ -14,6 +14,8 @@ from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, KV_FOLDER, index_folder, ne
 from qcfuse_rag.demo.assets import default_embedder
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.neighbours import nearest
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.retrieve.frequency import RetrievalCounts
 from qcfuse_rag.retrieve.index import PassageIndex
@@ -150,6 +152,8 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
             engine.forget(source)
         pairs = [(source, text) for source, texts in passages.items() for text in texts]
         texts = [text for _, text in pairs]
+        base = engine.method.base
+        related = nearest(index.vectors(texts), NEIGHBOURS) if base is not None and base.enriched else None
         with progress_bar("prefilling passages", "tokens") as advance:
 
             def note(done: int, total: int) -> None:
@@ -160,6 +164,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 texts,
                 sources=[source for source, _ in pairs],
                 priority=RetrievalCounts(place).of(texts),
+                neighbours=related,
                 batch_tokens=options.batch_tokens,
                 progress=note,
             )

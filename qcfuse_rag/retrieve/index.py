@@ -69,6 +69,15 @@ class PassageIndex:
         kept = [i for i, passage in enumerate(self.passages) if passage.source not in sources]
         self.passages, self.embeddings = [self.passages[i] for i in kept], self.embeddings[kept]
 
+    def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return `[len(texts), D]`, the embeddings of passages that are in the index.
+
+        Raises:
+            KeyError: if one is not.
+        """
+        rows = {passage.text: row for row, passage in enumerate(self.passages)}
+        return self.embeddings[[rows[text] for text in texts]]
+
     def search(self, query: NDArray[np.float32], k: int) -> list[Passage]:
         """Return the `k` passages nearest to a query embedding `[D]`, best first."""
         if not self.passages:

@@ -16,6 +16,7 @@ from qcfuse_rag import (
     LanguageModel,
     MemoryStore,
     Prompt,
+    WarmJob,
     choose_method,
     make_method,
 )
@@ -110,7 +111,7 @@ def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None
 def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs(engine: FusionEngine) -> None:
     assert engine.warm(PASSAGES, bases=(ENRICHED,)).warmed == 2 * len(PASSAGES)
     with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, none are given"):
-        engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
+        WarmJob(engine.lm, engine.store, (1,), [(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
     with pytest.raises(ValueError, match="they are given for 1"):
         engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
 
