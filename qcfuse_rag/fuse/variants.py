@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from qcfuse_rag.fuse.adapt import Adapted, Place
@@ -63,15 +63,14 @@ class ClosestVariant:
 
     def _ranked(self, place: Place, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
         """Yield `(overhead, exact, slot)`, the easiest first; the cache under the method's base as slot None."""
-        known = [_fact(slot, "cci", NO_IMPACT) for slot in slots]
+        known = [impact_of(slot.chunk) for slot in slots]
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
         ]
         straight = _stands_behind_head(place)
         for slot, impact in zip(slots, known, strict=True):
             exact = straight and slot.context == place.predecessors
-            masses = slot.chunk.facts.get("inter", ())
-            overlap = prefix_overlap(slot.context, masses, place.predecessors)
+            overlap = overlap_of(slot.chunk, place.predecessors)
             rated.append((0.0 if exact else self._overhead(impact, overlap), exact, slot))
         yield from sorted(rated, key=lambda one: (not one[1], one[0]))  # stable: of equals the framed cache is first
 
@@ -109,5 +108,39 @@ def _stands_behind_head(place: Place) -> bool:
     return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.frame, *chunks))
 
 
-def _fact(slot: Slot, name: str, default: float) -> float:
-    return next(iter(slot.chunk.facts.get(name, ())), default)
+def impact_of(chunk: ChunkKV) -> float:
+    """Return the cache context impact (CCI) measured at a chunk's birth, in [0.5, 1]."""
+    return next(iter(chunk.facts.get("cci", ())), NO_IMPACT)
+
+
+def overlap_of(chunk: ChunkKV, now: Sequence[str]) -> float:
+    """Return `prefix_overlap` of a chunk's context and a new one."""
+    return prefix_overlap(chunk.context or (), chunk.facts.get("inter", ()), now)
+
+
+def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> float:
+    """Return what share of a captured chunk must be mended on average, at alpha 1: Cache-Craft's fragility.
+
+    Args:
+        chunk: as captured.
+        contexts: those the same text was captured in, which stand for those to come. Its own counts besides, once.
+    """
+    others = [context for context in contexts if tuple(context) != chunk.context]
+    lacking = sum(1 - overlap_of(chunk, context) for context in others)
+    return impact_of(chunk) * lacking / (1 + len(others))
+
+
+def worth_by_mending(
+    found: Sequence[Slot], uses: Callable[[Slot], float], context: Sequence[str]
+) -> Callable[[Slot], float]:
+    """Return a worth by which the slot gives way whose uses saved least: Cache-Craft's eviction within a chunk.
+
+    Between chunks it is the policy `cost` of `store.eviction`, since `ingest.keep` says the same in `saved_ms`.
+
+    Args:
+        found: all slots of one chunk.
+        uses: how often a slot was used.
+        context: of the cache that wants a place.
+    """
+    contexts = [*(slot.context for slot in found), context]
+    return lambda slot: uses(slot) * (1 - expected_overhead(slot.chunk, contexts))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry, PromptTooLong
+from qcfuse_rag.fuse.variants import expected_overhead, worth_by_mending
 from qcfuse_rag.ingest.base import FRAMED
 from qcfuse_rag.ingest.capture import capture_chunks
 from qcfuse_rag.ingest.context import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
@@ -148,7 +149,11 @@ class CaptureJob:
         found = self._filled(kind, ids)
         turn = 1.0 + max((slot.turn for slot in found), default=-1.0)
         assert chunk.context is not None
-        number = slot_to_write(found, chunk.context, self._slots, worth_by_use(found, self._used))
+        worth = worth_by_use(found, self._used)
+        if kind == "variant":  # a use saves what need not be mended
+            worth = worth_by_mending(found, self._used, chunk.context)
+            saved_ms *= 1 - expected_overhead(chunk, [slot.context for slot in found])
+        number = slot_to_write(found, chunk.context, self._slots, worth)
         key = slot_key(kind, number, self._lm.fingerprint, self._frame, ids)
         self._store.discard(key)  # what it is made of is forgotten now
         self._tell(key, made_of)

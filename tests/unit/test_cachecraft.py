@@ -13,7 +13,7 @@ from torch import Tensor
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Miss, Prompt, make_method
 from qcfuse_rag.fuse.focus import FocusedChunks
 from qcfuse_rag.fuse.select import TopOfEachChunk
-from qcfuse_rag.fuse.variants import ClosestVariant, prefix_overlap
+from qcfuse_rag.fuse.variants import ClosestVariant, expected_overhead, prefix_overlap, worth_by_mending
 from qcfuse_rag.ingest.context import Slot, filled_slots
 from qcfuse_rag.report.fusion import FusionReport, Lookup
 from qcfuse_rag.store.chunk import ChunkKV
@@ -60,7 +60,7 @@ def overlap_by_hand(chunk: ChunkKV, now: list[str]) -> float:
 
 
 def overheads(engine: FusionEngine, prompt: Prompt) -> list[tuple[float, ChunkKV | None]]:
-    """Return for each passage but the first, which is exact, the least overhead and whose it is; None for the framed."""
+    """Return for each passage but the first, which is exact, the least overhead and its cache; None for the framed."""
     found = []
     for place, span in enumerate(prompt.chunks):
         if place == 0:
@@ -245,6 +245,24 @@ def test_mending_stops_in_passages_that_the_question_does_not_look_at(
         assert error(done.buffer.values[layer], values) <= TOLERANCE
     question = len(prompt) - prompt.chunks[-1].stop
     assert done.report.row_layers == 4 * (question + len(started)) - 2 * len(stopped)
+
+
+def test_the_cache_whose_uses_save_least_gives_way(captured: FusionEngine) -> None:
+    """In the contexts that were seen, its own included, with uses that count more the less there is to mend."""
+    slots = slots_of(captured, captured.prompts.chunk_ids(C))
+    contexts = [slot.context for slot in slots]
+    assert len(slots) == 2
+    new = (contexts[0][0],)
+    uses = {0: 2.0, 1: 3.0}
+    worth = worth_by_mending(slots, lambda slot: uses[slot.number], new)
+    for slot in slots:
+        others = [list(context) for context in (*contexts, new) if context != slot.context]
+        lacking = [1 - overlap_by_hand(slot.chunk, other) for other in others]
+        overhead = slot.chunk.facts["cci"][0] * sum(lacking) / 3
+        assert 0 < overhead < 1
+        assert worth(slot) == pytest.approx(uses[slot.number] * (1 - overhead))
+        assert expected_overhead(slot.chunk, [*contexts, new]) == pytest.approx(overhead)
+    assert expected_overhead(slots[0].chunk, []) == 0
 
 
 def test_published_settings() -> None:
