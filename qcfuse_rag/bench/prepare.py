@@ -11,7 +11,13 @@ from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
-from qcfuse_rag.ingest.neighbours import nearest
+from qcfuse_rag.ingest.neighbours import covering_groups, nearest
+
+CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
+"""Methods that read what was captured, and what that is."""
+
+CAPTURED_TOGETHER = 4
+"""Passages of a captured group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,39 @@ class Warming:
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Capturing:
+    """Groups of related passages are computed exactly, and what was born behind others is kept.
+
+    Attributes:
+        keep: `variant`, `difference` or `patch`, see `FusionEngine.capture`.
+        base: what is placed where nothing captured fits.
+    """
+
+    keep: str
+    base: Base
+
+    @property
+    def name(self) -> str:
+        """What it is called in results."""
+        return f"capture {self.keep}, warm {self.base.name}"
+
+    @property
+    def first(self) -> Warming:
+        """What has to be there before, and is paid for too."""
+        return Warming(self.base)
+
+    def run(self, engine: FusionEngine, passages: Sequence[str]) -> OfflineCost:
+        """Capture every passage behind others of the embedding index; nothing is known of the questions."""
+        groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
+        started = time.perf_counter()
+        summary = engine.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
+        return OfflineCost(self.name, summary.captured, time.perf_counter() - started, summary.size_bytes)
+
+
+Preparation = Warming | Capturing
+
+
 def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
     """Return for each passage the ten nearest of the others by MiniLM, as FusionRAG takes them from the index.
 
@@ -80,14 +119,14 @@ def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
     return nearest(Embedder(default_embedder())(passages), NEIGHBOURS)
 
 
-def preparation_of(configuration: Configuration) -> Warming | None:
-    """Return what a configuration needs beforehand; None for full prefill.
-
-    A method whose offline part is more than warming is given its own preparation here: anything hashable with `name`
-    and `run`.
-    """
-    base = configuration.method.base
-    return None if base is None else Warming(base)
+def preparation_of(configuration: Configuration) -> Preparation | None:
+    """Return what a configuration needs beforehand; None for full prefill."""
+    method = configuration.method
+    if method.base is None:
+        return None
+    if method.name in CAPTURED:
+        return Capturing(CAPTURED[method.name], method.base)
+    return Warming(method.base)
 
 
 def prepare(
@@ -106,7 +145,7 @@ def prepare(
     texts = list(dict.fromkeys(passages))
     costs: dict[str, OfflineCost] = {}
 
-    def run(one: Warming) -> OfflineCost:
+    def run(one: Preparation) -> OfflineCost:
         if one.name not in costs:
             before = run(one.first) if one.first is not None else None
             own = one.run(engine, texts)

@@ -49,6 +49,25 @@ def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int)
     return [[other for other, _ in sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for own in together]
 
 
+def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Return groups of related chunks in which every chunk stands behind others at least once.
+
+    What to capture (see `ingest.capture`) when it is not known yet what will be retrieved together: each chunk that no
+    group has taken in yet stands last in a group of its own, behind its nearest neighbours.
+
+    Args:
+        neighbours: of each chunk, best first.
+        size: chunks in a group.
+    """
+    groups: list[list[int]] = []
+    behind: set[int] = set()
+    for chunk, related in enumerate(neighbours):
+        if chunk not in behind and related:
+            groups.append([*related[: size - 1], chunk])
+            behind.update(groups[-1][1:])
+    return groups
+
+
 @torch.inference_mode()
 def token_vectors(lm: LanguageModel, chunks: Sequence[Sequence[int]]) -> NDArray[np.float32]:
     """Return a vector for each chunk from the model's own input embeddings, for want of an embedding model.

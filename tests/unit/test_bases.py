@@ -23,7 +23,7 @@ from qcfuse_rag import (
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import Base, Ranking
-from qcfuse_rag.ingest.neighbours import nearest, retrieved_together, token_vectors
+from qcfuse_rag.ingest.neighbours import covering_groups, nearest, retrieved_together, token_vectors
 from qcfuse_rag.store.chunk import ChunkKV
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
@@ -244,3 +244,12 @@ def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) ->
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
     for prompt in prompts:
         assert engine.prefill(prompt, method=make_method("fusionrag")).report.fallback is None
+
+
+def test_groups_to_capture_put_every_chunk_behind_others() -> None:
+    related = nearest(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
+    groups = covering_groups(related, 4)
+    assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
+    assert all(len(set(group)) == 4 for group in groups)
+    assert len(groups) < 40, "not a group for each"
+    assert covering_groups([[]], 4) == []
