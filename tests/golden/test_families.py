@@ -88,7 +88,7 @@ def test_question_rows_equal_naive_concatenation(warmed: FusionEngine, prompt: P
 
 
 @pytest.mark.parametrize("base", [BLIND, FRAMED], ids=lambda base: base.name)
-@pytest.mark.parametrize("method", ["random", "epic", "prophetkv", "qcfuse"])
+@pytest.mark.parametrize("method", ["random", "epic", "cachecraft", "prophetkv", "qcfuse"])
 def test_selected_rows_equal_one_token_at_a_time(warmed: FusionEngine, prompt: Prompt, method: str, base: Base) -> None:
     done = warmed.prefill(prompt, method=make_method(method, ratio=0.3, base=base))
     table = references.stored_table(warmed.lm, prompt, base)
