@@ -20,8 +20,9 @@ class MeanShift:
     """Add each chunk's mean residual, layer by layer, to its tokens that are not rows.
 
     AgentKVShift (arXiv 2607.21604): a chunk's residual, fresh minus stored, is a part its tokens share and noise; the
-    recomputed tokens tell the shared part. Keys are compared unrotated, since the same residual turns with the position.
-    The weight of a token is its early deviation, at most 1, taken relative to the mean of the chunk's recomputed tokens.
+    recomputed tokens tell the shared part. Keys are compared unrotated, since the same residual turns with the
+    position. The weight of a token is its early deviation, at most 1, taken relative to the mean of the chunk's
+    recomputed tokens.
 
     Attributes:
         keys, values: which of them to shift.
