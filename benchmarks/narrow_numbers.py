@@ -25,9 +25,9 @@ from rich.progress import track
 from rich.table import Table
 
 from qcfuse_rag import FRAMED, FusionEngine, MemoryStore, Method, SamplingParams, TextStream, make_method
+from qcfuse_rag.bench.metrics import divergence
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model, questions
-from qcfuse_rag.demo.run import divergence
 from qcfuse_rag.store.numbers import NUMBERS
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]

@@ -19,9 +19,9 @@ from rich.progress import track
 from rich.table import Table
 
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, SamplingParams, TextStream, make_method
+from qcfuse_rag.bench.metrics import divergence
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model, questions
-from qcfuse_rag.demo.run import divergence
 
 METHODS = [
     make_method("full"),

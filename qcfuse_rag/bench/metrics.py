@@ -1,4 +1,4 @@
-"""Scores of one answer, each from 0 to 1: token F1, exact match, ROUGE-L, string match."""
+"""Scores of an answer from 0 to 1: token F1, exact match, ROUGE-L, string match; and how far its first token is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 from qcfuse_rag.errors import QCFuseError
 
@@ -85,3 +87,9 @@ def rouge_scorer() -> Any:
 def _word_f1(answer: list[str], gold: list[str]) -> float:
     shared = sum((Counter(answer) & Counter(gold)).values())
     return 2 * shared / (len(answer) + len(gold)) if shared else 0.0
+
+
+def divergence(oracle: Tensor, other: Tensor) -> float:
+    """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""
+    expected, found = oracle.double().log_softmax(-1), other.double().log_softmax(-1)
+    return max(0.0, float((expected.exp() * (expected - found)).sum()))

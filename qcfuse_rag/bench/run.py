@@ -10,11 +10,10 @@ from torch import Tensor
 
 from qcfuse_rag.bench.configurations import FULL, Configuration
 from qcfuse_rag.bench.datasets import Example
-from qcfuse_rag.bench.metrics import scores
+from qcfuse_rag.bench.metrics import divergence, scores
 from qcfuse_rag.bench.prepare import prepare
 from qcfuse_rag.bench.records import Record, RecordLog
 from qcfuse_rag.bench.together import Together
-from qcfuse_rag.demo.run import divergence
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.prompt.segments import Prompt

@@ -14,6 +14,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from qcfuse_rag.bench.metrics import divergence
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
 from qcfuse_rag.cli.library import note_profile
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
@@ -164,12 +165,6 @@ def compare(
         Measurement(m, statistics.median(times[m]), reports[m], divergence(oracle, logits[m]), answers[m].strip())
         for m in methods
     ]
-
-
-def divergence(oracle: Tensor, other: Tensor) -> float:
-    """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""
-    expected, found = oracle.double().log_softmax(-1), other.double().log_softmax(-1)
-    return max(0.0, float((expected.exp() * (expected - found)).sum()))
 
 
 def to_json(engine: FusionEngine, measured: list[Measurement], setup_s: float, warm_s: float) -> dict[str, Any]:

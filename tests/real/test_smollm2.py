@@ -71,7 +71,7 @@ def test_a_framed_chunk_right_after_the_head_is_exact(engine: FusionEngine) -> N
 
 def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: FusionEngine) -> None:
     """Mean divergence over questions falls from no recomputation to half, which is what the method is for."""
-    from qcfuse_rag.demo.run import divergence
+    from qcfuse_rag.bench.metrics import divergence
 
     texts = list(corpus().values())[:5]
     engine.warm(texts, bases=(FRAMED,))
