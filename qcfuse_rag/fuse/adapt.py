@@ -7,7 +7,7 @@ from typing import Protocol
 
 from qcfuse_rag.ingest.base import Base
 from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.prompt.segments import Prompt, Role, Span
+from qcfuse_rag.prompt.segments import Prompt, Span
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
@@ -36,12 +36,6 @@ class Place:
         """Hashes of the token ids of the chunks in front, in order."""
         before = [span for span in self.prompt.chunks if span.stop <= self.span.start]
         return tuple(hash_ids(span.segment.ids) for span in before)
-
-    @property
-    def behind_head_only(self) -> bool:
-        """Whether nothing but the prompt's fixed head and chunks precede the chunk: what contexts are compared for."""
-        before = [span for span in self.prompt.spans if span.stop <= self.span.start]
-        return all(span.segment.role in (Role.HEAD, Role.CHUNK) for span in before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from qcfuse_rag.fuse.adapt import Adapted, Place
+from qcfuse_rag.fuse.contexts import discordance, stands_behind_head
 from qcfuse_rag.ingest.context import Slot, filled_slots
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
@@ -67,7 +67,7 @@ class ClosestVariant:
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
         ]
-        straight = _stands_behind_head(place)
+        straight = stands_behind_head(place)
         for slot, impact in zip(slots, known, strict=True):
             exact = straight and slot.context == place.predecessors
             overlap = overlap_of(slot.chunk, place.predecessors)
@@ -96,16 +96,7 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
         return 0.0
     total = sum(masses)
     beta = sum(mass for one, mass in zip(then, masses, strict=True) if one in now) / total if total > 0 else 1.0
-    common = [one for one in dict.fromkeys(then) if one in now]
-    pairs = list(itertools.combinations(common, 2))
-    turned = sum(now.index(one) > now.index(other) for one, other in pairs)
-    return beta * (1 - turned / len(pairs)) if pairs else beta
-
-
-def _stands_behind_head(place: Place) -> bool:
-    """Return whether the head and the chunks in front are all there is before a chunk, as where variants are born."""
-    chunks = [span.segment.ids for span in place.prompt.chunks if span.stop <= place.span.start]
-    return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.frame, *chunks))
+    return beta * (1 - discordance(then, now))
 
 
 def impact_of(chunk: ChunkKV) -> float:
