@@ -13,6 +13,7 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
+from qcfuse_rag.generate.many import answer_many
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import BASES, FRAMED, Base
@@ -321,6 +322,18 @@ class FusionEngine:
         self.store.advance()
         chosen = method or self.method
         return generate_verified(self.lm, self.store, prompt, chosen, sampling or SamplingParams(), draft=draft)
+
+    def answer_many(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        method: Method | None = None,
+        progress: Progress | None = None,
+    ) -> list[Generation]:
+        """Answer prompts as if one by one, doing once what they begin with in common; see `generate.many`."""
+        params = sampling or SamplingParams()
+        return answer_many(self.lm, self.store, prompts, method or self.method, params, progress=progress)
 
     def close(self) -> None:
         """Close the store."""

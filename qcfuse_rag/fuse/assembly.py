@@ -70,35 +70,25 @@ class Assembly:
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
         return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
 
-    @classmethod
-    def from_store(
-        cls,
-        lm: LanguageModel,
-        store: KVStore,
-        prompt: Prompt,
-        base: Base,
-        capacity: int,
-        adapter: Adapter | None = None,
-    ) -> Assembly:
+    def load(self, store: KVStore, base: Base, adapter: Adapter | None = None, *, start: int = 0) -> None:
         """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
 
         Args:
-            lm: the model.
             store: where chunks may be found.
-            prompt: the prompt.
             base: which stored caches chunks start from.
-            capacity: tokens to reserve room for.
             adapter: alters or replaces chunks before they are placed.
+            start: where to begin; the segments in front have been placed.
         """
-        assembly = cls.empty(lm, prompt, capacity)
-        for span in prompt.spans:
+        before = len(self.placed)
+        for span in self.prompt.spans:
+            if span.start < start:
+                continue
             if span.segment.role is Role.HEAD:
-                assembly._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
+                self._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
             elif span.segment.role is Role.CHUNK:
-                assembly._load(store, span, base, adapter)
-        if assembly.placed:
-            rotate_buffer(assembly.buffer, lm.ropes, assembly.placed[0].span.start, assembly.placed[-1].span.stop)
-        return assembly
+                self._load(store, span, base, adapter)
+        if len(self.placed) > before:
+            rotate_buffer(self.buffer, self.lm.ropes, self.placed[before].span.start, self.placed[-1].span.stop)
 
     @property
     def placed_chunks(self) -> list[Placed]:

@@ -17,6 +17,7 @@ from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.select import Selection, inexact_chunks
+from qcfuse_rag.fuse.shared import SharedPrefix
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.report.fusion import FusionReport, Timings, describe_misses
@@ -39,7 +40,15 @@ class Prefilled:
 
 
 @torch.inference_mode()
-def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *, room: int = 0) -> Prefilled:
+def prefill(
+    lm: LanguageModel,
+    store: KVStore,
+    prompt: Prompt,
+    method: Method,
+    *,
+    room: int = 0,
+    shared: SharedPrefix | None = None,
+) -> Prefilled:
     """Bring a prompt to its first token.
 
     Args:
@@ -48,21 +57,19 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
         prompt: the prompt.
         method: what to reuse and what to recompute.
         room: tokens to reserve for the answer.
+        shared: the beginning that the prompt has in common with the one before, and what the next one wants of it.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
     """
-    total = len(prompt) + room
-    if total > lm.window.tokens:
-        raise PromptTooLong(
-            f"{len(prompt):,} prompt tokens and {room:,} for the answer exceed the context window of "
-            f"{lm.window.tokens:,} ({lm.window.reason}); retrieve fewer passages or generate less"
-        )
+    require_room(lm, prompt, room)
+    shared = shared or SharedPrefix()
     begun = time.perf_counter()
-    if method.base is None:
-        assembly = Assembly.empty(lm, prompt, total)
-    else:
-        assembly = Assembly.from_store(lm, store, prompt, method.base, total, method.adapter)
+    assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+    shared.give(assembly)
+    if method.base is not None:
+        assembly.load(store, method.base, method.adapter, start=shared.held)
+        shared.take(assembly, assembly.known)
     _synchronize(lm)
     candidates = inexact_chunks(assembly)
     inexact_tokens = sum(len(placed.span) for placed in candidates)
@@ -82,6 +89,8 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
         elif method.layerwise is not None:
             steering = method.layerwise.steer(assembly, candidates, selection, scores, budget)
     logits, selected = _recompute(assembly, candidates, selection, steering, method.context)
+    if method.base is None:
+        shared.take(assembly, torch.ones_like(assembly.known))
     _synchronize(lm)
     done = time.perf_counter()
 
@@ -102,6 +111,19 @@ def prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, *
         fallback=describe_misses(assembly.lookups),
     )
     return Prefilled(logits, assembly.buffer, report)
+
+
+def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:
+    """Check that a prompt and `room` tokens of an answer fit the model's context window.
+
+    Raises:
+        PromptTooLong: if they do not.
+    """
+    if len(prompt) + room > lm.window.tokens:
+        raise PromptTooLong(
+            f"{len(prompt):,} prompt tokens and {room:,} for the answer exceed the context window of "
+            f"{lm.window.tokens:,} ({lm.window.reason}); retrieve fewer passages or generate less"
+        )
 
 
 def _recompute(
