@@ -102,12 +102,16 @@ def test_methods_lists_all_with_their_papers(run: Any) -> None:
     code, out, _ = run("methods", "--json")
     methods = {m["name"]: m for m in json.loads(out)["methods"]}
     assert code == 0
-    assert list(methods) == ["full", "reuse", "random", "epic", "prophetkv", "qcfuse"]
+    published = ["cacheblend", "cachecraft", "fusionrag", "prophetkv", "qcfuse", "relaxkv", "agentkvshift"]
+    contextual = ["relaycaching", "kamera", "kvcomm"]
+    assert list(methods) == ["full", "reuse", "random", "epic", *published, *contextual]
     assert methods["qcfuse"]["parameters"] == {
         "ratio": 0.5,
         "base": "blind",
         "anchor_ratio": 0.15,
         "layers": "critical",
+        "anchors": "instruction",
+        "reduce": "mean",
     }
     assert "2606.05875" in methods["qcfuse"]["source"]
     assert "qcfuse" in run("methods")[1]

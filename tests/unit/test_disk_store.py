@@ -707,7 +707,7 @@ def test_what_is_planted_in_the_index_is_not_executed_and_the_index_is_made_agai
     with DiskStore(folder) as store:
         put(store, 0, 1)
     plant(folder, change, bomb)
-    with DiskStore(folder) as store:
+    with DiskStore(folder, 10 * ENTRY) as store:
         assert "has been made again from the files" in store.notes[0]
         assert {entry.address for entry in store.entries()} == {example_key(number).address for number in (0, 1)}
         assert store.stats()[0].size_bytes == 2 * ENTRY
