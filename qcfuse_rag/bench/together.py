@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.forward import model_inputs
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.generate.answer import end_tokens
@@ -104,14 +105,5 @@ class Together:
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
         """Compute rows of all sequences from `position` on: ids `[B, R]` -> `[B, keep, vocabulary]` float32."""
         plan = RowsPlan.of(torch.arange(position, position + ids.shape[1], device=ids.device), self.lm.sliding)
-        inputs = {
-            "input_ids": ids,
-            "position_ids": plan.rows[None].expand(len(ids), -1),
-            # Handed through unread, as in fuse/forward.py.
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-            "past_key_values": self.buffer.cache(plan),
-            "use_cache": True,
-            "fusion": plan,
-        }
-        logits: Tensor = self.lm.model(**inputs, logits_to_keep=keep).logits
+        logits: Tensor = self.lm.model(**model_inputs(ids, plan, self.buffer), logits_to_keep=keep).logits
         return logits[:, -keep:].float()

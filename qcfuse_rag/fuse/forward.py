@@ -33,14 +33,15 @@ def forward_rows(
     if course is not None:
         decoder = model.get_decoder()
         model = _with_modules(model, _steered(decoder, course, lm.n_layers), instead=decoder)
-    logits = model(**_inputs(ids, plan, buffer), logits_to_keep=1).logits
+    logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()
 def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
     """Compute the plan's rows like `forward_rows`, and return what follows each: `[R, vocabulary]` float32 logits."""
-    return lm.model(**_inputs(ids, plan, buffer), logits_to_keep=0).logits[0].float()  # type: ignore[no-any-return]
+    logits: Tensor = lm.model(**model_inputs(ids, plan, buffer), logits_to_keep=0).logits
+    return logits[0].float()
 
 
 @torch.inference_mode()
@@ -60,10 +61,17 @@ def forward_hidden(
     decoder = lm.model.get_decoder()
     if course is not None or depth < lm.n_layers:
         decoder = _steered(decoder, course, depth)
-    decoder(**_inputs(ids, plan, buffer))
+    decoder(**model_inputs(ids, plan, buffer))
 
 
-def _inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
+def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
+    """Return what a model is called with to compute the plan's rows over a buffer.
+
+    Args:
+        ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
+        plan: the rows and what they see.
+        buffer: of as many sequences.
+    """
     sequences = ids if ids.dim() == 2 else ids[None]
     return {
         "input_ids": sequences,
