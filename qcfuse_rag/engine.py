@@ -16,7 +16,7 @@ from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.many import answer_many
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
-from qcfuse_rag.ingest.base import BASES, FRAMED, Base
+from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
@@ -178,7 +178,12 @@ class FusionEngine:
             priority=priority,
             neighbours=neighbours,
             batch_tokens=batch_tokens,
+            told=self._made_of,
         )
+
+    def _made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
+        """Have an entry go with any of the passages it is made of."""
+        self.sources.derive(key, [one for ids in passages for one in self.keys(ids, (FRAMED,))])
 
     def capture(
         self,
@@ -196,19 +201,17 @@ class FusionEngine:
             groups: passages of one retrieval each, in the order they stood in.
             keep: `variant` for whole caches, `difference` for what they have over the framed ones, `patch` for that in
                 low rank; see `ingest.keep`.
-            variants: most contexts to keep of each passage; the least used of the oldest give way.
+            variants: most contexts to keep of each passage; beyond, the one that saved least gives way. A method looks
+                at as many as its own `slots` or `anchors` say: give both the same number.
             rank: of patches.
 
         Raises:
             StoreError: if the store cannot be written.
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
-        bases = {*BASES.values(), self.method.base or FRAMED}
-
-        def told(key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> None:
-            self.sources.derive(key, [one for ids in made_of for one in self.keys(ids, bases)])
-
-        job = CaptureJob(self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=told)
+        job = CaptureJob(
+            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._made_of
+        )
         return job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
@@ -295,13 +298,13 @@ class FusionEngine:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
 
-    def put_generated(self, prompt: Prompt, stream: TextStream, text: str | None = None) -> Kept:
+    def put_generated(self, stream: TextStream, text: str | None = None) -> Kept:
         """Keep the keys and values of an answer that will be a passage of later prompts; for method `relaycaching`.
 
-        Only what was computed exactly is kept: ask with `method=make_method("full")`.
+        Only what was computed exactly is kept: ask with `method=make_method("full")`. It goes when one of the prompt's
+        passages is gone from the store's sources, see `forget`.
 
         Args:
-            prompt: what was asked.
             stream: the answer, from `stream`; finished if it is not.
             text: the passage, which begins as the answer does; the answer itself if None.
 
@@ -313,7 +316,9 @@ class FusionEngine:
         """
         generation = stream.result()
         passage = generation.text if text is None else text
-        return keep_generated(self.lm, self.store, self.prompts, prompt, stream.prefilled, generation.ids, passage)
+        return keep_generated(
+            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._made_of
+        )
 
     def generate_verified(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25

@@ -62,7 +62,7 @@ def describe(report: FusionReport) -> str:
     """Say in one line what a fused prefill did."""
     head = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
     line = (
-        f"{head}computed {report.rows:,} of {report.prompt_tokens:,} tokens, loaded {size(report.bytes_loaded)}, "
-        f"first token after {report.timings.ttft_s:.2f} s"
+        f"{head}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
+        f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
     )
     return f"{line}; {report.fallback}" if report.fallback else line

@@ -131,7 +131,7 @@ class Assembly:
             copied = self._copy(store, adapted.key or key, span, adapted.chunk)
         miss = next((one for one in (adapted, copied) if isinstance(one, Miss)), None)
         role, reason = str(span.segment.role), miss.reason if miss else None
-        note = adapted.note if isinstance(adapted, Adapted) else None
+        note = adapted.note if isinstance(adapted, Adapted) and miss is None else None
         self.lookups.append(Lookup(role, span.start, len(span), miss is None, reason, note))
         if isinstance(adapted, Adapted) and isinstance(copied, int):
             self.placed.append(Placed(span, adapted.chunk, adapted.exact, adapted.demand))

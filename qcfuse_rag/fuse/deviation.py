@@ -78,6 +78,10 @@ class DeviationProbe:
     layer: int = 1
     measure: Measure = "key and value"
 
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise ValueError(f"layer must not be negative, got {self.layer}")
+
     def scores(self, assembly: Assembly) -> Scores:
         """Score every position; the stored rows are put back afterwards.
 

@@ -32,6 +32,10 @@ class GradualFilter:
     spread: float = 0.5
     measure: Measure = "key and value"
 
+    def __post_init__(self) -> None:
+        if self.first_layer < 0:
+            raise ValueError(f"layer must not be negative, got {self.first_layer}")
+
     def steer(
         self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
     ) -> Filtering:

@@ -20,8 +20,8 @@ from qcfuse_rag.ingest.context import Slot, filled_slots
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
 
-ACTIVE = 0.9
-"""Anchors that have this much of the weight together count as used."""
+NEGLIGIBLE = 1e-4
+"""Weight below which an anchor is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,16 @@ class AnchorOffsets:
         entropy, most = sum(w * math.log2(1 / w) for w in weights if w > 0), math.log2(len(slots))
         if entropy > self.gamma * most:
             return Miss(f"anchors disagree: entropy {entropy:.2f} of {most:.2f} bits")
-        chosen, total = [], 0.0
-        for weight, slot in sorted(zip(weights, slots, strict=True), key=lambda one: (-one[0], one[1].number)):
-            if total >= ACTIVE:
-                break
+        chosen = []
+        for weight, slot in zip(weights, slots, strict=True):
+            if weight < NEGLIGIBLE:
+                continue
             chunk = sound(place.store, slot)
             if chunk is None:
                 return Miss(f"{slot.key.base} cannot be read")
             chosen.append((weight, chunk))
-            total += weight
         note = f"{len(chosen)} of {len(slots)} anchors, entropy {entropy:.2f} bits"
-        return Adapted(corrected(found, [(w / total, chunk) for w, chunk in chosen], first_layer=1), note=note)
+        return Adapted(corrected(found, chosen, first_layer=1), note=note)
 
     def _weights(self, distances: list[float]) -> list[float]:
         nearest = min(distances)

@@ -29,11 +29,13 @@ class Prefilled:
     """A prompt ready to be continued.
 
     Attributes:
+        prompt: what was brought to its first token.
         logits: `[vocabulary]` float32, scores of the first new token.
         buffer: keys and values of the whole prompt, with room for the answer.
         report: what was done.
     """
 
+    prompt: Prompt
     logits: Tensor
     buffer: KVBuffer
     report: FusionReport
@@ -105,12 +107,13 @@ def prefill(
         rows=always + len(selected),
         selected=tuple(selected.tolist()),
         row_layers=assembly.row_layers,
+        n_layers=lm.n_layers,
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
         timings=Timings(started - begun, probed - started, chosen - probed, done - chosen),
         fallback=describe_misses(assembly.lookups),
     )
-    return Prefilled(logits, assembly.buffer, report)
+    return Prefilled(prompt, logits, assembly.buffer, report)
 
 
 def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:

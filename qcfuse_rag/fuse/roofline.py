@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from statistics import median
 
 import torch
 
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_rows
 from qcfuse_rag.fuse.place import copy_chunk
 from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.ingest.base import BASES
 from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
 
 MINIMUM = 0.15
@@ -92,12 +95,13 @@ def calibrate(
         sizes: rows of the smaller and the larger prefill.
 
     Raises:
-        ValueError: if the store has no passages of this model, or the sizes are not two that fit the window.
+        ValueError: if the store has no passages of this model that can be read, or the sizes are not two that fit the
+            window.
     """
     few, many = sizes
     if not 0 < few < many <= lm.window.tokens:
         raise ValueError(f"sizes must be two, ascending, within the window of {lm.window.tokens:,}, got {sizes}")
-    loads = [_load_s_per_token(lm, chunk) for chunk in _stored(lm, store, samples)]
+    loads = list(islice(_loads(lm, store), samples))
     if not loads:
         raise ValueError("the store has no passages of this model to measure loading by; warm some first")
     _prefill(lm, many)  # the first pass of a process pays for much that later ones do not
@@ -132,20 +136,18 @@ def slowest_sufficient(
     return min(sufficient)[1]
 
 
-def _stored(lm: LanguageModel, store: KVStore, count: int) -> Iterator[ChunkKV]:
-    found = 0
+def _loads(lm: LanguageModel, store: KVStore) -> Iterator[float]:
+    """Yield seconds a token, one stored passage after the other; what was captured is not what a request loads."""
     for entry in store.entries():
         opened = store.open(entry.address)
-        if isinstance(opened, tuple) and opened[0].fingerprint == lm.fingerprint:
-            yield opened[1]
-            found += 1
-            if found == count:
-                return
-
-
-def _load_s_per_token(lm: LanguageModel, chunk: ChunkKV) -> float:
-    buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
-    return _timed(lm, lambda: copy_chunk(buffer, 0, chunk)) / chunk.n_tokens
+        if not isinstance(opened, tuple):
+            continue
+        key, chunk = opened
+        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in BASES:
+            continue
+        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
+        with suppress(CorruptEntry, OSError):  # the next one will do
+            yield _timed(lm, partial(copy_chunk, buffer, 0, chunk)) / chunk.n_tokens
 
 
 def _prefill(lm: LanguageModel, tokens: int) -> None:

@@ -187,11 +187,13 @@ class ChunkHeads:
 
     def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
         """Return the first positions of every chunk."""
-        total = sum(len(placed.span) for placed in candidates)
-        heads = []
-        for placed in candidates:
-            wanted = round(budget * len(placed.span) / total) if self.n_tokens is None else self.n_tokens
-            heads.append(torch.arange(placed.span.start, min(placed.span.start + wanted, placed.span.stop)))
+        lengths = [len(placed.span) for placed in candidates]
+        if self.n_tokens is None:
+            counts = share_out(budget, [float(length) for length in lengths], lengths)
+        else:
+            counts = [min(self.n_tokens, length) for length in lengths]
+        starts = (placed.span.start for placed in candidates)
+        heads = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         return Selection(torch.cat(heads)) if heads else Selection.none()
 
 

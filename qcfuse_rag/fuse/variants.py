@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from qcfuse_rag.fuse.adapt import Adapted, Place
 from qcfuse_rag.fuse.contexts import discordance, stands_behind_head
+from qcfuse_rag.fuse.sound import sound
 from qcfuse_rag.ingest.context import Slot, filled_slots
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
@@ -50,11 +51,9 @@ class ClosestVariant:
             return Adapted(found, exact=True, demand=0.0)
         slots = filled_slots(place.store, "variant", self.slots, place.lm.fingerprint, prompt.frame, ids)
         for overhead, exact, slot in self._ranked(place, slots):
-            chunk = found if slot is None else slot.chunk
-            if isinstance(chunk, ChunkKV) and overhead >= 1 and self.refuse:
+            if overhead >= 1 and self.refuse and (slot is not None or isinstance(found, ChunkKV)):
                 return Miss(f"fix overhead {overhead:.2f}: no cache of it is worth mending")
-            if slot is not None:
-                chunk = place.store.get(slot.key)  # which counts as a use
+            chunk = found if slot is None else sound(place.store, slot)
             if isinstance(chunk, ChunkKV):
                 name, key = (place.base.name, None) if slot is None else (slot.key.base, slot.key)
                 note = f"{name}, exact" if exact else f"{name}, fix overhead {overhead:.2f}"

@@ -17,9 +17,9 @@ from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.anchors import order_by_key_norm
 from qcfuse_rag.ingest.base import Base
+from qcfuse_rag.ingest.warm import Told
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.model.rope import angles, rotate
-from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
@@ -55,10 +55,10 @@ def keep_generated(
     lm: LanguageModel,
     store: KVStore,
     prompts: PromptBuilder,
-    prompt: Prompt,
     prefilled: Prefilled,
     generated: tuple[int, ...],
     text: str,
+    told: Told | None = None,
 ) -> Kept:
     """Store the keys and values of an answer under the ids it has as a passage.
 
@@ -69,19 +69,21 @@ def keep_generated(
         lm: the model.
         store: where to.
         prompts: how passages are written and tokenised.
-        prompt: what was answered.
-        prefilled: its prefill, on whose buffer it was decoded.
+        prefilled: the prompt's prefill, on whose buffer the answer was decoded.
         generated: ids of the answer as it was generated.
         text: the answer as a passage, or the beginning of it.
+        told: called before the entry is written with the passages it depends on.
 
     Returns:
-        The entry, or why there is none: the request reused stored caches, or the answer is tokenised otherwise.
+        The entry, or why there is none: the method may reuse stored caches, or the answer is tokenised otherwise.
 
     Raises:
         StoreError: if the store cannot be written.
     """
-    if prefilled.report.reused_tokens:
-        return Kept(None, reason="the answer was decoded on reused caches, so it is not exact; ask with method full")
+    prompt = prefilled.prompt
+    if prefilled.report.base is not None:  # even where it reused nothing: rows may have been kept from seeing others
+        name = prefilled.report.method
+        return Kept(None, reason=f"an answer of method {name} need not be exact; ask with method full")
     ids = prompts.chunk_ids(text)
     own = sum(first < len(text) for first, _ in prompts.chunk_offsets(text))  # without the template behind it
     decoded = generated[:-1]  # the last token was never run
@@ -106,6 +108,8 @@ def keep_generated(
         keys, values, order_by_key_norm(keys), probe_layers=lm.critical_layers, context=context, facts=facts
     )
     key = GENERATED.key(lm.fingerprint, prompt.frame, ids)
+    if told is not None:
+        told(key, [span.segment.ids for span in prompt.chunks])
     store.put(key, chunk)
     return Kept(key, len(ids), len(ids) - known)
 

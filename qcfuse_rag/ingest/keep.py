@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
@@ -15,16 +15,13 @@ from qcfuse_rag.fuse.variants import expected_overhead, worth_by_mending
 from qcfuse_rag.ingest.base import FRAMED
 from qcfuse_rag.ingest.capture import capture_chunks
 from qcfuse_rag.ingest.context import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
-from qcfuse_rag.ingest.warm import WarmJob
+from qcfuse_rag.ingest.warm import Told, WarmJob
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.birth import Context
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.numbers import check_rank, compress
-
-Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
-"""`(key, made_of) -> None`: an entry's key, and the token ids of all chunks it is made of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 Progress = Callable[[int, int], None]
 """`(done, total) -> None` in tokens, called after every batch."""
 
+Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
+"""`(key, made_of) -> None`: an entry's key, and the token ids of the passages it is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class WarmPlan:
@@ -131,8 +134,9 @@ class WarmJob:
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
         batch_tokens: int | None = None,
+        told: Told | None = None,
     ) -> None:
-        self._lm, self._store, self._frame = lm, store, frame
+        self._lm, self._store, self._frame, self._told = lm, store, frame, told
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
         chosen, seen = with_first_pass(bases), set()
@@ -194,6 +198,8 @@ class WarmJob:
             taken = sum(len(one.ids) for one in batch)
             saved_ms = 1000 * (time.perf_counter() - begun) / taken
             for one, chunk in zip(batch, chunks, strict=True):
+                if one.base.enriched and self._told is not None:
+                    self._told(one.key, [tuple(self._ids[index]) for index in self._related(one)])
                 self._store.put(one.key, chunk, saved_ms=saved_ms * len(one.ids))
                 size += chunk.nbytes
             warmed, tokens = warmed + len(batch), tokens + taken
@@ -239,14 +245,20 @@ class WarmJob:
         base = batch[0].base
         chunks = [tuple(one.ids) for one in batch]
         if base.enriched:
-            assert self._neighbours is not None
-            related = [self._first_pass(index, head) for index in self._neighbours[batch[0].index]]
+            related = [self._first_pass(index, head) for index in self._related(batch[0])]
             return [enrich_chunk(self._lm, chunks[0], head=head, neighbours=related)]
         prefix = head
         if not base.behind_frame:
             ids = base.prefix(self._frame)
             prefix = prefill_chunk(self._lm, ids) if ids else None
         return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)
+
+    def _related(self, one: Pending) -> list[int]:
+        """Return a passage's neighbours, best first: never its own text, and no text twice."""
+        assert self._neighbours is not None
+        texts = {tuple(self._ids[index]): index for index in reversed(self._neighbours[one.index])}
+        texts.pop(tuple(one.ids), None)
+        return [index for index in self._neighbours[one.index] if index in texts.values()]
 
     def _first_pass(self, index: int, head: ChunkKV | None) -> ChunkKV:
         """Return a neighbour's framed cache: the stored one, else one computed for the moment."""

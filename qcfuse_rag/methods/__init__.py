@@ -17,6 +17,7 @@ from qcfuse_rag.methods.full import full
 from qcfuse_rag.methods.fusionrag import fusionrag
 from qcfuse_rag.methods.kamera import kamera
 from qcfuse_rag.methods.kvcomm import kvcomm
+from qcfuse_rag.methods.parameters import checked
 from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
@@ -53,7 +54,8 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
         name: a key of `METHODS`; None is the default, QCFuse at 15 %.
         ratio: share of reused tokens to recompute; None is the method's published one.
         base: a name in `BASES`; None is framed even for methods published with blind caches, because that is how
-            passages are warmed when nobody says otherwise.
+            passages are warmed when nobody says otherwise. Methods that need another one, as FusionRAG does enriched
+            caches, keep it.
 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
@@ -77,15 +79,10 @@ def make_method(name: str, **parameters: Any) -> Method:
         **parameters: of the method's function; those that are None are left at their defaults.
 
     Raises:
-        UnknownMethod: if there is no such method, or it does not take a parameter.
+        UnknownMethod: if there is no such method, or it does not take a parameter or a value of that type.
         ValueError: if a parameter is out of range.
     """
     if name not in METHODS:
         raise UnknownMethod(f"no method {name!r}; there are {', '.join(METHODS)}")
     given = {key: value for key, value in parameters.items() if value is not None}
-    accepted = inspect.signature(METHODS[name]).parameters
-    wrong = [key for key in given if key not in accepted]
-    if wrong:
-        takes = ", ".join(accepted) or "no parameters"
-        raise UnknownMethod(f"method {name!r} does not take {', '.join(wrong)}; it takes {takes}")
-    return METHODS[name](**given)
+    return METHODS[name](**checked(name, METHODS[name], given))

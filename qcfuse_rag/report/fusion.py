@@ -65,7 +65,8 @@ class FusionReport:
             last layer.
         selected: positions of reused tokens that were recomputed after all.
         row_layers: rows summed over the layers each was computed in, probes and rows that were let go of included: what
-            was paid. Full prefill pays `prompt_tokens` times the number of layers.
+            was paid. Full prefill pays `prompt_tokens` times `n_layers`.
+        n_layers: layers of the model.
         lookups: what became of the head and of every passage.
         bytes_loaded: bytes read from the store.
         timings: where the time went.
@@ -81,10 +82,16 @@ class FusionReport:
     rows: int
     selected: tuple[int, ...] = field(repr=False)
     row_layers: int
+    n_layers: int
     lookups: tuple[Lookup, ...]
     bytes_loaded: int
     timings: Timings
     fallback: str | None
+
+    @property
+    def work(self) -> float:
+        """Rows computed, over all layers, probes included, as a share of what full prefill computes."""
+        return self.row_layers / (self.prompt_tokens * self.n_layers)
 
     @property
     def missing(self) -> tuple[Lookup, ...]:

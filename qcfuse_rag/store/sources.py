@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.model.fingerprint import digest
@@ -14,12 +15,24 @@ from qcfuse_rag.store.key import ChunkKey
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS chunks (
-    source TEXT, address TEXT, wording TEXT, PRIMARY KEY (source, address)
+    source TEXT, address TEXT, wording TEXT, passage TEXT, PRIMARY KEY (source, address)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
-CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS chunks_by_passage ON chunks (passage);
+CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY, by_origin INTEGER) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS derived (address TEXT, origin TEXT, PRIMARY KEY (address, origin)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
+"""
+
+WANTED = """
+SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
+"""
+NOBODYS = """
+INSERT OR IGNORE INTO unwanted SELECT ?1, 0 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)
+"""
+MADE_OF_NOBODYS = """
+INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
+WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
 
 
@@ -28,8 +41,8 @@ class Sources:
 
     Kept in `sources.db` in the store's folder, or in memory beside a store that lives there. A chunk whose last source
     is gone is removed from all tiers, pinned or not; if the process dies in between, `collect` finishes. What was made
-    of several chunks, as a cache born behind others is, goes when one of them loses its last source. Chunks that never
-    had a source, such as the prompt's fixed head, are left alone.
+    of several passages, as a cache born behind others is, goes when one of them loses its last source, even if a source
+    has it. Chunks that never had a source, such as the prompt's fixed head, are left alone.
 
     Args:
         store: whose chunks; not closed with this.
@@ -48,6 +61,7 @@ class Sources:
             if store.folder is not None:
                 (store.folder / "sources.db").chmod(0o600)
                 self._database.execute("PRAGMA journal_mode = WAL")
+            _bring_up_to_date(self._database)
             self._database.executescript(SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open {place}: {error}") from error
@@ -61,7 +75,7 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        return self._change(source, {self._store.address(key): _wording(key) for key in keys}, replace=True)
+        return self._change(source, keys, replace=True)
 
     def add(self, source: str, keys: Iterable[ChunkKey]) -> None:
         """Say that a source has these chunks too.
@@ -69,22 +83,23 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        self._change(source, {self._store.address(key): _wording(key) for key in keys}, replace=False)
+        self._change(source, keys, replace=False)
 
     def derive(self, key: ChunkKey, origins: Iterable[ChunkKey]) -> None:
-        """Say which chunks an entry was made of, instead of what was said before.
+        """Say which passages an entry was made of, instead of what was said before.
 
-        It is removed when one of them loses its last source, unless it has a source itself.
+        It is removed when one of them loses its last source, whether the entry has a source itself or not: what it
+        remembers of that passage is not the source's.
 
         Args:
-            key: of the entry.
-            origins: keys of the chunks; under several bases, where it is not known which of them has a source.
+            key: of the entry, about to be written anew.
+            origins: a key of each passage, under any base.
 
         Raises:
             StoreError: if the manifest cannot be written.
         """
         address = self._store.address(key)
-        rows = [(address, origin) for origin in {self._store.address(one) for one in origins} - {address}]
+        rows = [(address, origin) for origin in {self._passage(one) for one in origins}]
         with self._writing() as database:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
             database.executemany("INSERT INTO derived VALUES (?, ?)", rows)
@@ -111,11 +126,11 @@ class Sources:
     def collect(self) -> int:
         """Remove chunks that lost their last source and are still there; return how many."""
         with self._lock:
-            unwanted = [row[0] for row in self._rows("SELECT address FROM unwanted") if row[0].startswith(self._own)]
+            rows = self._rows("SELECT address FROM unwanted")
         removed = 0
-        for address in unwanted:
+        for address in [row[0] for row in rows if row[0].startswith(self._own)]:
             with self._writing() as database:  # so that nobody takes the chunk up again while it is removed
-                wanted = bool(self._rows("SELECT 1 FROM chunks WHERE address = ?", address))
+                wanted = bool(self._rows(WANTED, address))
                 if not wanted:
                     removed += self._store.discard(address)
                 # A remote that is away is not one without the entry: that stays noted.
@@ -149,12 +164,14 @@ class Sources:
         with self._lock:
             self._database.close()
 
-    def _change(self, source: str, wanted: dict[str, str], *, replace: bool) -> int:
-        name, wordings = self._own + source, set(wanted.values())
+    def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
+        wanted = {self._store.address(key): key for key in keys}
+        name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
         with self._writing() as database:
-            rows = [(name, address, wording) for address, wording in wanted.items()]
-            database.executemany("INSERT OR IGNORE INTO chunks VALUES (?, ?, ?)", rows)
-            database.executemany("DELETE FROM unwanted WHERE address = ?", [(address,) for address in wanted])
+            rows = [(name, address, _wording(key), self._passage(key)) for address, key in wanted.items()]
+            database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
+            taken_up = [(address,) for address in wanted]
+            database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", taken_up)
             had = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
             stale = [address for address, wording in had if wording in wordings and address not in wanted]
             if replace:
@@ -163,14 +180,17 @@ class Sources:
 
     def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str]) -> None:
         """Take chunks from a source, as far as they are its own, and note those that are nobody's now."""
-        had = {row[0] for row in self._rows("SELECT address FROM chunks WHERE source = ?", name)}
-        gone = [(address,) for address in addresses if address in had]
-        rows = [(name, *address) for address in gone]
+        statement = "SELECT address, passage FROM chunks WHERE source = ?"
+        had = dict(database.execute(statement, (name,)).fetchall())
+        gone = [address for address in addresses if address in had]
+        rows = [(name, address) for address in gone]
         database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
-        nobodys = "SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
-        database.executemany(f"INSERT OR IGNORE INTO unwanted {nobodys}", gone)
-        made = "SELECT address FROM derived WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)"
-        database.executemany(f"INSERT OR IGNORE INTO unwanted {made}", gone)
+        database.executemany(NOBODYS, [(address,) for address in gone])
+        database.executemany(MADE_OF_NOBODYS, [(passage,) for passage in {had[address] for address in gone}])
+
+    def _passage(self, key: ChunkKey) -> str:
+        """Return what stands for a passage under whatever base it is stored; as hard to guess as its address."""
+        return self._store.address(replace(key, base="", prefix=""))
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -191,6 +211,14 @@ class Sources:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
+
+
+def _bring_up_to_date(database: sqlite3.Connection) -> None:
+    """Add what manifests of earlier versions lack; which passage a chunk is, they learn when it is warmed again."""
+    for table, column in (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0")):
+        columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+        if columns and column.split()[0] not in columns:
+            database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
 
 
 def _wording(key: ChunkKey) -> str:

@@ -159,7 +159,7 @@ class TieredStore(KVStore):
         """Copy entries from the far to the near tier on a thread of the store's own."""
         for key in keys:
             if key not in self.near:
-                self._reader.submit(self.get, key)
+                self._reader.submit(self._bring, key)
 
     def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
         """Keep entries near until they were used, and start bringing there those that are not."""

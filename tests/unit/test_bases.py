@@ -83,6 +83,18 @@ def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: Fus
     assert stored(engine, FRAMED, PASSAGES[2]).n_tokens == len(ids[2]), "the first pass is kept"
 
 
+def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama: LanguageModel) -> None:
+    once, again = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    once.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1, 2], [], []], batch_tokens=1)
+    twice = [[2, 1, 3, 4], [], [], [], []]
+    again.warm(
+        [PASSAGES[0], PASSAGES[1], PASSAGES[0], *PASSAGES[1:]], bases=(ENRICHED,), neighbours=twice, batch_tokens=1
+    )
+    for layer in range(llama.n_layers):
+        pairs = zip(*(stored(one, ENRICHED, PASSAGES[0]).layer(layer) for one in (once, again)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageModel) -> None:
     once, twice = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
     neighbours = [[1, 2], [2, 0], [0, 1]]

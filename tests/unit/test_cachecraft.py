@@ -216,6 +216,21 @@ def test_a_cache_that_cannot_be_read_gives_way_to_the_next(
     assert report.fallback is None
 
 
+def test_a_slot_written_anew_since_it_was_looked_at_is_not_placed(
+    captured: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = captured.store.get
+
+    def rewritten(key: ChunkKey) -> ChunkKV | Miss:
+        found = get(key)
+        assert isinstance(found, ChunkKV)
+        return replace(found, context=(hash_ids([1]),)) if key.base.startswith("variant") else found
+
+    monkeypatch.setattr(captured.store, "get", rewritten)
+    report = captured.prefill(prompt, method=make_method("cachecraft")).report
+    assert all(str(lookup.note).startswith("framed") for lookup in chunk_lookups(report)[1:])
+
+
 @pytest.mark.parametrize("share", [0.8, 0.9])
 def test_mending_stops_in_passages_that_the_question_does_not_look_at(
     captured: FusionEngine, prompt: Prompt, share: float

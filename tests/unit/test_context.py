@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import BLIND, FRAMED, ChunkKV, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
+from qcfuse_rag import (
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    KVStore,
+    LanguageModel,
+    MemoryStore,
+    TenantStore,
+)
 from qcfuse_rag.ingest.capture import capture
 from qcfuse_rag.ingest.context import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
 from qcfuse_rag.store.key import hash_ids
@@ -236,3 +247,31 @@ def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
         assert engine.capture([PASSAGES]).captured == 2
         engine.forget("ferry")
     assert engine.sources.collect() == 0
+
+
+def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:
+    base = ENRICHED
+    engine.warm(PASSAGES, bases=[base], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.forget("paint")
+    enriched = [engine.keys(engine.prompts.chunk_ids(text), [base])[0] in engine.store for text in PASSAGES]
+    framed = [engine.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] in engine.store for text in PASSAGES]
+    assert enriched == [False, False, True], "the ferry's remembers the paint"
+    assert framed == [True, False, True]
+    left = [PASSAGES[0], PASSAGES[2]]
+    assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
+    assert engine.sources.collect() == 0
+    engine.forget("mill")
+    assert len(list(engine.store.entries())) == 2, "the head and the ferry's framed cache"
+
+
+def test_a_changed_document_does_too(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[ENRICHED], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.warm(["The paint is blue."], sources=["paint"], bases=[ENRICHED], neighbours=[[]])
+    assert engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), [ENRICHED])[0] not in engine.store
+
+
+def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[BLIND.ranked("kvzip")], sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES])
+    engine.forget("ferry")
+    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []

@@ -97,6 +97,16 @@ def test_nothing_is_brought_near_at_the_cost_of_something_sooner(tiered: TieredS
     assert held(settled(tiered)) == [0, 1, 2]
 
 
+def test_prefetching_is_no_use_of_what_is_expected(tiered: TieredStore) -> None:
+    tiered.hint([example_key(1)], steps=5)
+    settled(tiered).discard(example_key(1))
+    tiered.prefetch([example_key(1)])
+    settled(tiered)
+    for number in (7, 8, 9):
+        tiered.get(example_key(number))
+    assert held(settled(tiered)) == [1, 8, 9]
+
+
 def test_a_used_passage_is_like_any_other_again(tiered: TieredStore) -> None:
     tiered.hint([example_key(number) for number in range(3)])
     settled(tiered)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,12 +26,14 @@ from qcfuse_rag import (
     choose_method,
     make_method,
 )
+from qcfuse_rag.fuse.assembly import Placed
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.probe import QuestionProbe
 from qcfuse_rag.fuse.score import Scores
 from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, TopTokens
 from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.language_model import LanguageModel as Model
+from qcfuse_rag.prompt.segments import Role, Segment, Span
 from qcfuse_rag.store.chunk import ChunkKV
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
@@ -192,6 +195,46 @@ def test_choosing_by_name() -> None:
         choose_method("full", ratio=0.5)
     with pytest.raises(UnknownMethod, match="no base 'framd'"):
         choose_method(base="framd")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("qcfuse", {"ratio": "abc"}, "ratio of method 'qcfuse' must be a finite number, got 'abc'"),
+        ("qcfuse", {"anchors": "kvzap"}, "anchors of method 'qcfuse' must be instruction or kvzip or knorm or sinks"),
+        ("qcfuse", {"layers": "midle"}, "layers of method 'qcfuse' must be critical or whole numbers such as 7[+]8"),
+        ("qcfuse", {"base": "blind"}, "base of method 'qcfuse' must be a Base, got 'blind'"),
+        ("relaxkv", {"context": "seleted"}, "context of method 'relaxkv' must be selected or all"),
+        ("agentkvshift", {"keys": "no"}, "keys of method 'agentkvshift' must be true or false"),
+        ("cachecraft", {"alpha": float("nan")}, "alpha of method 'cachecraft' must be a finite number, got nan"),
+        ("epic", {"n_tokens": 1.5}, "n_tokens of method 'epic' must be a whole number, got 1.5"),
+        ("relaycaching", {"layers": (1, 2, 3)}, "layers of method 'relaycaching' must be a RelayLayers"),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_one_clear_error(name: str, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnknownMethod, match=message):
+        make_method(name, **parameters)
+
+
+def test_a_layer_alone_is_a_choice_of_layers() -> None:
+    assert make_method("qcfuse", layers=7) == make_method("qcfuse", layers=(7,))
+
+
+@pytest.mark.parametrize("variant", ["paper", "release"])
+def test_a_layer_is_counted_from_the_first(variant: str) -> None:
+    with pytest.raises(ValueError, match="layer must not be negative, got -1"):
+        make_method("cacheblend", variant=variant, layer=-1)
+
+
+@pytest.mark.parametrize(("lengths", "budget"), [([10] * 4, 6), ([50] * 10, 25), ([30] * 20, 90), ([100] * 3, 1)])
+def test_epic_at_a_ratio_computes_as_many_tokens_as_the_others(lengths: list[int], budget: int) -> None:
+    stops = list(accumulate(lengths))
+    chunk = Segment(Role.CHUNK, (), "")  # of which only the place counts
+    spans = [Span(stop - length, stop, chunk) for length, stop in zip(lengths, stops, strict=True)]
+    candidates = [Placed(span, cast(ChunkKV, None), exact=False) for span in spans]
+    positions = ChunkHeads(None).select(candidates, None, budget).positions
+    assert len(positions) == budget
+    assert len(set(positions.tolist())) == budget
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.3])

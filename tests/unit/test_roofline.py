@@ -13,6 +13,7 @@ from qcfuse_rag import FRAMED, DiskStore, FusionEngine, LanguageModel, MemorySto
 from qcfuse_rag.fuse import roofline
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.roofline import Roofline, calibrate, slowest_sufficient
+from qcfuse_rag.ingest.base import BASES
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
 from tests.conftest import PASSAGES, QUESTION
@@ -105,6 +106,26 @@ def test_calibration_on_the_real_clock_changes_nothing(llama: LanguageModel, tmp
     assert 0.15 <= found.ratio <= 1
     assert store.stats() == before
     store.close()
+
+
+def test_calibration_passes_over_what_is_damaged_and_what_was_captured(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        engine.capture([PASSAGES], keep=("patch",))
+        sound = engine.keys(engine.prompts.chunk_ids(PASSAGES[2]), [FRAMED])[0]
+        for address, path in store.files.entries():
+            opened = store.open(address)
+            assert isinstance(opened, tuple)
+            if opened[0].base in BASES and opened[0] != sound:
+                data = bytearray(path.read_bytes())
+                data[len(data) // 2] ^= 0xFF
+                path.write_bytes(data)
+    with DiskStore(tmp_path) as store:
+        assert calibrate(llama, store, samples=3, sizes=(4, 8)).load_s_per_token > 0
+        store.discard(sound)
+        with pytest.raises(ValueError, match="no passages of this model"):
+            calibrate(llama, store, samples=3, sizes=(4, 8))
 
 
 def test_there_must_be_something_to_load(llama: LanguageModel) -> None:
