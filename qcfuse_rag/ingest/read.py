@@ -112,7 +112,8 @@ def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
 def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
     """Read one passage a line: `{"text": ..., "source": ...}`; the source is the file if none is given."""
     passages: Passages = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

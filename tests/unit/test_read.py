@@ -47,6 +47,14 @@ def test_lines_of_json_are_passages_with_sources(tmp_path: Path, tokenizer: PreT
     assert found == {"one": [PASSAGES[0], PASSAGES[2]], str(path.resolve()): [PASSAGES[1]]}
 
 
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["Orla\u2028steers the\u0085ferry.", "Ann sings."]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode())
+    [passages] = read_passages([path], tokenizer, max_tokens=200).values()
+    assert passages == texts
+
+
 def test_two_files_may_share_a_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": PASSAGES[number], "source": "one"}))
