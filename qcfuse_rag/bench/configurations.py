@@ -29,7 +29,7 @@ class Configuration:
     """A method at one ratio over one base.
 
     Attributes:
-        label: the method as the user wrote it, parameters included.
+        label: the method's name, with the parameters as the user wrote them.
         method: ready to use.
         base: name of the base it reads, or None.
         ratio: the ratio it was given or has of itself; None for methods that count tokens.
@@ -69,21 +69,27 @@ def configurations(
     unknown = [base for base in bases if base not in BASES]
     if unknown:
         raise UnknownMethod(f"no base {unknown[0]!r}; there are {', '.join(BASES)}")
-    wanted = [FULL, *(RELEASE_NAMES.get(name, name) for name in names)]
-    wanted.sort(key=lambda name: name == RANDOM)  # its bases follow from the others'
+    wanted = [_parse(label) for label in (FULL, *names)]
+    wanted.sort(key=lambda one: one[0] == RANDOM)  # its bases follow from the others'
     found: dict[Key, Configuration] = {}
-    for label in wanted:
-        name, given = _parse(label)
+    for name, written, given in wanted:
+        label = f"{name}[{written}]" if written else name
         over: Sequence[str | None] = bases or [None]
         shares: Sequence[float | None] = ratios or [None]
         if name == RANDOM and not bases:
-            bases_of = (plain_base(one.base) for one in found.values() if "ratio" in _takes(one.label))
+            others = [one for one in found.values() if method_name(one.label) != RANDOM]
+            bases_of = (plain_base(one.base) for one in others if "ratio" in _takes(method_name(one.label)))
             over = [base for base in dict.fromkeys(bases_of) if base in BASES] or [None]
         for base in over if "base" in _takes(name) and "base" not in given else [None]:
             for ratio in shares if "ratio" in _takes(name) and "ratio" not in given else [None]:
                 one = _configuration(label, name, {"ratio": ratio, **({"base": BASES[base]} if base else {}), **given})
                 found.setdefault(one.key, one)
     return list(found.values())
+
+
+def method_name(label: str) -> str:
+    """Return a label without its parameters."""
+    return label.split("[")[0]
 
 
 def plain_base(base: str | None) -> str | None:
@@ -99,22 +105,23 @@ def _configuration(label: str, name: str, parameters: dict[str, Any]) -> Configu
     )
 
 
-def _takes(label: str) -> set[str]:
-    name = _parse(label)[0]
+def _takes(name: str) -> set[str]:
     return set(inspect.signature(METHODS[name]).parameters) if name in METHODS else set()
 
 
-def _parse(label: str) -> tuple[str, dict[str, Any]]:
+def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
+    """Return the method's own name, its parameters as they are written, and what they are."""
     match = NAMED.fullmatch(label)
     if match is None:
         raise UnknownMethod(f"cannot read {label!r}; write a method as name or name[parameter=value,...]")
     parameters = {}
-    for part in filter(None, (match["parameters"] or "").split(",")):
+    name, written = match["name"].strip(), (match["parameters"] or "").strip()
+    for part in filter(None, written.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
             raise UnknownMethod(f"cannot read {part!r} in {label!r}; write name[parameter=value,...]")
         parameters[key.strip()] = _value(key.strip(), value.strip())
-    return match["name"].strip(), parameters
+    return RELEASE_NAMES.get(name, name), written, parameters
 
 
 def _value(key: str, text: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qcfuse_rag.bench.bootstrap import mean_interval
-from qcfuse_rag.bench.configurations import FULL, RANDOM, plain_base
+from qcfuse_rag.bench.configurations import FULL, RANDOM, method_name, plain_base
 from qcfuse_rag.bench.prepare import OfflineCost
 from qcfuse_rag.bench.records import Record
 
@@ -17,6 +17,9 @@ MEANS = (*SCORES, "kl", *COSTS)
 
 Group = dict[str, Record]
 """Records of one dataset and configuration by the question's id."""
+
+GroupKey = tuple[str, str, str | None, float | None]
+"""`(dataset, method, base, ratio)`."""
 
 
 def summarize(
@@ -29,7 +32,8 @@ def summarize(
     """Return the summary, in the order in which configurations first appear; full prefill first in each dataset.
 
     Differences are paired: taken question by question, then averaged and resampled. The control of a method is
-    `random` over the same base at the same ratio; how tokens were ranked does not matter to it.
+    `random` over the same base at the same ratio, whatever its other parameters; how tokens were ranked does not matter
+    to it. Of several, the one without parameters or else the first is taken.
 
     Args:
         records: of one or more datasets.
@@ -37,7 +41,7 @@ def summarize(
         preparations: `(method, base, ratio)` -> name of its preparation.
         seed: of the resamples.
     """
-    groups: dict[tuple[str, str, str | None, float | None], Group] = {}
+    groups: dict[GroupKey, Group] = {}
     for record in records:
         key = (record["dataset"], record["method"], record["base"], record["ratio"])
         groups.setdefault(key, {})[record["id"]] = record
@@ -47,7 +51,7 @@ def summarize(
     for dataset, method, base, ratio in sorted(groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL)):
         group = groups[dataset, method, base, ratio]
         full = groups.get((dataset, FULL, None, 1.0), {})
-        control = groups.get((dataset, RANDOM, plain_base(base), ratio)) if method not in (RANDOM, FULL) else None
+        control = _control(groups, dataset, base, ratio) if method_name(method) not in (RANDOM, FULL) else None
         preparation = (preparations or {}).get((method, base, ratio))
         lines.append(
             {
@@ -64,6 +68,12 @@ def summarize(
             }
         )
     return lines
+
+
+def _control(groups: Mapping[GroupKey, Group], dataset: str, base: str | None, ratio: float | None) -> Group | None:
+    wanted = (dataset, RANDOM, plain_base(base), ratio)
+    alike = [key for key in groups if (key[0], method_name(key[1]), key[2], key[3]) == wanted]
+    return groups[wanted if wanted in groups else alike[0]] if alike else None
 
 
 def _own(records: Sequence[Record], seed: int) -> dict[str, Any]:
