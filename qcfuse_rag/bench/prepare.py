@@ -26,7 +26,7 @@ class OfflineCost:
 
     Attributes:
         preparation: its name; methods that share one read the same stored caches.
-        chunks: passages it prepared now; those found in the store cost nothing.
+        chunks: distinct passages it prepared now; those found in the store cost nothing.
         seconds: how long it took.
         size_bytes: bytes it stored.
     """
@@ -93,7 +93,10 @@ class Capturing:
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
         summary = engine.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
-        return OfflineCost(self.name, summary.captured, time.perf_counter() - started, summary.size_bytes)
+        seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
+        # A passage in several groups is captured in each: more entries, but what is paid for is one passage.
+        behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
+        return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
 
 
 Preparation = Warming | Capturing
@@ -127,6 +130,14 @@ def preparation_of(configuration: Configuration) -> Preparation | None:
     if method.name in CAPTURED:
         return Capturing(CAPTURED[method.name], method.base)
     return Warming(method.base)
+
+
+def made_beside(configuration: Configuration) -> str | None:
+    """Return which warming counts all passages that a configuration's caches depend on; None if each stands alone."""
+    needed = preparation_of(configuration)
+    if isinstance(needed, Capturing):
+        return needed.first.name
+    return needed.name if needed is not None and needed.first is not None else None
 
 
 def prepare(

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from qcfuse_rag.bench.configurations import Configuration, configurations
-from qcfuse_rag.bench.datasets import BadDataset, Example, first_passages, passage_texts, read_dataset, with_distractors
+from qcfuse_rag.bench.datasets import Example, first_passages, passage_texts, read_dataset
 from qcfuse_rag.bench.metrics import rouge_scorer
+from qcfuse_rag.bench.notes import on_distractors, on_log, on_methods
 from qcfuse_rag.bench.prepare import preparation_of
 from qcfuse_rag.bench.records import RecordLog
 from qcfuse_rag.bench.ruler import TASKS, generate
@@ -25,7 +26,9 @@ from qcfuse_rag.bench.run import run_questions
 from qcfuse_rag.bench.summary import summarize
 from qcfuse_rag.bench.tables import markdown
 from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.model.fingerprint import digest
+from qcfuse_rag.profile.samples import BadDataset
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.memory import MemoryStore
 
@@ -94,6 +97,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     """
     rouge_scorer()
     chosen = configurations(options.methods, options.ratios, options.bases)
+    _refuse_to_cut(options)
     store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store)
     with (
         store,
@@ -102,13 +106,14 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         ) as engine,
     ):
         examples, sources = read_examples(options, engine)
-        notes = _notes(options, examples)
+        notes = on_distractors(examples) if options.distractors is not None else []
         conditions = _conditions(options, engine, sources)
         with RecordLog(partial_path(options.out), conditions) as log:
             group = options.group if options.store is None else None
             notes += run_questions(engine, examples, chosen, log, group=group, progress=progress)
             asked = {(example.dataset, example.id) for example in examples}
             records = [r for r in log.records.values() if (r["dataset"], r["id"]) in asked]
+            notes += on_log(log, kept=options.store is not None) + on_methods(records)
             summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
         about = {**_about(options, engine), "conditions": conditions, "notes": notes}
     result = {"about": about, "records": records, "summary": summary}
@@ -142,7 +147,8 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
             own = read_dataset(path, size=options.size)
             sources[name] = digest(path.read_bytes())
             if options.distractors is not None:
-                own = [with_distractors(example, options.distractors) for example in own]
+                # Which passages hold the answer is not guessed: a question of two steps would lose the first.
+                own = [one.with_distractors(options.distractors) if one.supporting else one for one in own]
         else:
             haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or _demo_texts()
             own = _generated(name, options, engine, haystack)
@@ -161,21 +167,30 @@ def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystac
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    tokens = options.ruler_tokens - len(engine.prompt("", ()))
-    return generate(name, options.size, tokens=tokens, count=count, haystack=haystack, seed=options.seed)
+    return generate(
+        name,
+        options.size,
+        tokens=options.ruler_tokens,
+        count=count,
+        haystack=haystack,
+        seed=options.seed,
+        frame=len(engine.prompt("", ())),
+    )
+
+
+def _refuse_to_cut(options: QualityOptions) -> None:
+    """Refuse to keep the first passages of a generated task only: part of the answer would go with the others."""
+    made = [one for one in options.datasets if one in TASKS and not (options.data_dir / f"{one}.jsonl").exists()]
+    if made and options.top_k is not None:
+        raise QCFuseError(
+            f"--top-k would cut away part of what {made[0]} hides; run it apart, its length is --ruler-tokens"
+        )
 
 
 def _demo_texts() -> list[str]:
     from qcfuse_rag.demo.assets import corpus
 
     return list(corpus().values())
-
-
-def _notes(options: QualityOptions, examples: Sequence[Example]) -> list[str]:
-    if options.distractors is None:
-        return []
-    silent = sum(not example.supporting and example.dataset not in TASKS for example in examples)
-    return [f"{silent} questions do not say which passages hold the answer; they keep all"] if silent else []
 
 
 def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str, str]) -> dict[str, Any]:

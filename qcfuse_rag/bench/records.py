@@ -4,24 +4,52 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from qcfuse_rag.bench.configurations import Configuration
 from qcfuse_rag.bench.datasets import Example
-from qcfuse_rag.bench.prepare import OfflineCost
+from qcfuse_rag.bench.prepare import OfflineCost, made_beside
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.model.fingerprint import digest
 
 Record = dict[str, Any]
 RecordKey = tuple[str, str, str, str | None, float | None]
 """`(dataset, id, method, base, ratio)`."""
 
+BEGINNING = b'{"conditions": '
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The passages that are prepared together, and that enriched and captured caches therefore depend on.
+
+    Attributes:
+        digest: of their texts, in order; in every record that depends on them.
+        count: how many.
+    """
+
+    digest: str
+    count: int
+
+    @classmethod
+    def of(cls, passages: Iterable[str]) -> Beside:
+        """Return what to know a group of passages by; repetitions count once."""
+        texts = list(dict.fromkeys(passages))
+        return cls(digest(json.dumps(texts).encode()), len(texts))
+
 
 class RecordLog:
     """An append-only file of records; its first line says what they may be mixed with.
+
+    Attributes:
+        records: by question and configuration.
+        offline: what preparations cost.
+        damaged: numbers of lines that could not be read and were left out.
+        outdated: records that were left out because they were made beside other passages.
 
     Args:
         path: of the file; begun if it is not there.
@@ -35,6 +63,9 @@ class RecordLog:
         self.path = path
         self.records: dict[RecordKey, Record] = {}
         self.offline: list[OfflineCost] = []
+        self.damaged: list[int] = []
+        self.outdated = 0
+        self._warmed: dict[RecordKey, dict[str, int]] = {}
         expected = json.loads(json.dumps(conditions))
         sound = self._read(expected) if path.exists() else 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +75,29 @@ class RecordLog:
             self._append({"conditions": expected})
             self.flush()
 
-    def missing(self, example: Example, configurations: list[Configuration]) -> list[Configuration]:
-        """Return the configurations of which there is no record of a question."""
-        return [one for one in configurations if (example.dataset, example.id, *one.key) not in self.records]
+    def missing(self, example: Example, configurations: list[Configuration], beside: Beside) -> list[Configuration]:
+        """Return the configurations of which there is no record of a question, or none that holds.
+
+        A record of enriched or captured caches that were made beside other passages is left out and counted.
+        """
+        missing = []
+        for one in configurations:
+            key = (example.dataset, example.id, *one.key)
+            if key in self.records and not self._holds(key, one, beside):
+                del self.records[key]
+                self.outdated += 1
+            if key not in self.records:
+                missing.append(one)
+        return missing
+
+    def _holds(self, key: RecordKey, one: Configuration, beside: Beside) -> bool:
+        warming = made_beside(one)
+        if warming is None:
+            return True
+        if "beside" in self.records[key]:
+            return bool(self.records[key]["beside"] == beside.digest)
+        # Of an earlier version: a dataset's groups begin at the same questions, so as many passages are the same ones.
+        return self._warmed.get(key, {}).get(warming) == beside.count
 
     def add(self, record: Record) -> None:
         """Write a record, unless there is one of the same question and configuration."""
@@ -74,29 +125,32 @@ class RecordLog:
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
     def _read(self, expected: Mapping[str, Any]) -> int:
-        """Take in what is there; return how many bytes of it are sound."""
-        data = self.path.read_bytes()
-        sound = 0
-        for number, line in enumerate(data.splitlines(keepends=True)):
-            try:
-                entry = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                entry = None
-            if number == 0:
-                self._check(entry, expected, begun=len(data) > len(line) or entry is not None)
-            if entry is None:
-                break
-            sound += len(line)
-            if "record" in entry:
-                self.records[record_key(entry["record"])] = entry["record"]
+        """Take in what is there; return how many bytes of it are whole lines."""
+        *lines, unfinished = self.path.read_bytes().split(b"\n")
+        if not lines and not unfinished.startswith(BEGINNING[: len(unfinished)]):
+            self._check(None, expected)
+        warmed: dict[str, int] = {}
+        begun = False
+        for number, line in enumerate(lines, start=1):
+            entry = _entry(line)
+            if number == 1:
+                self._check(entry, expected)
+            elif entry is None:
+                self.damaged.append(number)
+            elif "record" in entry:
+                key = record_key(entry["record"])
+                self.records[key] = entry["record"]
+                self._warmed[key], begun = warmed, False
             elif "offline" in entry:
                 self.offline.append(OfflineCost(**entry["offline"]))
-        return sound
+                one = self.offline[-1]  # what is prepared for a group comes before its records
+                warmed, begun = {**(warmed if begun else {}), one.preparation: one.chunks}, True
+        if len(expected.get("datasets", ())) > 1:  # then their order matters too, and is not known
+            self._warmed.clear()
+        return sum(len(line) + 1 for line in lines)
 
-    def _check(self, entry: Any, expected: Mapping[str, Any], *, begun: bool) -> None:
-        if not begun:
-            return
-        if not isinstance(entry, dict) or "conditions" not in entry:
+    def _check(self, entry: Any, expected: Mapping[str, Any]) -> None:
+        if entry is None or "conditions" not in entry:
             raise QCFuseError(f"{self.path} is not a file of this bench; give another --json")
         found = entry["conditions"]
         # What a file of an earlier version does not mention is not held against it.
@@ -119,3 +173,16 @@ class RecordLog:
 def record_key(record: Mapping[str, Any]) -> RecordKey:
     """Return what a record is found by."""
     return record["dataset"], record["id"], record["method"], record["base"], record["ratio"]
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Return what a line holds, or None if it is damaged."""
+    try:
+        entry = json.loads(line)
+        if "record" in entry:
+            record_key(entry["record"])
+        elif "offline" in entry:
+            OfflineCost(**entry["offline"])
+    except (ValueError, TypeError, KeyError):
+        return None
+    return entry if isinstance(entry, dict) else None

@@ -40,25 +40,45 @@ Count = Callable[[str], int]
 """Text -> how many tokens it has."""
 
 
-def generate(task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int) -> list[Example]:
+class _TooLong(Exception):
+    """What has to be in a question is longer than it may be; the argument is the least it needs."""
+
+
+def generate(
+    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, frame: int = 0
+) -> list[Example]:
     """Make questions of a task; the same arguments make the same questions.
 
     Args:
         task: one of `TASKS`.
         size: how many questions.
-        tokens: target length of passages, question and answer together.
+        tokens: target length of the whole prompt and the answer.
         count: the model's tokenizer.
         haystack: texts to hide needles in; `vt` hides its chain in a line that repeats.
         seed: of what is drawn.
+        frame: tokens of the prompt that are neither passages nor question.
 
     Raises:
-        QCFuseError: if the needles alone are longer than the target.
+        QCFuseError: if the needles alone are longer than the target; it says what would be long enough for all.
     """
-    draws = [random.Random(f"{seed}/{task}/{number}") for number in range(size)]
-    if task == "ruler_vt":
-        return [_chain(task, number, draw, tokens, count) for number, draw in enumerate(draws)]
     sentences = [sentence for text in haystack for sentence in split_sentences(text)]
-    return [_numbers(task, number, draw, tokens, count, sentences) for number, draw in enumerate(draws)]
+    made: list[Example] = []
+    least = 0
+    for number in range(size):
+        draw = random.Random(f"{seed}/{task}/{number}")
+        try:
+            if task == "ruler_vt":
+                made.append(_chain(task, number, draw, tokens - frame, count))
+            else:
+                made.append(_numbers(task, number, draw, tokens - frame, count, sentences))
+        except _TooLong as error:
+            least = max(least, frame + error.args[0])
+    if least:
+        raise QCFuseError(
+            f"{task} does not fit {tokens} tokens: what it hides, the question, the answer and the wording of the "
+            f"prompt need {least}; give at least that as --ruler-tokens"
+        )
+    return made
 
 
 def split_sentences(text: str) -> list[str]:
@@ -108,7 +128,7 @@ def _numbers(
     for needle, (begin, end) in zip(shuffled, pairwise(cuts[1:]), strict=True):
         units += [needle, *text[begin:end]]
     passages = passages_of(units, " ", chunk_tokens(tokens), count)
-    return Example(str(number), task, question, passages, tuple(values), (), True, ANSWER_TOKENS[task])
+    return _example(task, number, question, passages, values)
 
 
 def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Count) -> Example:
@@ -124,7 +144,19 @@ def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Coun
     ):
         lines.insert(place, line)
     passages = passages_of(lines, "\n", chunk_tokens(tokens), count)
-    return Example(str(number), task, question, (example, *passages), tuple(names), (), True, ANSWER_TOKENS[task])
+    return _example(task, number, question, (example, *passages), names)
+
+
+def _example(task: str, number: int, question: str, passages: tuple[str, ...], answers: Sequence[str]) -> Example:
+    return Example(
+        question,
+        passages,
+        tuple(answers),
+        id=str(number),
+        dataset=task,
+        needs_all=True,
+        max_new_tokens=ANSWER_TOKENS[task],
+    )
 
 
 def _solved_chain(draw: random.Random) -> str:
@@ -141,10 +173,10 @@ def _assignments(names: Sequence[str], value: str) -> list[str]:
 
 def _room(task: str, tokens: int, count: Count, fixed: Sequence[str]) -> int:
     """Return the tokens left for the haystack."""
-    room = tokens - ANSWER_TOKENS[task] - sum(count(text + "\n") for text in fixed)
-    if room <= 0:
-        raise QCFuseError(f"{task} does not fit {tokens} tokens; give more as --ruler-tokens")
-    return room
+    taken = ANSWER_TOKENS[task] + sum(count(text + "\n") for text in fixed)
+    if tokens <= taken:
+        raise _TooLong(taken + 1)
+    return tokens - taken
 
 
 def _distinct(wanted: int, draw: Callable[[], str]) -> list[str]:

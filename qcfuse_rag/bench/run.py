@@ -11,8 +11,8 @@ from torch import Tensor
 from qcfuse_rag.bench.configurations import FULL, Configuration
 from qcfuse_rag.bench.datasets import Example
 from qcfuse_rag.bench.metrics import divergence, scores
-from qcfuse_rag.bench.prepare import prepare
-from qcfuse_rag.bench.records import Record, RecordLog
+from qcfuse_rag.bench.prepare import made_beside, prepare
+from qcfuse_rag.bench.records import Beside, Record, RecordLog
 from qcfuse_rag.bench.together import Together
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.fuse.prefill import Prefilled
@@ -33,11 +33,13 @@ class Question:
         example: as it was read.
         prompt: what every configuration sees.
         gold: token ids of the gold answer.
+        beside: digest of the passages that were prepared together with its own.
     """
 
     example: Example
     prompt: Prompt
     gold: tuple[int, ...]
+    beside: str
 
     @property
     def room(self) -> int:
@@ -56,6 +58,8 @@ def run_questions(
 ) -> list[str]:
     """Add a record to the log for every question and configuration that it does not have.
 
+    Records of enriched and captured caches that were made beside other passages are made anew.
+
     Full prefill is run along with whatever is missing, since divergences and paired times need it.
 
     Args:
@@ -72,15 +76,16 @@ def run_questions(
     skipped: list[str] = []
     done, warm = 0, False
     for some in _groups(examples, group or max(1, len(examples))):
-        todo = [(example, log.missing(example, chosen)) for example in some]
+        wanted = [text for example in some for text in example.passages]
+        beside = Beside.of(wanted)
+        todo = [(example, log.missing(example, chosen, beside)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
         # All of the group's, done or not: what an enriched passage is stored as depends on the others.
-        wanted = (text for example in some for text in example.passages)
         for cost in prepare(engine, needed, wanted).values() if needed else ():
             log.add_offline(cost)
         for example, missing in todo:
             if missing:
-                question = _question(engine, example)
+                question = _question(engine, example, beside.digest)
                 limit = engine.lm.window.tokens
                 if len(question.prompt) + question.room > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")
@@ -158,16 +163,17 @@ def _record(
         "row_layers": report.row_layers,
         "fallback": report.fallback,
         "answer": text,
+        **({"beside": question.beside} if made_beside(one) else {}),
     }
 
 
-def _question(engine: FusionEngine, example: Example) -> Question:
+def _question(engine: FusionEngine, example: Example, beside: str) -> Question:
     prompt = engine.prompt(example.question, example.passages)
     tokenizer = engine.lm.tokenizer
     # A chat template's answer begins a turn; without one it goes on after "Answer:".
     text = example.gold.strip() if tokenizer.chat_template else f" {example.gold.strip()}"
     gold = tuple(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-    return Question(example, prompt, gold)
+    return Question(example, prompt, gold, beside)
 
 
 def _groups(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:

@@ -1,23 +1,30 @@
-"""Questions to profile a model with: from a file, or from the demonstration's own corpus."""
+"""Questions over passages: from a file, for profiles as for the bench, or from the demonstration's own corpus."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from qcfuse_rag.demo.assets import corpus, questions
-from qcfuse_rag.errors import ProfileError
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.profile.occurrences import find_answers
 
-EXPECTED = 'expected {"question": ..., "passages": [...], "answers": [...]} or {"input", "context", "answers"} a line'
+EXPECTED = (
+    'expected {"question": ..., "passages": [text or {"title", "text"}, ...], "answers": [...]} or {"input": ..., '
+    '"context": text or [text, ...], "answers": [...]} a line'
+)
 NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n", re.MULTILINE)
 STEP = 5
 """From one question of the demonstration to the next, how much further on its distractors begin."""
+
+
+class BadDataset(QCFuseError):
+    """A file of questions is missing, or a line of it cannot be used; the message names file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class Sample:
     answers: tuple[str, ...] = ()
     supporting: tuple[int, ...] = ()
 
-    def with_distractors(self, count: int) -> Sample:
+    def with_distractors(self, count: int) -> Self:
         """Keep the passages needed, in their order, and only the first `count` of the others.
 
         Where it is not known which are needed, those that an answer stands in are.
@@ -46,12 +53,25 @@ class Sample:
         }
         others = islice((index for index in range(len(self.passages)) if index not in needed), count)
         kept = sorted(needed | set(others))
-        return Sample(
-            self.question,
-            tuple(self.passages[index] for index in kept),
-            self.answers,
-            tuple(kept.index(index) for index in self.supporting),
+        return replace(
+            self,
+            passages=tuple(self.passages[index] for index in kept),
+            supporting=tuple(kept.index(index) for index in self.supporting),
         )
+
+
+class Line(NamedTuple):
+    """One question of a file.
+
+    Attributes:
+        number: of its line, from 1.
+        id: what the file calls it, if it does.
+        sample: the question.
+    """
+
+    number: int
+    id: str | None
+    sample: Sample
 
 
 def demo_samples(distractors: int = 3) -> list[Sample]:
@@ -69,65 +89,99 @@ def demo_samples(distractors: int = 3) -> list[Sample]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read questions from a file of JSON lines.
-
-    A line has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a string or
-    several) if they are known, and perhaps `supporting` (indices of the passages needed). Lines in LongBench's format
-    have `input` and `context` instead; a context is cut at its lines `Passage N:`, else at blank lines.
+    """Read all questions of a file of JSON lines, see `read_lines`.
 
     Raises:
-        ProfileError: naming the line that is not so.
+        BadDataset: naming the line that cannot be used.
     """
-    samples = []
+    return [line.sample for line in read_lines(path)]
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the questions of a file of JSON lines, in any of three layouts; lines that are not asked for are not read.
+
+    Ours has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a string or
+    several) if they are known, and perhaps `supporting` (indices of the passages needed) and `id`. That of the QCFuse
+    release has `input` and `context`, a list of passages; LongBench's has one string as `context`, which is cut at its
+    lines `Passage N:`, else at blank lines. A passage is its title, a line break and its text; blank answers are none.
+
+    Raises:
+        BadDataset: if the file cannot be read, or a line of it.
+    """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read {path} ({error}); {EXPECTED}") from error
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                samples.append(_sample(json.loads(line)))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ProfileError(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
-    return samples
+        raise BadDataset(f"cannot read {path} ({error}); name a file of JSON lines in UTF-8") from error
+    # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            found = Line(number, _id(record), _sample(record))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadDataset(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
+        yield found
 
 
-def _sample(data: dict[str, Any]) -> Sample:
-    if not isinstance(data, dict):
-        raise TypeError("not an object")
-    long_bench = "input" in data
-    question = data["input" if long_bench else "question"]
-    passages = _cut(data["context"]) if long_bench else tuple(_passage(item) for item in _list(data, "passages"))
-    answers = data.get("answers") or ()
-    answers = (answers,) if isinstance(answers, str) else tuple(answers)
-    supporting = tuple(data.get("supporting") or ())
-    if not isinstance(question, str) or not all(isinstance(answer, str) for answer in answers):
-        raise TypeError("the question and its answers must be strings")
-    if not passages:
+def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return title and text of each passage of a record; the title is empty where there is none.
+
+    Raises:
+        KeyError: if the record has no passages.
+        TypeError: if they are not what they should be.
+    """
+    name = "context" if record.get("passages") is None and "context" in record else "passages"
+    items = record[name]
+    if name == "context" and isinstance(items, str):
+        items = _cut(items)
+    if not isinstance(items, list):
+        raise TypeError(f"`{name}` must be a list")
+    return [_part(item) for item in items]
+
+
+def _id(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        raise TypeError("not a JSON object")
+    name = record.get("id")
+    return None if name is None else str(name)
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    parts = passage_parts(record)
+    question = record["input" if record.get("passages") is None else "question"]
+    answers = record.get("answers") or ()
+    answers = [answers] if isinstance(answers, str) else answers
+    supporting = record.get("supporting") or ()
+    if not isinstance(question, str):
+        raise TypeError("the question must be a string")
+    if not isinstance(answers, list | tuple) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError("`answers` must be a string or a list of strings")
+    if not parts:
         raise ValueError("there are no passages")
-    if not all(type(index) is int and 0 <= index < len(passages) for index in supporting):
-        raise ValueError(f"supporting must be indices of the {len(passages)} passages")
-    return Sample(question, passages, answers, supporting)
+    if not isinstance(supporting, list | tuple) or any(
+        type(index) is not int or not 0 <= index < len(parts) for index in supporting
+    ):
+        raise ValueError(f"`supporting` must be indices of the {len(parts)} passages")
+    return Sample(
+        question,
+        tuple(f"{title}\n{text}" if title else text for title, text in parts),
+        tuple(answer for answer in answers if answer.strip()),
+        tuple(sorted(set(supporting))),
+    )
 
 
-def _list(data: dict[str, Any], name: str) -> Sequence[Any]:
-    value = data[name]
-    if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list")
-    return value
+def _part(item: Any) -> tuple[str, str]:
+    title, text = (item.get("title") or "", item["text"]) if isinstance(item, dict) else ("", item)
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise TypeError("a passage must be a string, or an object with strings as `text` and `title`")
+    return title, text
 
 
-def _passage(item: str | dict[str, str]) -> str:
-    if isinstance(item, str):
-        return item
-    title = item.get("title")
-    return f"{title}\n{item['text']}" if title else str(item["text"])
-
-
-def _cut(context: str) -> tuple[str, ...]:
+def _cut(context: str) -> list[str]:
     parts = NUMBERED.split(context) if NUMBERED.search(context) else re.split(r"\n\s*\n", context)
-    return tuple(part.strip() for part in parts if part.strip())
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _reason(error: Exception) -> str:
-    return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+    return f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)

@@ -1,86 +1,24 @@
-"""The parts of the quality bench: datasets, generated tasks, scores, configurations, intervals."""
+"""The parts of the quality bench: generated tasks, scores, configurations, intervals, preparations."""
 
 from __future__ import annotations
 
-import json
+import re
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qcfuse_rag.bench.bootstrap import mean_interval
 from qcfuse_rag.bench.configurations import configurations, split_names
-from qcfuse_rag.bench.datasets import BadDataset, first_passages, passage_texts, read_dataset, with_distractors
 from qcfuse_rag.bench.metrics import exact_match, rouge_l, rouge_scorer, scores, string_match, token_f1
-from qcfuse_rag.bench.prepare import OfflineCost, prepare
+from qcfuse_rag.bench.prepare import CAPTURED_TOGETHER, OfflineCost, prepare
 from qcfuse_rag.bench.ruler import NOISE, TASKS, generate
 from qcfuse_rag.bench.summary import summarize
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
+from qcfuse_rag.ingest.neighbours import covering_groups
 from tests.conftest import PASSAGES
-
-GOOD = {"id": "a", "question": "Who?", "answers": ["Orla"], "passages": [{"title": "Crew", "text": "Orla."}] * 4}
-
-
-def dataset(tmp_path: Path, *records: Any) -> Path:
-    path = tmp_path / "crew.jsonl"
-    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
-    return path
-
-
-def test_a_passage_is_its_title_and_its_text(tmp_path: Path) -> None:
-    records = [GOOD, {**GOOD, "id": "b", "passages": [{"title": "", "text": "Orla."}]}]
-    first, second = read_dataset(dataset(tmp_path, *records))
-    assert first.passages[0] == "Crew\nOrla."
-    assert second.passages == ("Orla.",)
-    assert (first.id, first.dataset, first.question, first.answers) == ("a", "crew", "Who?", ("Orla",))
-
-
-def test_the_first_questions_are_taken(tmp_path: Path) -> None:
-    path = dataset(tmp_path, *({**GOOD, "id": str(i)} for i in range(5)), "not JSON, but never read")
-    assert [example.id for example in read_dataset(path, size=3)] == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ("{broken", "not a record"),
-        ("[]", "must be a JSON object"),
-        ({**GOOD, "answers": []}, "no gold answer"),
-        ({**GOOD, "answers": [3]}, "an answer must be a string"),
-        ({**GOOD, "passages": []}, "no passage"),
-        ({**GOOD, "passages": ["text"]}, "not a record"),
-        ({**GOOD, "passages": [{"title": "only"}]}, "no 'text'"),
-        ({**GOOD, "supporting": [4]}, "indices of the 4 passages"),
-        ({key: value for key, value in GOOD.items() if key != "question"}, "no 'question'"),
-        ({"question": "Who?"}, "no 'passages'"),
-        (GOOD, "is there twice"),
-    ],
-)
-def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, record: Any, says: str) -> None:
-    with pytest.raises(BadDataset, match=r"crew\.jsonl, line 2: .*") as error:
-        read_dataset(dataset(tmp_path, GOOD, record))
-    assert says in str(error.value)
-
-
-def test_an_empty_or_missing_file_says_so(tmp_path: Path) -> None:
-    with pytest.raises(BadDataset, match="holds no question"):
-        read_dataset(dataset(tmp_path, ""))
-    with pytest.raises(BadDataset, match="--data-dir"):
-        read_dataset(tmp_path / "nothing.jsonl")
-
-
-def test_distractors_are_the_first_others_in_their_order(tmp_path: Path) -> None:
-    passages = [{"title": "", "text": str(i)} for i in range(6)]
-    (example,) = read_dataset(dataset(tmp_path, {**GOOD, "passages": passages, "supporting": [4, 1]}))
-    assert with_distractors(example, 2).passages == ("0", "1", "2", "4")
-    assert with_distractors(example, 2).supporting == (1, 3)
-    assert with_distractors(example, 0).passages == ("1", "4")
-    assert with_distractors(example, 9).passages == example.passages
-    assert first_passages(example, 3).passages == ("0", "1", "2")
-    assert first_passages(example, 3).supporting == (1,)
 
 
 def test_words_are_compared_without_case_punctuation_and_articles() -> None:
@@ -147,6 +85,26 @@ def test_a_name_can_carry_parameters() -> None:
         keys("qcfuse[3]")
 
 
+def test_every_random_is_a_control_whatever_else_it_is_given() -> None:
+    assert keys("random[seed=3],qcfuse", ratios=(0.1,))[1:] == [
+        ("qcfuse", "blind", 0.1),
+        ("random[seed=3]", "blind", 0.1),
+    ]
+    assert keys("random[ratio=0.3],random[seed=3],qcfuse[ratio=0.3]", ratios=(0.1,))[1:] == [
+        ("qcfuse[ratio=0.3]", "blind", 0.3),
+        ("random[ratio=0.3]", "blind", 0.3),
+        ("random[seed=3]", "blind", 0.1),
+    ]
+
+
+def test_the_names_of_the_release_take_parameters_too() -> None:
+    assert keys("ours[ratio=.2],fullcomp,fullreuse") == [
+        ("full", None, 1.0),
+        ("qcfuse[ratio=.2]", "blind", 0.2),
+        ("reuse", "framed", 0.0),
+    ]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_generated_tasks_hide_every_part_of_the_answer_whole(task: str) -> None:
     sentences = [" ".join(PASSAGES)] * 20
@@ -174,15 +132,18 @@ def test_a_chain_is_in_order_and_no_line_is_cut() -> None:
     assert {line for line in lines if line not in assigned} == {NOISE}
 
 
-def test_a_task_that_does_not_fit_says_so() -> None:
-    with pytest.raises(QCFuseError, match="--ruler-tokens"):
-        generate("ruler_mv", 1, tokens=100, count=words, haystack=PASSAGES, seed=0)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_that_does_not_fit_says_what_was_asked_for_and_what_would_do(task: str) -> None:
+    def made(tokens: int) -> int:
+        return len(generate(task, 3, tokens=tokens, frame=30, count=words, haystack=PASSAGES, seed=0))
 
-
-def test_a_haystack_is_made_of_whatever_passages_there_are(tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text(json.dumps({"input": "?", "context": ["second"], "answers": "x"}) + "\n[1]\n{")
-    dataset(tmp_path, {**GOOD, "passages": [{"title": "unseen", "text": "third"}]}).rename(tmp_path / "c.jsonl")
-    assert list(passage_texts(tmp_path)) == ["second", "third"]
+    with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*--ruler-tokens") as error:
+        made(64)
+    least = int(re.search(r"need (\d+)", str(error.value))[1])  # type: ignore[index]
+    assert least > 64
+    assert made(least) == 3
+    with pytest.raises(QCFuseError, match=f"need {least}"):
+        made(least - 1)
 
 
 def test_an_interval_is_where_the_means_of_resamples_lie() -> None:
@@ -195,14 +156,14 @@ def test_an_interval_is_where_the_means_of_resamples_lie() -> None:
     assert mean_interval([0.25]) == {"mean": 0.25, "low": 0.25, "high": 0.25}
 
 
-def test_differences_are_paired_by_question() -> None:
+def record(method: str, name: str, f1: float, **more: float) -> dict[str, Any]:
     zeros = dict.fromkeys(["em", "rouge_l", "match", "nll", "kl", "probe_s", "select_s"], 0.0)
+    base, ratio = (None, 1.0) if method == "full" else ("blind", 0.1)
+    about = {"dataset": "d", "method": method, "base": base, "ratio": ratio, "id": name}
+    return {**about, **zeros, "f1": f1, "ttft_s": 1.0, "full_ttft_s": 2.0, **more}
 
-    def record(method: str, name: str, f1: float, **more: float) -> dict[str, Any]:
-        base, ratio = (None, 1.0) if method == "full" else ("blind", 0.1)
-        about = {"dataset": "d", "method": method, "base": base, "ratio": ratio, "id": name}
-        return {**about, **zeros, "f1": f1, "ttft_s": 1.0, "full_ttft_s": 2.0, **more}
 
+def test_differences_are_paired_by_question() -> None:
     records = [record("full", str(i), f1=i / 10) for i in range(10)]
     records += [record("qcfuse", str(i), f1=i / 10 - 0.1) for i in reversed(range(5))]
     records += [record("random", str(i), f1=0.0, kl=1.0) for i in range(5)]
@@ -217,6 +178,19 @@ def test_differences_are_paired_by_question() -> None:
     assert qcfuse["ttft_to_full"] == 0.5
     assert (qcfuse["offline_s_per_chunk"], qcfuse["offline_bytes_per_chunk"]) == (0.4, 100)
     assert full["zero_share"] == 0.1
+
+
+def test_a_control_is_known_by_its_method_its_base_and_its_ratio() -> None:
+    records = [record(method, "0", f1=0.0) for method in ("full", "qcfuse[layers=1]", "reuse")]
+    records += [
+        record("random[seed=3]", "0", f1=0.0, kl=1.0),
+        record("random[ratio=0.2]", "0", f1=0, ratio=0.2, kl=9.0),
+    ]
+    lines = {line["method"]: line["minus_random"] for line in summarize(records)}
+    assert lines["qcfuse[layers=1]"]["kl"]["mean"] == lines["reuse"]["kl"]["mean"] == -1
+    assert lines["random[seed=3]"] is lines["random[ratio=0.2]"] is lines["full"] is None
+    again = summarize([*records, record("random", "0", f1=0.0, kl=2.0)])
+    assert again[1]["minus_random"]["kl"]["mean"] == -2, "the plain one, if it is there"
 
 
 def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: FusionEngine) -> None:
@@ -236,6 +210,18 @@ def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     assert enriched.chunks == framed.chunks == 3
     assert enriched.size_bytes == 2 * framed.size_bytes
     assert enriched.seconds > framed.seconds
+
+
+def test_a_passage_captured_in_several_groups_is_one_passage(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", lambda passages: [[1, 2], [0, 2], [1, 0]])
+    chosen = configurations(["cachecraft"])
+    groups = covering_groups([[1, 2], [0, 2], [1, 0]], CAPTURED_TOGETHER)
+    assert sum(len(group) - 1 for group in groups) > 3, "or nothing is captured twice"
+    costs = prepare(engine, chosen, PASSAGES)
+    assert costs["capture variant, warm framed"].chunks == len(PASSAGES)
+    assert prepare(engine, chosen, PASSAGES)["capture variant, warm framed"].chunks == 0
 
 
 def words(text: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from qcfuse_rag.bench.configurations import configurations
 from qcfuse_rag.bench.prepare import prepare
 from qcfuse_rag.bench.together import Together
 from qcfuse_rag.generate.answer import end_tokens
+from qcfuse_rag.ingest.base import BASES
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 from tests.unit.cli import Run
@@ -180,6 +183,83 @@ def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
     assert what(again) == what(whole)
 
 
+def test_a_damaged_line_costs_its_own_record_only(bench: Bench) -> None:
+    whole = bench("--methods", "reuse,random")
+    partial = bench.out.parent / "r.partial.jsonl"
+    lines = partial.read_bytes().splitlines(keepends=True)
+    assert b'"record"' in lines[3]
+    partial.write_bytes(b"".join([*lines[:3], lines[3][:20] + b"\n", *lines[4:]]))
+    again = bench("--methods", "reuse,random")
+    kept = [record for record in whole["records"] if record in again["records"]]
+    assert len(kept) == len(whole["records"]) - 1 == len(again["records"]) - 1
+    assert "r.partial.jsonl: damaged and left out: line 4" in " ".join(again["about"]["notes"])
+    assert partial.read_bytes().startswith(b"".join(lines[:3])), "what is there is not written over"
+
+
+@pytest.fixture
+def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all others for neighbours, so that caches depend on every passage of their group."""
+
+    def others(passages: Sequence[str]) -> list[list[int]]:
+        return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
+
+    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", others)
+
+
+def likelihoods(found: dict[str, Any]) -> dict[tuple[str, str], float]:
+    return {(r["id"], r["method"]): pytest.approx(r["nll"], abs=1e-6) for r in found["records"]}
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench) -> None:
+    options = ("--methods", "fusionrag,cachecraft,reuse", "--ratios", 0.2)
+    few = bench(*options, "--size", 2)
+    more = bench(*options, "--size", 3)
+    assert "4 records of enriched or captured passages were made anew" in bench.printed
+    assert [r for r in few["records"] if r in more["records"]] == [
+        r for r in few["records"] if r["method"] in ("full", "reuse")
+    ]
+    again = bench(*options, "--size", 3)
+    assert likelihoods(again) == likelihoods(more)
+    assert again["about"]["notes"] == []
+    bench.out = bench.out.with_name("at-once.json")
+    assert likelihoods(bench(*options, "--size", 3)) == likelihoods(more) != likelihoods(few)
+
+
+@pytest.mark.usefixtures("neighbours")
+def test_records_of_an_earlier_version_are_kept_where_they_are_known_to_hold(bench: Bench) -> None:
+    def forget() -> None:
+        partial = bench.out.parent / "r.partial.jsonl"
+        entries = [json.loads(line) for line in partial.read_text().splitlines()]
+        for entry in entries:
+            entry.get("record", {}).pop("beside", None)
+        partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+    options = ("--methods", "reuse,fusionrag,cachecraft", "--ratios", 0.2)
+    bench(*options, "--group", 2, "--size", 3)
+    forget()
+    same = bench(*options, "--group", 2, "--size", 3)
+    assert same["about"]["notes"] == []
+    assert not any("beside" in record for record in same["records"]), "not one was made anew"
+    fewer = bench(*options, "--group", 2, "--size", 1)
+    assert "2 records of enriched or captured passages were made anew" in fewer["about"]["notes"][0]
+
+    bench.write("other", RECORDS[:1])
+    bench.out = bench.out.parent / "two" / "r.json"
+    bench(*options, dataset="harbour,other")
+    forget()
+    both = bench(*options, dataset="harbour,other")
+    assert "8 records" in both["about"]["notes"][0], "in which order the datasets were is not known"
+
+
+def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
+    assert "generated before" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
+    bench("--methods", "relaycaching", "--size", 1)
+    says = "relaycaching: no passage here is a text that was generated before"
+    assert says in bench.printed
+    assert says in (bench.out.parent / "r.md").read_text()
+
+
 @pytest.mark.parametrize("change", [("--distractors", 0), ("--seed", 1), ("--max-new-tokens", 5)])
 def test_records_of_other_conditions_are_not_mixed(bench: Bench, change: tuple[str, int]) -> None:
     bench("--methods", "reuse", "--size", 1)
@@ -190,12 +270,13 @@ def test_records_of_other_conditions_are_not_mixed(bench: Bench, change: tuple[s
     assert "datasets was" in bench.fails("--methods", "reuse", "--size", 1)
 
 
-def test_a_file_that_is_no_bench_is_left_alone(bench: Bench) -> None:
+@pytest.mark.parametrize("content", ["my notes\nof today\n", "my notes"])
+def test_a_file_that_is_no_bench_is_left_alone(bench: Bench, content: str) -> None:
     partial = bench.out.parent / "r.partial.jsonl"
     partial.parent.mkdir()
-    partial.write_text("my notes\nof today\n")
+    partial.write_text(content)
     assert "is not a file of this bench" in bench.fails("--methods", "reuse")
-    assert partial.read_text() == "my notes\nof today\n"
+    assert partial.read_text() == content
 
 
 def test_distractors_leave_the_passages_that_hold_the_answer(bench: Bench) -> None:
@@ -270,6 +351,10 @@ def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
     (record,) = [r for r in found["records"] if r["method"] == "full"]
     assert 1000 < record["context_tokens"] < 1800
     assert (bench.out.parent / "r.ruler_mv.match-ttft.png").exists()
+    error = bench.fails("--methods", "reuse", "--size", 1, "--ruler-tokens", 64, dataset="ruler_mq")
+    least = int(re.search(r"ruler_mq does not fit 64 tokens.* need (\d+)", error)[1])  # type: ignore[index]
+    bench.out = bench.out.with_name("least.json")
+    assert bench("--methods", "reuse", "--size", 1, "--ruler-tokens", least, dataset="ruler_mq")["records"]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +364,7 @@ def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
         (("--methods", "qcfuse[depth=3]"), "does not take depth"),
         (("--methods", "qcfuse[depth"), "write a method as name"),
         (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
+        (("--dataset", "ruler_vt", "--top-k", "3"), "--top-k would cut away part of what ruler_vt hides"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(bench: Bench, options: tuple[str, ...], says: str) -> None:
@@ -289,3 +375,10 @@ def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) 
     error = bench.fails("--methods", "full", dataset="squad")
     assert "no dataset 'squad'" in error
     assert "harbour" in error
+
+
+def test_the_help_names_every_base_there_is(run: Run) -> None:
+    code, printed, _ = run("bench", "quality", "--help")
+    words = re.sub(r"[^\w-]+", " ", printed)
+    assert code == 0
+    assert all(base in words.split("--bases")[1].split("--size")[0] for base in BASES)

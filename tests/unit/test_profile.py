@@ -277,24 +277,6 @@ def test_distractors_are_the_passages_that_are_not_needed() -> None:
     assert found.with_distractors(0) == Sample("Q", ("A!",), ("A!",))
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "line 1: Expecting property name"),
-        ("[]", "not an object"),
-        ('{"passages": ["x"]}', "question is missing"),
-        ('{"question": "Q", "passages": "x"}', "passages must be a list"),
-        ('{"question": "Q", "passages": []}', "there are no passages"),
-        ('{"question": 3, "passages": ["x"]}', "must be strings"),
-        ('{"question": "Q", "passages": ["x"], "supporting": [1]}', "supporting must be indices of the 1 passages"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
-    (tmp_path / "q.jsonl").write_text(line)
-    with pytest.raises(ProfileError, match=rf'{reason}.*expected {{"question"'):
-        read_samples(tmp_path / "q.jsonl")
-
-
 # Kept in a file
 
 
