@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,25 +21,6 @@ RecordKey = tuple[str, str, str, str | None, float | None]
 """`(dataset, id, method, base, ratio)`."""
 
 BEGINNING = b'{"conditions": '
-
-
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The passages that are prepared together, and that enriched and captured caches therefore depend on.
-
-    Attributes:
-        digest: of their texts, in order; in every record that depends on them.
-        count: how many.
-    """
-
-    digest: str
-    count: int
-
-    @classmethod
-    def of(cls, passages: Iterable[str]) -> Beside:
-        """Return what to know a group of passages by; repetitions count once."""
-        texts = list(dict.fromkeys(passages))
-        return cls(digest(json.dumps(texts).encode()), len(texts))
 
 
 class RecordLog:
@@ -65,7 +46,6 @@ class RecordLog:
         self.offline: list[OfflineCost] = []
         self.damaged: list[int] = []
         self.outdated = 0
-        self._warmed: dict[RecordKey, dict[str, int]] = {}
         expected = json.loads(json.dumps(conditions))
         sound = self._read(expected) if path.exists() else 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,29 +55,25 @@ class RecordLog:
             self._append({"conditions": expected})
             self.flush()
 
-    def missing(self, example: Example, configurations: list[Configuration], beside: Beside) -> list[Configuration]:
+    def missing(self, example: Example, configurations: list[Configuration], beside: str) -> list[Configuration]:
         """Return the configurations of which there is no record of a question, or none that holds.
 
         A record of enriched or captured caches that were made beside other passages is left out and counted.
+
+        Args:
+            example: the question.
+            configurations: what is wanted.
+            beside: `digest_of_passages` of all that are prepared together.
         """
         missing = []
         for one in configurations:
             key = (example.dataset, example.id, *one.key)
-            if key in self.records and not self._holds(key, one, beside):
+            if key in self.records and made_beside(one) and self.records[key].get("beside") != beside:
                 del self.records[key]
                 self.outdated += 1
             if key not in self.records:
                 missing.append(one)
         return missing
-
-    def _holds(self, key: RecordKey, one: Configuration, beside: Beside) -> bool:
-        warming = made_beside(one)
-        if warming is None:
-            return True
-        if "beside" in self.records[key]:
-            return bool(self.records[key]["beside"] == beside.digest)
-        # Of an earlier version: a dataset's groups begin at the same questions, so as many passages are the same ones.
-        return self._warmed.get(key, {}).get(warming) == beside.count
 
     def add(self, record: Record) -> None:
         """Write a record, unless there is one of the same question and configuration."""
@@ -129,8 +105,6 @@ class RecordLog:
         *lines, unfinished = self.path.read_bytes().split(b"\n")
         if not lines and not unfinished.startswith(BEGINNING[: len(unfinished)]):
             self._check(None, expected)
-        warmed: dict[str, int] = {}
-        begun = False
         for number, line in enumerate(lines, start=1):
             entry = _entry(line)
             if number == 1:
@@ -138,23 +112,16 @@ class RecordLog:
             elif entry is None:
                 self.damaged.append(number)
             elif "record" in entry:
-                key = record_key(entry["record"])
-                self.records[key] = entry["record"]
-                self._warmed[key], begun = warmed, False
+                self.records[record_key(entry["record"])] = entry["record"]
             elif "offline" in entry:
                 self.offline.append(OfflineCost(**entry["offline"]))
-                one = self.offline[-1]  # what is prepared for a group comes before its records
-                warmed, begun = {**(warmed if begun else {}), one.preparation: one.chunks}, True
-        if len(expected.get("datasets", ())) > 1:  # then their order matters too, and is not known
-            self._warmed.clear()
         return sum(len(line) + 1 for line in lines)
 
     def _check(self, entry: Any, expected: Mapping[str, Any]) -> None:
         if entry is None or "conditions" not in entry:
             raise QCFuseError(f"{self.path} is not a file of this bench; give another --json")
         found = entry["conditions"]
-        # What a file of an earlier version does not mention is not held against it.
-        differing = [name for name in found if expected.get(name) != found[name]]
+        differing = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
         if differing:
             was = "; ".join(f"{name} was {found.get(name)!r}, is {expected.get(name)!r}" for name in differing)
             raise QCFuseError(
@@ -168,6 +135,11 @@ class RecordLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def digest_of_passages(passages: Iterable[str]) -> str:
+    """Return what to know passages by that are prepared together; repetitions count once."""
+    return digest(json.dumps(list(dict.fromkeys(passages))).encode())
 
 
 def record_key(record: Mapping[str, Any]) -> RecordKey:

@@ -12,7 +12,7 @@ from qcfuse_rag.bench.configurations import FULL, Configuration
 from qcfuse_rag.bench.datasets import Example
 from qcfuse_rag.bench.metrics import divergence, scores
 from qcfuse_rag.bench.prepare import made_beside, prepare
-from qcfuse_rag.bench.records import Beside, Record, RecordLog
+from qcfuse_rag.bench.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.bench.together import Together
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.fuse.prefill import Prefilled
@@ -77,7 +77,7 @@ def run_questions(
     done, warm = 0, False
     for some in _groups(examples, group or max(1, len(examples))):
         wanted = [text for example in some for text in example.passages]
-        beside = Beside.of(wanted)
+        beside = digest_of_passages(wanted)
         todo = [(example, log.missing(example, chosen, beside)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
         # All of the group's, done or not: what an enriched passage is stored as depends on the others.
@@ -85,7 +85,7 @@ def run_questions(
             log.add_offline(cost)
         for example, missing in todo:
             if missing:
-                question = _question(engine, example, beside.digest)
+                question = _question(engine, example, beside)
                 limit = engine.lm.window.tokens
                 if len(question.prompt) + question.room > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")

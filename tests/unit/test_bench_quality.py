@@ -226,32 +226,6 @@ def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench
     assert likelihoods(bench(*options, "--size", 3)) == likelihoods(more) != likelihoods(few)
 
 
-@pytest.mark.usefixtures("neighbours")
-def test_records_of_an_earlier_version_are_kept_where_they_are_known_to_hold(bench: Bench) -> None:
-    def forget() -> None:
-        partial = bench.out.parent / "r.partial.jsonl"
-        entries = [json.loads(line) for line in partial.read_text().splitlines()]
-        for entry in entries:
-            entry.get("record", {}).pop("beside", None)
-        partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-    options = ("--methods", "reuse,fusionrag,cachecraft", "--ratios", 0.2)
-    bench(*options, "--group", 2, "--size", 3)
-    forget()
-    same = bench(*options, "--group", 2, "--size", 3)
-    assert same["about"]["notes"] == []
-    assert not any("beside" in record for record in same["records"]), "not one was made anew"
-    fewer = bench(*options, "--group", 2, "--size", 1)
-    assert "2 records of enriched or captured passages were made anew" in fewer["about"]["notes"][0]
-
-    bench.write("other", RECORDS[:1])
-    bench.out = bench.out.parent / "two" / "r.json"
-    bench(*options, dataset="harbour,other")
-    forget()
-    both = bench(*options, dataset="harbour,other")
-    assert "8 records" in both["about"]["notes"][0], "in which order the datasets were is not known"
-
-
 def test_what_relaycaching_is_measured_without_is_said(bench: Bench) -> None:
     assert "generated before" not in str(bench("--methods", "reuse", "--size", 1)["about"]["notes"])
     bench("--methods", "relaycaching", "--size", 1)
