@@ -86,6 +86,7 @@ def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: Fu
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # alone some 150 s
 def test_the_demonstration_prints_what_it_promises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
