@@ -201,8 +201,8 @@ class FusionEngine:
             groups: passages of one retrieval each, in the order they stood in.
             keep: `variant` for whole caches, `difference` for what they have over the framed ones, `patch` for that in
                 low rank; see `ingest.keep`.
-            variants: most contexts to keep of each passage; beyond, one gives way, see `ingest.context`. A method looks at
-                as many as its own `slots` or `anchors` say: give both the same number.
+            variants: most contexts to keep of each passage; beyond, one gives way, see `ingest.context`. A method looks
+                at as many as its own `slots` or `anchors` say: give both the same number.
             rank: of patches.
 
         Raises:
