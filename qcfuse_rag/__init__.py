@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
     from qcfuse_rag.ingest.generated import Kept
     from qcfuse_rag.ingest.keep import CaptureSummary
-    from qcfuse_rag.ingest.warm import WarmJob, WarmPlan, WarmSummary
+    from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
+    from qcfuse_rag.ingest.warm import WarmJob
     from qcfuse_rag.methods import METHODS, choose_method, make_method
     from qcfuse_rag.model.language_model import LanguageModel
     from qcfuse_rag.profile.measure import profile_layers
@@ -155,8 +156,8 @@ _HOMES = {
     "Usage": "qcfuse_rag.generate.decode",
     "VerifiedGeneration": "qcfuse_rag.generate.verify",
     "WarmJob": "qcfuse_rag.ingest.warm",
-    "WarmPlan": "qcfuse_rag.ingest.warm",
-    "WarmSummary": "qcfuse_rag.ingest.warm",
+    "WarmPlan": "qcfuse_rag.ingest.summary",
+    "WarmSummary": "qcfuse_rag.ingest.summary",
     "choose_method": "qcfuse_rag.methods",
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
@@ -20,8 +23,9 @@ from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
-from qcfuse_rag.ingest.neighbours import nearest, token_vectors
-from qcfuse_rag.ingest.warm import Progress, WarmJob, WarmSummary, with_first_pass
+from qcfuse_rag.ingest.neighbours import nearest, permitted, token_vectors
+from qcfuse_rag.ingest.summary import WarmSummary
+from qcfuse_rag.ingest.warm import Progress, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
@@ -116,6 +120,8 @@ class FusionEngine:
         bases: Iterable[Base] | None = None,
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
+        vectors: NDArray[np.float32] | None = None,
+        access: Mapping[str, str | None] | None = None,
         batch_tokens: int | None = None,
         progress: Progress | None = None,
     ) -> WarmSummary:
@@ -128,8 +134,11 @@ class FusionEngine:
                 unless another source has it. False adds them to those it has.
             bases: under which bases; by default the one the engine's method reads.
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
-            neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; by the
-                model's own token embeddings if None.
+            neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; those with
+                the nearest `vectors` if None.
+            vectors: `[len(texts), D]`, the passages' embeddings; the model's own token embeddings if None.
+            access: for sources that not everybody may read a tag that says who may; None takes it back, sources that
+                are not named keep what they had. A passage is enriched by those only that all its readers may read.
             batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
             progress: called with tokens `(done, total)` after every batch.
 
@@ -137,16 +146,23 @@ class FusionEngine:
             StoreError: if the store cannot be written.
             ValueError: if there are not as many sources or priorities as passages.
         """
-        chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
+        chosen = tuple(bases) if bases is not None else self.bases
         ids = [self.prompts.chunk_ids(text) for text in texts]
         if sources is not None and len(sources) != len(ids):
             raise ValueError(f"{len(sources)} sources for {len(ids)} passages")
-        job = self.warm_job(ids, bases=chosen, priority=priority, neighbours=neighbours, batch_tokens=batch_tokens)
-        summary = job.run(progress)
         keys: dict[str, list[ChunkKey]] = {}
         for source, chunk in zip(sources or (), ids, strict=False):
             if source is not None:
                 keys.setdefault(source, []).extend(self.keys(chunk, with_first_pass(chosen)))
+        for source, tag in (access or {}).items():
+            self.sources.restrict(source, tag)
+        if self.sources.restricted:  # who may read a passage decides what it is enriched by
+            for source, own in keys.items():
+                self.sources.add(source, own)
+        job = self.warm_job(
+            ids, bases=chosen, priority=priority, neighbours=neighbours, vectors=vectors, batch_tokens=batch_tokens
+        )
+        summary = job.run(progress)
         for source, own in keys.items():
             if replace:
                 self.sources.replace(source, own)
@@ -161,14 +177,20 @@ class FusionEngine:
         bases: Iterable[Base] | None = None,
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
+        vectors: NDArray[np.float32] | None = None,
         batch_tokens: int | None = None,
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
-        chosen = tuple(bases) if bases is not None else (self.method.base or FRAMED,)
+        chosen = tuple(bases) if bases is not None else self.bases
         frame = self.prompts.frame
-        if neighbours is None and any(base.enriched for base in chosen):
+        if any(base.enriched for base in chosen):
             chunks = list(chunks)
-            neighbours = nearest(token_vectors(self.lm, chunks), NEIGHBOURS)
+            readers = [self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset() for ids in chunks]
+            if neighbours is None:
+                vectors = token_vectors(self.lm, chunks) if vectors is None else vectors
+                neighbours = nearest(vectors, NEIGHBOURS, readers)
+            else:
+                neighbours = permitted(neighbours, readers)
         return WarmJob(
             self.lm,
             self.store,
@@ -179,7 +201,18 @@ class FusionEngine:
             neighbours=neighbours,
             batch_tokens=batch_tokens,
             told=self._made_of,
+            stale=self._stale,
         )
+
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """Under which bases the engine's method reads passages, hence under which to warm them."""
+        return (self.method.base or FRAMED,)
+
+    def _stale(self, key: ChunkKey, neighbours: Sequence[tuple[int, ...]]) -> float:
+        """Return the share of a passage's neighbours that its entry was not made of."""
+        now = {self.sources.passage(self.keys(ids, (FRAMED,))[0]) for ids in neighbours if ids}
+        return len(now - self.sources.made_of(key)) / len(now) if now else 0.0
 
     def _made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
         """Have an entry go with any of the passages it is made of."""
@@ -212,7 +245,9 @@ class FusionEngine:
         job = CaptureJob(
             self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._made_of
         )
-        return job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
+        summary = job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
+        self.sources.collect()  # what has met a passage that not all its readers may see
+        return summary
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
@@ -316,9 +351,11 @@ class FusionEngine:
         """
         generation = stream.result()
         passage = generation.text if text is None else text
-        return keep_generated(
+        kept = keep_generated(
             self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._made_of
         )
+        self.sources.collect()
+        return kept
 
     def generate_verified(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25

@@ -45,6 +45,7 @@ BatchTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens in one
 NumbersName = Annotated[str | None, typer.Option("--numbers", help="How to store: model (if not given), int8 or fp8.")]
 LimitGB = Annotated[float | None, typer.Option(min=0.0, help="Most the store may take, in GB; 68.7 if never given.")]
 Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
+Access = Annotated[str | None, typer.Option(help="Tag of who may read these documents; '' is everybody.")]
 Encrypt = Annotated[bool, typer.Option("--encrypt", help="Encrypt a new store; the secret is in QCFUSE_SECRET.")]
 
 
@@ -80,6 +81,7 @@ def warm_run(
     limit_gb: LimitGB = None,
     tenant: Tenant = None,
     encrypt: Encrypt = False,
+    access: Access = None,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
@@ -89,7 +91,7 @@ def warm_run(
 
     given = tuple(str(path) for path in paths)
     about = (reader, model, embedder, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, encrypt, device, dtype)
-    run_warming(store, WarmOptions(given, *about), as_json=as_json)
+    run_warming(store, WarmOptions(given, *about, access), as_json=as_json)
 
 
 @warm_app.command("plan")

@@ -14,8 +14,6 @@ from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, KV_FOLDER, index_folder, ne
 from qcfuse_rag.demo.assets import default_embedder
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingest.enrich import NEIGHBOURS
-from qcfuse_rag.ingest.neighbours import nearest
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.retrieve.frequency import RetrievalCounts
 from qcfuse_rag.retrieve.index import PassageIndex
@@ -43,6 +41,7 @@ class WarmOptions:
     encrypt: bool
     device: str | None
     dtype: str | None
+    access: str | None = None
 
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
@@ -94,6 +93,12 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         f"{summary['present']} were there already",
         soft_wrap=True,
     )
+    if summary["refreshed"] or summary["stalest"]:
+        OUT.print(
+            f"{summary['refreshed']} of them anew, since their neighbours are others by now; of those left, none lacks "
+            f"more than {summary['stalest']:.0%} of its neighbours",
+            soft_wrap=True,
+        )
     if summary["left_out"]:
         ERR.print(
             f"[yellow]{summary['left_out']} passages left out[/yellow]: they do not fit the store; raise --limit-gb"
@@ -150,10 +155,11 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
         _index_passages(index, place, passages, options)
         for source in vanished:
             engine.forget(source)
-        pairs = [(source, text) for source, texts in passages.items() for text in texts]
+        enriched = any(base.enriched for base in engine.bases)
+        # Neighbours come from the whole index, and a new document may be one to old passages.
+        documents = index.by_source() if enriched else passages
+        pairs = [(source, text) for source, texts in documents.items() for text in texts]
         texts = [text for _, text in pairs]
-        base = engine.method.base
-        related = nearest(index.vectors(texts), NEIGHBOURS) if base is not None and base.enriched else None
         with progress_bar("prefilling passages", "tokens") as advance:
 
             def note(done: int, total: int) -> None:
@@ -164,12 +170,13 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 texts,
                 sources=[source for source, _ in pairs],
                 priority=RetrievalCounts(place).of(texts),
-                neighbours=related,
+                vectors=index.vectors(texts) if enriched else None,
+                access=None if options.access is None else dict.fromkeys(passages, options.access),
                 batch_tokens=options.batch_tokens,
                 progress=note,
             )
         engine.sources.close()
-    return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
+    return {"documents": len(documents), "passages": len(texts), **summary.to_dict()}
 
 
 def _index_passages(index: PassageIndex, place: Path, passages: dict[str, list[str]], options: WarmOptions) -> None:

@@ -9,6 +9,7 @@ other enriched ones, so the result does not depend on the order of the work.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +22,7 @@ NEIGHBOURS = 10
 
 
 def enrich_chunk(
-    lm: LanguageModel, ids: tuple[int, ...], *, head: ChunkKV | None, neighbours: Sequence[ChunkKV]
+    lm: LanguageModel, ids: tuple[int, ...], *, head: ChunkKV | None, neighbours: Sequence[tuple[str, ChunkKV]]
 ) -> ChunkKV:
     """Prefill a chunk behind the caches of its neighbours.
 
@@ -29,22 +30,26 @@ def enrich_chunk(
         lm: the model.
         ids: the chunk's tokens.
         head: exact keys and values of the prompt's head; None if it has none.
-        neighbours: first-pass caches, most related first; the last that fit the context window are left out.
+        neighbours: `hash_ids` and first-pass caches, most related first; the last that do not fit the context window
+            are left out.
 
     Returns:
-        The chunk, on the model's device.
+        The chunk, on the model's device; its `context` says behind which neighbours it was born.
 
     Raises:
         PromptTooLong: if head and chunk alone exceed the context window.
     """
     before = [] if head is None else [head]
+    met: list[str] = []
     length = len(ids) + sum(chunk.n_tokens for chunk in before)
-    for chunk in neighbours:
+    for name, chunk in neighbours:
         if length + chunk.n_tokens > lm.window.tokens:
             break
         before.append(chunk)
+        met.append(name)
         length += chunk.n_tokens
-    return prefill_chunk(lm, ids, prefix=join_chunks(before) if before else None)
+    born = prefill_chunk(lm, ids, prefix=join_chunks(before) if before else None)
+    return replace(born, context=tuple(met))
 
 
 def join_chunks(chunks: Sequence[ChunkKV]) -> ChunkKV:

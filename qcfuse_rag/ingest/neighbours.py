@@ -13,25 +13,50 @@ import torch
 from numpy.typing import NDArray
 
 from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.access import may_remember
 
 BLOCK = 1024
 
 
-def nearest(vectors: NDArray[np.float32], n: int) -> list[list[int]]:
+def nearest(
+    vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None
+) -> list[list[int]]:
     """Return each chunk's nearest others by cosine, best first.
 
     Args:
         vectors: `[N, D]`, one for each chunk, of any length but zero.
         n: how many.
+        readers: who may read each chunk, see `store.access`; a chunk's neighbours are then among those that all its
+            readers may read, and can be fewer. None is everybody.
     """
+    hidden, groups = _hidden(readers) if readers is not None else (None, None)
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     found: list[list[int]] = []
     for start in range(0, len(unit), BLOCK):
         similarity = unit[start : start + BLOCK] @ unit.T
         similarity[np.arange(len(similarity)), np.arange(start, start + len(similarity))] = -np.inf
-        order = np.argsort(-similarity, axis=1, kind="stable")[:, : min(n, len(unit) - 1)]
-        found += order.tolist()
+        if hidden is not None and groups is not None:
+            similarity[hidden[groups[start : start + BLOCK]][:, groups]] = -np.inf
+        order = np.argsort(-similarity, axis=1, kind="stable")[:, :n]
+        rows = zip(order.tolist(), similarity, strict=True)
+        found += [[one for one in row if own[one] > -np.inf] for row, own in rows]
     return found
+
+
+def permitted(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
+    """Return neighbours without those that not all of a chunk's readers may read, see `store.access`."""
+    return [
+        [other for other in related if may_remember(readers[one], readers[other])]
+        for one, related in enumerate(neighbours)
+    ]
+
+
+def _hidden(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Return which kinds of chunk must not remember which, `[kinds, kinds]`, and the kind of each chunk."""
+    kinds = list(dict.fromkeys(readers))
+    table = np.array([[not may_remember(own, other) for other in kinds] for own in kinds], dtype=np.bool_)
+    number = {kind: index for index, kind in enumerate(kinds)}
+    return table, np.array([number[own] for own in readers], dtype=np.int64)
 
 
 def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int) -> list[list[int]]:

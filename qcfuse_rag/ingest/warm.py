@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingest.anchors import instruction_ids
@@ -14,10 +13,11 @@ from qcfuse_rag.ingest.base import BLIND, FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
 from qcfuse_rag.ingest.enrich import enrich_chunk
 from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
-from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.layout import entry_bytes
 from qcfuse_rag.store.numbers import LOSSLESS
 
@@ -29,66 +29,11 @@ Progress = Callable[[int, int], None]
 Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
 """`(key, made_of) -> None`: an entry's key, and the token ids of the passages it is made of."""
 
+Stale = Callable[[ChunkKey, Sequence[tuple[int, ...]]], float]
+"""`(key, neighbours) -> share`: how many of a passage's present neighbours its enriched entry has not met."""
 
-@dataclass(frozen=True, slots=True)
-class WarmPlan:
-    """What a warming job would do.
-
-    Attributes:
-        chunks: chunks asked for, times bases; repetitions count once.
-        present: those in the store already.
-        to_warm: those it would prefill.
-        tokens: their tokens.
-        size_bytes: bytes they would take in the store's last tier.
-        seconds: how long their prefill would take, measured on one batch; None if that was not asked for.
-        left_out: chunks for which the store has no room, the least wanted ones.
-        failed: see `WarmSummary`.
-    """
-
-    chunks: int
-    present: int
-    to_warm: int
-    tokens: int
-    size_bytes: int
-    seconds: float | None
-    left_out: int
-    failed: tuple[tuple[int, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class WarmSummary:
-    """What a warming job did.
-
-    Attributes:
-        chunks: chunks asked for, times bases; repetitions count once.
-        warmed: prefilled now.
-        present: found in the store.
-        left_out: not prefilled because the store has no room for them beside more wanted ones.
-        tokens: tokens prefilled.
-        computed_tokens: tokens computed for that, with the words that rank them and what batches were filled up with.
-        size_bytes: bytes of keys and values written.
-        elapsed_s: seconds.
-        failed: `(index, reason)` of chunks that cannot be stored, by first index among those given; questions prefill
-            them as they come.
-    """
-
-    chunks: int
-    warmed: int
-    present: int
-    left_out: int
-    tokens: int
-    computed_tokens: int
-    size_bytes: int
-    elapsed_s: float
-    failed: tuple[tuple[int, str], ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {**asdict(self), "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else 0.0}
+REFRESH_ABOVE = 0.5
+"""Share of neighbours a stored enriched passage may not have met before it is prefilled anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +46,23 @@ class Pending:
     ids: array[int]
 
 
+@dataclass(slots=True)
+class SortedOut:
+    """A job's chunks by what becomes of them; see `WarmSummary` for what the fields count."""
+
+    work: list[Pending] = field(default_factory=list)
+    present: int = 0
+    left_out: int = 0
+    refreshed: int = 0
+    stalest: float = 0.0
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+
 class WarmJob:
     """Prefills chunks into a store. What is there is left alone, so a job that was killed is simply run again.
+
+    All but enriched chunks that have met too few of their present neighbours: a new document is enriched when it comes,
+    those it is a neighbour of when enough has changed for them.
 
     Memory in use is bounded by one batch: its keys and values, and four bytes for every token of the job.
 
@@ -118,6 +78,9 @@ class WarmJob:
             bases, which also store the framed caches they are made from.
         batch_tokens: most tokens to compute in one pass; 2,048 on a CPU and 16,384 on a GPU if None. 1 computes every
             chunk alone, which makes the stored bytes the same whatever else the job holds.
+        told: called before an enriched chunk is written, with the neighbours it is made of.
+        stale: how far a stored enriched chunk is behind its present neighbours; without it they are left alone.
+        refresh_above: an enriched chunk that is further behind is prefilled anew.
 
     Raises:
         ValueError: if there are not as many priorities or neighbours as chunks, or none for an enriched base.
@@ -135,8 +98,11 @@ class WarmJob:
         neighbours: Sequence[Sequence[int]] | None = None,
         batch_tokens: int | None = None,
         told: Told | None = None,
+        stale: Stale | None = None,
+        refresh_above: float = REFRESH_ABOVE,
     ) -> None:
         self._lm, self._store, self._frame, self._told = lm, store, frame, told
+        self._stale, self._refresh_above = stale, refresh_above
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
         chosen, seen = with_first_pass(bases), set()
@@ -168,17 +134,20 @@ class WarmJob:
             measure: prefill one batch to estimate the time.
             limit_bytes: most bytes the store may take, instead of its own limit.
         """
-        work, present, left_out, failed = self._sort_out(limit_bytes or self._store.limit_bytes)
+        sorted_ = self._sort_out(limit_bytes or self._store.limit_bytes)
+        work = sorted_.work
         tokens = sum(len(one.ids) for one in work)
         return WarmPlan(
             chunks=len(self._pending),
-            present=present,
+            present=sorted_.present,
             to_warm=len(work),
             tokens=tokens,
             size_bytes=sum(self._entry_bytes(len(one.ids)) for one in work),
             seconds=self._measured(work) if measure else None,
-            left_out=left_out,
-            failed=tuple(failed),
+            left_out=sorted_.left_out,
+            failed=tuple(sorted_.failed),
+            to_refresh=sorted_.refreshed,
+            stalest=sorted_.stalest,
         )
 
     def run(self, progress: Progress | None = None) -> WarmSummary:
@@ -188,7 +157,8 @@ class WarmJob:
             StoreError: if the store cannot be written.
         """
         started = time.perf_counter()
-        work, present, left_out, failed = self._sort_out(self._store.limit_bytes)
+        sorted_ = self._sort_out(self._store.limit_bytes)
+        work = sorted_.work
         head = self._head() if self._frame and self._pending else None
         total = sum(len(one.ids) for one in work)
         warmed = tokens = computed = size = 0
@@ -209,27 +179,47 @@ class WarmJob:
         self._store.flush()
         elapsed = time.perf_counter() - started
         return WarmSummary(
-            len(self._pending), warmed, present, left_out, tokens, computed, size, elapsed, tuple(failed)
+            chunks=len(self._pending),
+            warmed=warmed,
+            present=sorted_.present,
+            left_out=sorted_.left_out,
+            tokens=tokens,
+            computed_tokens=computed,
+            size_bytes=size,
+            elapsed_s=elapsed,
+            failed=tuple(sorted_.failed),
+            refreshed=sorted_.refreshed,
+            stalest=sorted_.stalest,
         )
 
-    def _sort_out(self, limit: int | None) -> tuple[list[Pending], int, int, list[tuple[int, str]]]:
-        """Return what to prefill, and how many are there, have no room, or cannot be stored and why."""
-        work, present, left_out, size = [], 0, 0, self._entry_bytes(len(self._frame))
-        failed: list[tuple[int, str]] = []
+    def _sort_out(self, limit: int | None) -> SortedOut:
+        """Tell what to prefill from what is there, has no room, or cannot be stored."""
+        found, size = SortedOut(), self._entry_bytes(len(self._frame))
         for one in self._pending:
             length = len(one.ids) + (len(self._frame) if one.base.behind_frame else 0)
             size += (needs := self._entry_bytes(len(one.ids)))
             if one.key in self._store:
-                present += 1
+                staleness = self._staleness(one)
+                if staleness > self._refresh_above:
+                    found.refreshed += 1
+                    found.work.append(one)
+                else:
+                    found.present += 1
+                    found.stalest = max(found.stalest, staleness)
             elif length > self._lm.window.tokens:
-                failed.append((one.index, _too_long(length, self._lm.window.tokens)))
+                found.failed.append((one.index, _too_long(length, self._lm.window.tokens)))
                 size -= needs
             elif limit is not None and size > limit:
-                left_out += 1
+                found.left_out += 1
                 size -= needs
             else:
-                work.append(one)
-        return work, present, left_out, failed
+                found.work.append(one)
+        return found
+
+    def _staleness(self, one: Pending) -> float:
+        if self._stale is None or not one.base.enriched:
+            return 0.0
+        return self._stale(one.key, [tuple(self._ids[index]) for index in self._related(one)])
 
     def _batches(self, work: list[Pending]) -> Iterable[list[Pending]]:
         for base in sorted(dict.fromkeys(one.base for one in work), key=lambda base: base.enriched):
@@ -245,7 +235,9 @@ class WarmJob:
         base = batch[0].base
         chunks = [tuple(one.ids) for one in batch]
         if base.enriched:
-            related = [self._first_pass(index, head) for index in self._related(batch[0])]
+            related = [
+                (hash_ids(tuple(self._ids[index])), self._first_pass(index, head)) for index in self._related(batch[0])
+            ]
             return [enrich_chunk(self._lm, chunks[0], head=head, neighbours=related)]
         prefix = head
         if not base.behind_frame:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.model.fingerprint import digest
+from qcfuse_rag.store import access
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 
@@ -20,7 +21,9 @@ CREATE TABLE IF NOT EXISTS chunks (
 CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
 CREATE INDEX IF NOT EXISTS chunks_by_passage ON chunks (passage);
 CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY, by_origin INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS derived (address TEXT, origin TEXT, PRIMARY KEY (address, origin)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS derived (
+    address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
+) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
 """
 
@@ -62,7 +65,7 @@ class Sources:
                 (store.folder / "sources.db").chmod(0o600)
                 self._database.execute("PRAGMA journal_mode = WAL")
             _bring_up_to_date(self._database)
-            self._database.executescript(SCHEMA)
+            self._database.executescript(SCHEMA + access.SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open {place}: {error}") from error
 
@@ -85,6 +88,40 @@ class Sources:
         """
         self._change(source, keys, replace=False)
 
+    def restrict(self, source: str, tag: str | None) -> int:
+        """Say who may read a source, before its chunks are added or after; see `store.access`.
+
+        Returns:
+            How many entries were removed because they remember something that not all their readers may see.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        name = self._own + source
+        with self._writing() as database:
+            access.give_tag(database, name, tag)
+            rows = database.execute("SELECT DISTINCT passage FROM chunks WHERE source = ?", (name,)).fetchall()
+            access.note_overstepping(database, [row[0] for row in rows])
+        return self.collect()
+
+    @property
+    def restricted(self) -> bool:
+        """Whether there is a source that not everybody may read."""
+        with self._lock:
+            return bool(self._rows("SELECT 1 FROM access LIMIT 1"))
+
+    def readers(self, key: ChunkKey) -> frozenset[str]:
+        """Return the tags of those who may read a passage, given any of its keys; none if no source has it."""
+        with self._lock:
+            rows = self._rows("SELECT tag FROM readers WHERE passage = ?", self.passage(key))
+        return frozenset(row[0] for row in rows)
+
+    def made_of(self, key: ChunkKey) -> frozenset[str]:
+        """Return which passages an entry was made of, as `passage` names them."""
+        with self._lock:
+            rows = self._rows("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
+        return frozenset(row[0] for row in rows)
+
     def derive(self, key: ChunkKey, origins: Iterable[ChunkKey]) -> None:
         """Say which passages an entry was made of, instead of what was said before.
 
@@ -99,11 +136,12 @@ class Sources:
             StoreError: if the manifest cannot be written.
         """
         address = self._store.address(key)
-        rows = [(address, origin) for origin in {self._passage(one) for one in origins}]
+        rows = [(address, origin, self.passage(key)) for origin in {self.passage(one) for one in origins}]
         with self._writing() as database:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
-            database.executemany("INSERT INTO derived VALUES (?, ?)", rows)
+            database.executemany("INSERT INTO derived VALUES (?, ?, ?)", rows)
             database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+            access.note_overstepping(database, [self.passage(key)])
 
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
         """Say that a source no longer has these chunks; return how many it had alone and that are removed.
@@ -121,6 +159,8 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be written.
         """
+        with self._writing() as database:
+            access.give_tag(database, self._own + source, None)
         return self.remove(source, self.addresses(source))
 
     def collect(self) -> int:
@@ -168,7 +208,7 @@ class Sources:
         wanted = {self._store.address(key): key for key in keys}
         name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
         with self._writing() as database:
-            rows = [(name, address, _wording(key), self._passage(key)) for address, key in wanted.items()]
+            rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
             database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
             taken_up = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", taken_up)
@@ -176,7 +216,8 @@ class Sources:
             stale = [address for address, wording in had if wording in wordings and address not in wanted]
             if replace:
                 self._drop(database, name, stale)
-        return self.collect() if replace else 0
+            access.note_overstepping(database, {row[3] for row in rows})
+        return self.collect()
 
     def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str]) -> None:
         """Take chunks from a source, as far as they are its own, and note those that are nobody's now."""
@@ -186,9 +227,11 @@ class Sources:
         rows = [(name, address) for address in gone]
         database.executemany("DELETE FROM chunks WHERE source = ? AND address = ?", rows)
         database.executemany(NOBODYS, [(address,) for address in gone])
-        database.executemany(MADE_OF_NOBODYS, [(passage,) for passage in {had[address] for address in gone}])
+        lost = {had[address] for address in gone}
+        database.executemany(MADE_OF_NOBODYS, [(passage,) for passage in lost])
+        access.note_overstepping(database, lost)  # those left may be fewer readers
 
-    def _passage(self, key: ChunkKey) -> str:
+    def passage(self, key: ChunkKey) -> str:
         """Return what stands for a passage under whatever base it is stored; as hard to guess as its address."""
         return self._store.address(replace(key, base="", prefix=""))
 
@@ -215,7 +258,8 @@ class Sources:
 
 def _bring_up_to_date(database: sqlite3.Connection) -> None:
     """Add what manifests of earlier versions lack; which passage a chunk is, they learn when it is warmed again."""
-    for table, column in (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0")):
+    added = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
+    for table, column in added:
         columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
         if columns and column.split()[0] not in columns:
             database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")

@@ -9,13 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import BLIND, FRAMED, ChunkKV, DiskStore, FusionEngine, LanguageModel, MemoryStore, StoreError, WarmJob
+from qcfuse_rag import (
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    StoreError,
+    WarmJob,
+)
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.batch import batches_by_length
+from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.layout import entry_bytes
 from tests.conftest import PASSAGES
 
@@ -192,3 +205,36 @@ def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
     job = WarmJob(engine.lm, engine.store, engine.prompts.frame, [], bases=(FRAMED,))
     assert json.loads(json.dumps(job.plan().to_dict()))["chunks"] == 0
     assert job.run().warmed == 0
+
+
+def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) -> None:
+    """A new passage is enriched when it comes; those beside it once more than half of their neighbours are new."""
+    texts = MANY[:6]
+    engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
+    [key] = engine.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
+    old = engine.sources.made_of(key)
+    one_new = engine.warm(texts[:5], bases=(ENRICHED,), neighbours=[[1, 2, 4], [0], [0], [0], [0]])
+    assert (one_new.refreshed, one_new.stalest) == (0, pytest.approx(1 / 3))
+    assert one_new.warmed == 2, "the new passage, framed and enriched"
+    assert engine.sources.made_of(key) == old
+    two_new = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
+    assert (two_new.refreshed, two_new.stalest) == (1, 0.0)
+    assert engine.sources.made_of(key) != old
+    again = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
+    assert (again.warmed, again.refreshed) == (0, 0)
+
+
+def test_a_plan_says_what_would_be_refreshed(engine: FusionEngine) -> None:
+    engine.warm(MANY[:3], bases=(ENRICHED,), neighbours=[[1], [0], [0]])
+    job = engine.warm_job(ids_of(engine, MANY[:3]), bases=(ENRICHED,), neighbours=[[2], [0], [0]])
+    assert (job.plan().to_warm, job.plan().to_refresh) == (1, 1)
+
+
+def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None:
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 1]] + np.float32(0.01)
+    engine.warm(MANY[:4], bases=(ENRICHED,), vectors=vectors)
+    ids = ids_of(engine, MANY[:4])
+    chunk = engine.store.get(engine.keys(ids[0], [ENRICHED])[0])
+    assert isinstance(chunk, ChunkKV)
+    assert chunk.context is not None
+    assert chunk.context[0] == hash_ids(ids[2])

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
 
@@ -57,10 +58,12 @@ class QCFuseWarmup(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Warm the nodes and return them."""
+        embeddings = [node.embedding for node in nodes if node.embedding is not None]
         self._summary = self.llm.engine.warm(
             [passage_of(node) for node in nodes],
             sources=[source_of(node) for node in nodes],
             bases=[BASES[name] for name in self.bases] if self.bases else None,
+            vectors=np.array(embeddings, np.float32) if len(embeddings) == len(nodes) else None,
             progress=self._progress,
         )
         self._renew()

@@ -1,0 +1,64 @@
+"""Who may read a passage, so that no cache remembers what the reader of its text must not see.
+
+An enriched or captured cache carries something of the passages it was born behind into every answer made from it. It
+may only have been born behind passages that everybody may read who may read the passage itself. Access is a document's:
+a tag, or none for everybody. A passage that two documents have is read by the readers of both.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+
+EVERYBODY = ""
+"""The tag of documents without one."""
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS access (source TEXT PRIMARY KEY, tag TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS derived_by_passage ON derived (passage);
+CREATE VIEW IF NOT EXISTS readers AS
+SELECT DISTINCT passage, COALESCE(tag, '') AS tag FROM chunks LEFT JOIN access USING (source);
+"""
+
+OVERSTEPPING = """
+INSERT OR REPLACE INTO unwanted SELECT DISTINCT address, 1 FROM derived AS d
+WHERE (passage = ?1 OR origin = ?1)
+AND EXISTS (SELECT 1 FROM readers WHERE passage = d.origin)
+AND NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.origin AND tag = '')
+AND (
+    NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.passage)
+    OR EXISTS (
+        SELECT 1 FROM readers AS own WHERE own.passage = d.passage
+        AND NOT EXISTS (SELECT 1 FROM readers AS theirs WHERE theirs.passage = d.origin AND theirs.tag = own.tag)
+    )
+)
+"""
+
+
+def may_remember(own: frozenset[str], other: frozenset[str]) -> bool:
+    """Return whether a passage's cache may be born behind another passage.
+
+    Args:
+        own: tags of the passage's readers.
+        other: tags of the other's; a passage of no document is everybody's.
+    """
+    return not other or EVERYBODY in other or (bool(own) and own <= other)
+
+
+def give_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:
+    """Say who may read a source; None is everybody."""
+    if tag:
+        database.execute("INSERT OR REPLACE INTO access VALUES (?, ?)", (source, tag))
+    else:
+        database.execute("DELETE FROM access WHERE source = ?", (source,))
+
+
+def note_overstepping(database: sqlite3.Connection, passages: Iterable[str]) -> None:
+    """Note as unwanted what remembers a passage that not all its readers may see; `may_remember` in SQL.
+
+    Args:
+        database: the manifest.
+        passages: those whose readers have changed.
+    """
+    if database.execute("SELECT 1 FROM access LIMIT 1").fetchone():
+        database.executemany(OVERSTEPPING, [(passage,) for passage in passages])

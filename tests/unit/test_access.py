@@ -1,0 +1,173 @@
+"""Who may read a passage: what its cache was born behind, all its readers may read too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import ENRICHED, FRAMED, ChunkKV, DiskStore, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.ingest.neighbours import nearest, permitted
+from qcfuse_rag.store.access import may_remember
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.sources import Sources
+from tests.conftest import PASSAGES
+
+OPEN, BOARD, STAFF = frozenset({""}), frozenset({"board"}), frozenset({"staff"})
+SECRET = "The code of the vault is four nine one seven."
+
+
+@pytest.fixture
+def engine(llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
+    with DiskStore(tmp_path / "kv") as store:
+        yield FusionEngine(llama, store)
+
+
+def enriched(engine: FusionEngine, text: str) -> ChunkKV:
+    found = engine.store.get(key_of(engine, text))
+    assert isinstance(found, ChunkKV), f"{text!r} is not stored enriched: {found}"
+    return found
+
+
+def key_of(engine: FusionEngine, text: str) -> ChunkKey:
+    return engine.keys(engine.prompts.chunk_ids(text), [ENRICHED])[0]
+
+
+def same(one: ChunkKV, other: ChunkKV) -> bool:
+    pairs = (zip(one.layer(layer), other.layer(layer), strict=True) for layer in range(one.n_layers))
+    return all(torch.equal(a, b) for pair in pairs for a, b in pair)
+
+
+def test_who_may_be_remembered_by_whom() -> None:
+    assert may_remember(BOARD, BOARD)
+    assert may_remember(BOARD, OPEN)
+    assert may_remember(BOARD, BOARD | STAFF)
+    assert may_remember(BOARD, frozenset()), "what no document has is everybody's"
+    assert not may_remember(BOARD | STAFF, BOARD), "the staff reads the passage too"
+    assert not may_remember(OPEN, BOARD)
+    assert not may_remember(frozenset(), BOARD)
+
+
+def test_neighbours_are_searched_among_those_that_may_be_remembered() -> None:
+    vectors = np.array([[1, 0], [1, 0.1], [1, 0.2], [0, 1]], np.float32)
+    readers = [STAFF, BOARD, OPEN, STAFF]
+    assert nearest(vectors, 2) == [[1, 2], [2, 0], [1, 0], [2, 1]]
+    assert nearest(vectors, 2, readers) == [[2, 3], [2], [], [2, 0]]
+    assert permitted([[1, 2], [2, 0], [1, 0], [2, 1]], readers) == [[2], [2], [], [2]]
+
+
+@given(
+    st.lists(st.sampled_from([OPEN, BOARD, STAFF, BOARD | STAFF, frozenset()]), min_size=2, max_size=6),
+    st.integers(0, 9),
+)
+def test_both_filters_agree(readers: list[frozenset[str]], seed: int) -> None:
+    vectors = np.random.default_rng(seed).normal(size=(len(readers), 4)).astype(np.float32)
+    everybody = nearest(vectors, len(readers))
+    assert nearest(vectors, len(readers), readers) == permitted(everybody, readers)
+
+
+def test_a_forbidden_neighbour_leaves_no_trace(llama: LanguageModel) -> None:
+    """The cache beside a secret is, bit for bit, the cache of a world without it."""
+    texts, sources = [*PASSAGES, SECRET], ["a", "a", "b", "vault"]
+    neighbours = [[3, 1], [0, 3], [3, 0], [0, 1]]
+    guarded, without, open_ = (FusionEngine(llama, MemoryStore()) for _ in range(3))
+    guarded.warm(
+        texts, sources=sources, bases=(ENRICHED,), neighbours=neighbours, access={"vault": "board"}, batch_tokens=1
+    )
+    without.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [0], [0]], batch_tokens=1)
+    open_.warm(texts, sources=sources, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
+    for text in PASSAGES:
+        assert same(enriched(guarded, text), enriched(without, text))
+        assert not same(enriched(open_, text), enriched(without, text)), "without a tag the secret is in it"
+    assert enriched(guarded, SECRET).context is not None
+    assert len(enriched(guarded, SECRET).context or ()) == 2, "the board's passage may remember what all may read"
+
+
+def test_a_document_that_is_restricted_later_takes_with_it_what_remembers_it(engine: FusionEngine) -> None:
+    engine.warm(
+        [*PASSAGES, SECRET], sources=["a", "a", "b", "vault"], bases=(ENRICHED,), neighbours=[[3], [0], [0], [0]]
+    )
+    assert engine.sources.restrict("vault", "board") == 1
+    assert key_of(engine, PASSAGES[0]) not in engine.store
+    assert key_of(engine, PASSAGES[1]) in engine.store
+    assert key_of(engine, SECRET) in engine.store, "its own readers may see what it remembers"
+
+
+def test_a_passage_with_new_readers_is_enriched_anew(engine: FusionEngine) -> None:
+    """The board's passage has met the board's secret; when the staff gets the same text, that cache must not serve it."""
+    shared, tags = PASSAGES[0], {"vault": "board", "minutes": "board"}
+    engine.warm([shared, SECRET], sources=["minutes", "vault"], bases=(ENRICHED,), neighbours=[[1], [0]], access=tags)
+    before = enriched(engine, shared).held()
+    assert len(before.context or ()) == 1
+    engine.warm([shared], sources=["handbook"], bases=(ENRICHED,), neighbours=[[]], access={"handbook": "staff"})
+    assert not same(enriched(engine, shared), before)
+    assert enriched(engine, shared).context == ()
+
+
+def test_a_passage_whose_open_copy_is_gone_is_no_longer_remembered_by_others(engine: FusionEngine) -> None:
+    texts, sources = [PASSAGES[0], SECRET, SECRET], ["a", "leaflet", "vault"]
+    engine.warm(texts, sources=sources, bases=(ENRICHED,), neighbours=[[1], [0], [0]], access={"vault": "board"})
+    assert len(enriched(engine, PASSAGES[0]).context or ()) == 1, "everybody may read it, in the leaflet"
+    engine.forget("leaflet")
+    assert key_of(engine, PASSAGES[0]) not in engine.store
+    assert key_of(engine, SECRET) in engine.store
+
+
+def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
+    sources = ["a", "vault"]
+    engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})
+    before = sum(1 for _ in engine.store.entries())
+    engine.capture([[SECRET, PASSAGES[0]]])
+    assert sum(1 for _ in engine.store.entries()) == before
+    engine.capture([[PASSAGES[0], SECRET]])
+    assert sum(1 for _ in engine.store.entries()) == before + 1, "the other way round is allowed"
+
+
+def test_access_outlives_the_process_and_naming_nobody_keeps_it(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path / "kv") as store:
+        FusionEngine(llama, store).warm([SECRET], sources=["vault"], access={"vault": "board"})
+    with DiskStore(tmp_path / "kv") as store:
+        again = FusionEngine(llama, store)
+        again.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
+        assert enriched(again, PASSAGES[0]).context == ()
+        again.warm([SECRET], sources=["vault"], access={"vault": None})
+        assert not again.sources.restricted
+
+
+def test_forgetting_a_source_forgets_who_might_read_it(engine: FusionEngine) -> None:
+    engine.warm([SECRET], sources=["vault"], access={"vault": "board"})
+    engine.forget("vault")
+    assert not engine.sources.restricted
+
+
+def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, sources=["a"] * 3, bases=(ENRICHED,))
+    engine.sources.close()
+    sources = Sources(engine.store)
+    sources._database.executescript("DROP VIEW readers; DROP TABLE access; DROP INDEX derived_by_passage;")
+    sources._database.execute("ALTER TABLE derived DROP COLUMN passage")
+    sources.close()
+    reopened = Sources(engine.store)
+    assert reopened.readers(engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), [FRAMED])[0]) == OPEN
+    assert reopened.restrict("a", "board") == 3, "whose caches these are is not known, so they go"
+    reopened.close()
+
+
+@pytest.mark.parametrize(("own", "other"), list(product([OPEN, BOARD, STAFF, BOARD | STAFF], repeat=2)))
+def test_the_manifest_decides_as_the_rule_does(
+    engine: FusionEngine, own: frozenset[str], other: frozenset[str]
+) -> None:
+    """`may_remember` and its SQL are one rule: an entry made under no rule goes exactly if the rule forbids it."""
+    pairs = [(PASSAGES[0], f"own {tag}", tag) for tag in own] + [(SECRET, f"other {tag}", tag) for tag in other]
+    texts, sources = [text for text, _, _ in pairs], [source for _, source, _ in pairs]
+    first = texts.index(SECRET)
+    engine.warm(texts, sources=sources, bases=(ENRICHED,), neighbours=[[first] if t != SECRET else [] for t in texts])
+    for _, source, tag in pairs:
+        engine.sources.restrict(source, tag or None)
+    assert (key_of(engine, PASSAGES[0]) in engine.store) == may_remember(own, other)
