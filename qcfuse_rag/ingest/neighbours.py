@@ -18,9 +18,7 @@ from qcfuse_rag.store.access import may_remember
 BLOCK = 1024
 
 
-def nearest(
-    vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None
-) -> list[list[int]]:
+def nearest(vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None) -> list[list[int]]:
     """Return each chunk's nearest others by cosine, best first.
 
     Args:

@@ -100,7 +100,7 @@ def test_a_document_that_is_restricted_later_takes_with_it_what_remembers_it(eng
 
 
 def test_a_passage_with_new_readers_is_enriched_anew(engine: FusionEngine) -> None:
-    """The board's passage has met the board's secret; when the staff gets the same text, that cache must not serve it."""
+    """A passage of the board has met its secret; when the staff gets the same text, that cache must not serve it."""
     shared, tags = PASSAGES[0], {"vault": "board", "minutes": "board"}
     engine.warm([shared, SECRET], sources=["minutes", "vault"], bases=(ENRICHED,), neighbours=[[1], [0]], access=tags)
     before = enriched(engine, shared).held()
