@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
@@ -66,6 +68,8 @@ class FusionEngine:
         self.store = store
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
         self.method = method or choose_method()
+        self._costs: Costs | None = None
+        self._measuring = threading.Lock()
         self.profile: Profile | None = None
         self.profile_ignored: str | None = None
 
@@ -207,7 +211,7 @@ class FusionEngine:
     @property
     def bases(self) -> tuple[Base, ...]:
         """Under which bases the engine's method reads passages, hence under which to warm them."""
-        return (self.method.base or FRAMED,)
+        return self.method.bases or (FRAMED,)
 
     def _stale(self, key: ChunkKey, neighbours: Sequence[tuple[int, ...]]) -> float:
         """Return the share of a passage's neighbours that its entry was not made of."""
@@ -298,7 +302,20 @@ class FusionEngine:
             PromptTooLong: if prompt and room exceed the context window.
         """
         self.store.advance()
-        return prefill(self.lm, self.store, prompt, method or self.method, room=room)
+        return prefill(self.lm, self.store, prompt, method or self.method, room=room, costs=self.costs)
+
+    def costs(self) -> Costs:
+        """Return what passes and loading cost here, measured when first asked for and then left as it is.
+
+        Methods with a guard ask at the first prompt of which something is stored; asking before, with passages in the
+        store, spares that prompt the second or two. Requests do not change it, so no answer depends on those before.
+        """
+        with self._measuring:
+            if self._costs is None:
+                self._costs = measure_passes(self.lm)
+            if not self._costs.load_s:
+                self._costs = replace(self._costs, load_s=measure_loading(self.lm, self.store) or 0.0)
+            return self._costs
 
     def stream(
         self,

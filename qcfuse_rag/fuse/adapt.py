@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from qcfuse_rag.ingest.base import Base
 from qcfuse_rag.model.language_model import LanguageModel
@@ -71,3 +71,14 @@ class Adapter(Protocol):
             What to place, or the reason to compute the chunk in full.
         """
         ...
+
+
+@runtime_checkable
+class ReadsBases(Protocol):
+    """An adapter that takes chunks from other bases too.
+
+    Attributes:
+        bases: which.
+    """
+
+    bases: tuple[Base, ...]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from qcfuse_rag.fuse.adapt import Adapter
+from qcfuse_rag.fuse.adapt import Adapter, ReadsBases
 from qcfuse_rag.fuse.assembly import Assembly, Placed
 from qcfuse_rag.fuse.budget import Budget, FixedRatio
+from qcfuse_rag.fuse.guard import Guard
 from qcfuse_rag.fuse.layerwise import Steering
 from qcfuse_rag.fuse.probe import Probe
 from qcfuse_rag.fuse.score import Scores
@@ -46,6 +47,7 @@ class Method:
         budget: how many of the reused tokens are recomputed; None leaves the number to the selector.
         layerwise: what changes from layer to layer while rows are computed; None for nothing.
         context: what recomputed tokens see of the reused ones: `all`, or those `selected` with them.
+        guard: when to compute everything instead; None for never.
     """
 
     name: str
@@ -56,6 +58,18 @@ class Method:
     budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
     layerwise: Layerwise | None = None
     context: Literal["all", "selected"] = "all"
+    guard: Guard | None = None
+
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """Every base that chunks may be read under, the method's own first."""
+        others = self.adapter.bases if isinstance(self.adapter, ReadsBases) else ()
+        return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
+
+    @property
+    def in_full(self) -> Method:
+        """Full prefill under the method's name."""
+        return Method(self.name, base=None)
 
     @property
     def ratio(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,9 +13,11 @@ from torch import Tensor
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.assembly import Assembly, Placed
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.costs import Costs
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.outlook import outlook
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.select import Selection, inexact_chunks
 from qcfuse_rag.fuse.shared import SharedPrefix
@@ -50,6 +53,7 @@ def prefill(
     *,
     room: int = 0,
     shared: SharedPrefix | None = None,
+    costs: Callable[[], Costs] | None = None,
 ) -> Prefilled:
     """Bring a prompt to its first token.
 
@@ -60,6 +64,7 @@ def prefill(
         method: what to reuse and what to recompute.
         room: tokens to reserve for the answer.
         shared: the beginning that the prompt has in common with the one before, and what the next one wants of it.
+        costs: what the method's guard decides by, asked for if it has to; None leaves the guard out.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
@@ -67,6 +72,12 @@ def prefill(
     require_room(lm, prompt, room)
     shared = shared or SharedPrefix()
     begun = time.perf_counter()
+    refusal = None
+    if method.guard is not None and method.base is not None and costs is not None:
+        ahead = outlook(lm, store, prompt, method)
+        if ahead.stored_tokens:  # else there is nothing to load: fusing is full prefill
+            refusal = method.guard.refusal(ahead, costs())
+            method = method if refusal is None else method.in_full
     assembly = Assembly.empty(lm, prompt, len(prompt) + room)
     shared.give(assembly)
     if method.base is not None:
@@ -111,7 +122,7 @@ def prefill(
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
         timings=Timings(started - begun, probed - started, chosen - probed, done - chosen),
-        fallback=describe_misses(assembly.lookups),
+        fallback=refusal or describe_misses(assembly.lookups),
     )
     return Prefilled(prompt, logits, assembly.buffer, report)
 

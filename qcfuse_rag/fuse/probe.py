@@ -64,6 +64,10 @@ class QuestionProbe:
             raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(self.layers)}")
         return tuple(sorted(set(self.layers)))
 
+    def depth(self, lm: LanguageModel) -> int:
+        """Return how many layers of a model the pass runs through."""
+        return max(self.layers_of(lm)) + 1
+
     def scores(self, assembly: Assembly) -> Scores:
         """Score every position of the prompt.
 
@@ -76,7 +80,7 @@ class QuestionProbe:
         """
         lm, rows = assembly.lm, assembly.probe_rows()
         wanted = self.layers_of(lm)
-        length, depth = int(rows[-1]) + 1, max(wanted) + 1
+        length, depth = int(rows[-1]) + 1, self.depth(lm)
         known = assembly.known[:length].clone()
         known[rows] = True
         by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)

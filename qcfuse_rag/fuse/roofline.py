@@ -6,9 +6,7 @@ long is the best that speed allows: below it the processor waits for the store, 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,13 +14,8 @@ from statistics import median
 
 import torch
 
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.forward import forward_rows
-from qcfuse_rag.fuse.place import copy_chunk
-from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.ingest.base import BASES
+from qcfuse_rag.fuse.costs import load_times, prefill_once, timed
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
 
@@ -101,11 +94,11 @@ def calibrate(
     few, many = sizes
     if not 0 < few < many <= lm.window.tokens:
         raise ValueError(f"sizes must be two, ascending, within the window of {lm.window.tokens:,}, got {sizes}")
-    loads = list(islice(_loads(lm, store), samples))
+    loads = list(islice(load_times(lm, store), samples))
     if not loads:
         raise ValueError("the store has no passages of this model to measure loading by; warm some first")
-    _prefill(lm, many)  # the first pass of a process pays for much that later ones do not
-    smaller, larger = (median(_timed(lm, partial(_prefill, lm, size)) for _ in range(samples)) for size in sizes)
+    prefill_once(lm, many)  # the first pass of a process pays for much that later ones do not
+    smaller, larger = (median(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples)) for size in sizes)
     return Roofline(median(loads), max(larger - smaller, 1e-9) / (many - few), minimum)
 
 
@@ -134,31 +127,3 @@ def slowest_sufficient(
             "second; recompute more, or store in int8 or fp8"
         )
     return min(sufficient)[1]
-
-
-def _loads(lm: LanguageModel, store: KVStore) -> Iterator[float]:
-    """Yield seconds a token, one stored passage after the other; what was captured is not what a request loads."""
-    for entry in store.entries():
-        opened = store.open(entry.address)
-        if not isinstance(opened, tuple):
-            continue
-        key, chunk = opened
-        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in BASES:
-            continue
-        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
-        with suppress(CorruptEntry, OSError):  # the next one will do
-            yield _timed(lm, partial(copy_chunk, buffer, 0, chunk)) / chunk.n_tokens
-
-
-def _prefill(lm: LanguageModel, tokens: int) -> None:
-    rows = torch.arange(tokens, device=lm.device)
-    buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
-    forward_rows(lm, rows % lm.model.get_input_embeddings().num_embeddings, RowsPlan.of(rows, lm.sliding), buffer)
-
-
-def _timed(lm: LanguageModel, work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
-    return time.perf_counter() - started

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qcfuse_rag import FRAMED, DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.fuse import roofline
+from qcfuse_rag.fuse import costs
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.roofline import Roofline, calibrate, slowest_sufficient
 from qcfuse_rag.ingest.base import BASES
@@ -75,7 +75,7 @@ def test_calibration_measures_rows_by_two_prefills_and_loads_by_real_reads(
 ) -> None:
     """On a clock that counts a pass as 1 s and 10 ms a row, and a read as 2 ms a token."""
     now = [0.0]
-    rows, copy = roofline.forward_rows, roofline.copy_chunk
+    rows, copy = costs.forward_rows, costs.copy_chunk
 
     def computing(lm: LanguageModel, ids: object, *rest: object) -> object:
         now[0] += 1.0 + 0.010 * len(ids)  # type: ignore[arg-type]
@@ -85,9 +85,9 @@ def test_calibration_measures_rows_by_two_prefills_and_loads_by_real_reads(
         now[0] += 0.002 * chunk.n_tokens
         return copy(buffer, start, chunk)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(roofline, "forward_rows", computing)
-    monkeypatch.setattr(roofline, "copy_chunk", loading)
-    monkeypatch.setattr(roofline.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(costs, "forward_rows", computing)
+    monkeypatch.setattr(costs, "copy_chunk", loading)
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
     with DiskStore(tmp_path) as store:
         FusionEngine(llama, store).warm(PASSAGES)
         found = calibrate(llama, store, minimum=0.1, samples=3)

@@ -1,0 +1,101 @@
+"""What a pass costs here: two numbers measured on the model, one on the store, and the time they predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from statistics import median
+
+import torch
+
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.place import copy_chunk
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.ingest.base import BASES
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.contract import KVStore
+
+SIZES = (16, 128)
+"""Rows of the passes that are timed: one that mostly reads the weights, one that mostly multiplies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds by which a prefill is predicted: a pass over `R` rows takes `pass_s + R row_s`.
+
+    Attention over long prompts is left out. It makes full prefill, whose rows are many, slower than predicted.
+
+    Attributes:
+        pass_s: a pass, whatever its size.
+        row_s: each row besides.
+        load_s: each token that is loaded from the store.
+    """
+
+    pass_s: float
+    row_s: float
+    load_s: float = 0.0
+
+    def compute(self, rows: int, share: float = 1.0) -> float:
+        """Predict a pass over so many rows through a share of the layers."""
+        return share * (self.pass_s + rows * self.row_s) if rows else 0.0
+
+    def load(self, tokens: int) -> float:
+        """Predict how long so many tokens take to load."""
+        return tokens * self.load_s
+
+
+@torch.inference_mode()
+def measure_passes(lm: LanguageModel, *, samples: int = 2) -> Costs:
+    """Time a few prefills; the best of the samples counts, which other work on the machine disturbs least."""
+    few, many = (min(size, lm.window.tokens) for size in SIZES)
+    prefill_once(lm, few)  # the first pass of a process pays for much that later ones do not
+    short, long = (min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples)) for size in (few, many))
+    row_s = max(long - short, 1e-9) / max(1, many - few)
+    return Costs(max(0.0, short - few * row_s), row_s)
+
+
+@torch.inference_mode()
+def measure_loading(lm: LanguageModel, store: KVStore, *, samples: int = 3) -> float | None:
+    """Return the median seconds to load a token, over some passages; None if the store has none of the model."""
+    loads = list(islice(load_times(lm, store), samples))
+    return median(loads) if loads else None
+
+
+def load_times(lm: LanguageModel, store: KVStore) -> Iterator[float]:
+    """Yield seconds a token, one stored passage after the other; what was captured is not what a request loads.
+
+    Each is read once from the tier it is in and copied to the model's device: what the operating system still has in
+    memory is read as fast as it will be next time. Nothing is changed in the store.
+    """
+    for entry in store.entries():
+        opened = store.open(entry.address)
+        if not isinstance(opened, tuple):
+            continue
+        key, chunk = opened
+        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in BASES:
+            continue
+        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
+        with suppress(CorruptEntry, OSError):  # the next one will do
+            yield timed(lm, partial(copy_chunk, buffer, 0, chunk)) / chunk.n_tokens
+
+
+def prefill_once(lm: LanguageModel, tokens: int) -> None:
+    """Compute so many rows that mean nothing."""
+    rows = torch.arange(tokens, device=lm.device)
+    buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
+    forward_rows(lm, rows % lm.model.get_input_embeddings().num_embeddings, RowsPlan.of(rows, lm.sliding), buffer)
+
+
+def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
+    """Return how many seconds some work takes, the device's share included."""
+    started = time.perf_counter()
+    work()
+    if lm.device.type == "cuda":
+        torch.cuda.synchronize(lm.device)
+    return time.perf_counter() - started

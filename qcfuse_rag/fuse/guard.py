@@ -1,0 +1,52 @@
+"""When not to fuse: where it is predicted to take longer than computing everything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from qcfuse_rag.fuse.costs import Costs
+from qcfuse_rag.fuse.outlook import Outlook
+
+
+class Guard(Protocol):
+    """Decides if a prompt is better computed in full."""
+
+    def refusal(self, outlook: Outlook, costs: Costs) -> str | None:
+        """Return why a prompt is not to be fused, or None if it is.
+
+        Args:
+            outlook: what fusing would do.
+            costs: measured once, so that the same prompt over the same store is always decided alike.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Fuse only where it is predicted to be faster than full prefill.
+
+    Short prompts, a slow store, a prompt of which little is stored and a ratio near 1 are computed in full, which is
+    exact besides.
+
+    Attributes:
+        margin: fuse if the predicted time is below this share of full prefill's; predictions are not exact.
+    """
+
+    margin: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.margin <= 0:
+            raise ValueError(f"margin must be above 0, got {self.margin}")
+
+    def refusal(self, outlook: Outlook, costs: Costs) -> str | None:
+        """Compare the predictions."""
+        full = costs.compute(outlook.prompt_tokens)
+        fused = (
+            costs.load(outlook.stored_tokens)
+            + costs.compute(outlook.probe_rows, outlook.probe_share)
+            + costs.compute(outlook.rows)
+        )
+        if fused < self.margin * full:
+            return None
+        return f"computed in full: predicted to take {full:.3g} s, fused {fused:.3g} s"

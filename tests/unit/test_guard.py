@@ -1,0 +1,120 @@
+"""When not to fuse: never slower than full prefill, by prediction, and the same decision every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
+from qcfuse_rag.fuse.guard import BreakEven
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.outlook import Outlook, outlook
+from qcfuse_rag.fuse.prefill import prefill
+from tests.conftest import PASSAGES, QUESTION
+
+FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
+LONG = Outlook(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
+
+
+def guarded(ratio: float = 0.1) -> Method:
+    return replace(make_method("qcfuse", ratio=ratio, base=FRAMED), guard=BreakEven())
+
+
+@pytest.mark.parametrize(
+    ("changed", "costs", "fuses"),
+    [
+        ({}, FAST, True),
+        ({"selected_tokens": 1900}, FAST, False),
+        ({"stored_tokens": 100, "selected_tokens": 5}, FAST, False),
+        ({"prompt_tokens": 70, "stored_tokens": 30, "selected_tokens": 4, "probe_rows": 30}, FAST, False),
+        ({}, replace(FAST, load_s=0.002), False),
+        ({}, replace(FAST, pass_s=10.0), False),
+    ],
+    ids=["worth it", "ratio of 1", "little stored", "short prompt", "slow store", "dear passes"],
+)
+def test_what_is_fused_and_what_is_not(changed: dict[str, int], costs: Costs, fuses: bool) -> None:
+    refusal = BreakEven().refusal(replace(LONG, **changed), costs)
+    assert (refusal is None) == fuses
+    assert fuses or "computed in full: predicted to take" in str(refusal)
+
+
+@given(
+    stored=st.integers(0, 2000),
+    selected=st.integers(0, 2000),
+    load_s=st.floats(0, 0.01),
+    pass_s=st.floats(0, 1),
+    row_s=st.floats(1e-6, 0.01),
+)
+def test_what_is_fused_is_predicted_to_be_faster(
+    stored: int, selected: int, load_s: float, pass_s: float, row_s: float
+) -> None:
+    ahead = replace(LONG, stored_tokens=stored, selected_tokens=min(selected, stored))
+    if BreakEven(1.0).refusal(ahead, Costs(pass_s, row_s, load_s)) is None:
+        rows = 2000 - stored + min(selected, stored)
+        probe = 0.5 * (pass_s + 50 * row_s)
+        assert stored * load_s + probe + pass_s + rows * row_s <= pass_s + 2000 * row_s
+
+
+def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:2], bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), guarded()
+    ahead = outlook(engine.lm, engine.store, prompt, method)
+    report = engine.prefill(prompt, method=replace(method, guard=None)).report
+    assert ahead.prompt_tokens == report.prompt_tokens
+    assert ahead.rows == report.rows
+    assert ahead.selected_tokens == len(report.selected)
+    assert ahead.stored_tokens == report.reused_tokens + len(report.selected)
+
+
+def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), guarded(ratio=1.0)
+    done = prefill(engine.lm, engine.store, prompt, method, costs=lambda: replace(FAST, load_s=0.1))
+    exact = engine.prefill(prompt, method=make_method("full"))
+    assert torch.allclose(done.logits, exact.logits, atol=1e-4)
+    assert done.report.method == "qcfuse"
+    assert done.report.base is None
+    assert str(done.report.fallback).startswith("computed in full: predicted")
+    assert done.report.rows == len(prompt)
+
+
+def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: FusionEngine) -> None:
+    def never() -> Costs:
+        raise AssertionError("asked for costs")
+
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    assert prefill(engine.lm, MemoryStore(), prompt, guarded(), costs=never).report.rows == len(prompt)
+
+
+def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    first = engine.costs()
+    engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded())
+    assert engine.costs() is first
+    assert first.row_s > 0
+    assert first.load_s > 0
+
+
+def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore())
+    assert engine.costs().load_s == 0.0
+    assert measure_loading(llama, engine.store) is None
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    assert engine.costs().load_s > 0
+
+
+def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
+    costs = measure_passes(llama)
+    assert costs.compute(0) == 0
+    assert costs.compute(100) < costs.compute(1000)
+    assert costs.compute(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
+
+
+def test_a_margin_must_be_above_zero() -> None:
+    with pytest.raises(ValueError, match="margin must be above 0"):
+        BreakEven(0.0)
