@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         StoreError,
         UnknownMethod,
         UnsupportedModel,
+        Unverified,
+        UnverifiedMethod,
     )
     from qcfuse_rag.fuse.method import Method
     from qcfuse_rag.fuse.prefill import Prefilled
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from qcfuse_rag.store.sources import Sources
     from qcfuse_rag.store.tenant import TenantStore
     from qcfuse_rag.store.tiered import TieredStore
+    from qcfuse_rag.trust.shadow import Drift, Shadow, ShadowSettings
+    from qcfuse_rag.trust.verdict import Verdict
 
 __version__ = "0.1.0"
 
@@ -63,6 +67,7 @@ __all__ = [
     "ChunkKey",
     "CorruptEntry",
     "DiskStore",
+    "Drift",
     "EntryInfo",
     "FusionEngine",
     "FusionReport",
@@ -88,6 +93,8 @@ __all__ = [
     "SamplingParams",
     "Seal",
     "Segment",
+    "Shadow",
+    "ShadowSettings",
     "Sources",
     "StoreError",
     "StoreStats",
@@ -96,7 +103,10 @@ __all__ = [
     "TieredStore",
     "UnknownMethod",
     "UnsupportedModel",
+    "Unverified",
+    "UnverifiedMethod",
     "Usage",
+    "Verdict",
     "VerifiedGeneration",
     "WarmJob",
     "WarmPlan",
@@ -154,6 +164,12 @@ _HOMES = {
     "UnknownMethod": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
     "Usage": "qcfuse_rag.generate.decode",
+    "Drift": "qcfuse_rag.trust.shadow",
+    "Shadow": "qcfuse_rag.trust.shadow",
+    "ShadowSettings": "qcfuse_rag.trust.shadow",
+    "Unverified": "qcfuse_rag.errors",
+    "UnverifiedMethod": "qcfuse_rag.errors",
+    "Verdict": "qcfuse_rag.trust.verdict",
     "VerifiedGeneration": "qcfuse_rag.generate.verify",
     "WarmJob": "qcfuse_rag.ingest.warm",
     "WarmPlan": "qcfuse_rag.ingest.summary",

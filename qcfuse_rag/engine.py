@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.trust.activity import Activity
+from qcfuse_rag.trust.shadow import Shadow, ShadowSettings
+from qcfuse_rag.trust.verdict import Verdict, look_up
 
 
 class FusionEngine:
@@ -54,6 +57,7 @@ class FusionEngine:
     Attributes:
         profile: the profile that `load` gave the model its critical layers from, or None.
         profile_ignored: why `load` did not use the profile that is beside the store, or None.
+        verdict: what `qcfuse verify` found out about the method on this model, where `load` found it, or None.
     """
 
     def __init__(
@@ -68,6 +72,9 @@ class FusionEngine:
         self.store = store
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
         self.method = method or choose_method()
+        self.verdict: Verdict | None = None
+        self._activity = Activity()
+        self._shadow: Shadow | None = None
         self._costs: Costs | None = None
         self._measuring = threading.Lock()
         self.profile: Profile | None = None
@@ -85,6 +92,7 @@ class FusionEngine:
         dtype: str | None = None,
         check: bool = True,
         profile: str | Path | None = None,
+        verdict: Literal["warn", "require", "ignore"] = "warn",
     ) -> FusionEngine:
         """Load a model and open a store.
 
@@ -98,12 +106,15 @@ class FusionEngine:
             check: compare the engine with the model's own code on a few tokens before trusting it.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
+            verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
+                folder: `warn`, `require` one, or `ignore`. A store without a folder has no place for one.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
             UnsupportedModel: if reuse would not be right for it, or the check fails.
             StoreError: if the store cannot be opened.
             ProfileError: if the given profile cannot be read or is of another model.
+            Unverified: if a verdict is required and there is none that passed.
         """
         lm = LanguageModel.load(model, device=device, dtype=dtype)
         beside = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
@@ -113,6 +124,8 @@ class FusionEngine:
         kept = store if isinstance(store, KVStore) else open_store(store)
         engine = cls(found.applied(lm), kept, template=template, method=method)
         engine.profile, engine.profile_ignored = found.profile, found.ignored
+        if verdict != "ignore" and kept.folder is not None:
+            engine.verdict = look_up(kept.folder, lm.fingerprint, engine.method, require=verdict == "require")
         return engine
 
     def warm(
@@ -301,8 +314,25 @@ class FusionEngine:
         Raises:
             PromptTooLong: if prompt and room exceed the context window.
         """
-        self.store.advance()
-        return prefill(self.lm, self.store, prompt, method or self.method, room=room, costs=self.costs)
+        chosen = method or self.method
+        if self._shadow is not None and method is None:
+            chosen = self._shadow.method(chosen)
+        with self._activity.one_more():
+            self.store.advance()
+            done = prefill(self.lm, self.store, prompt, chosen, room=room, costs=self.costs)
+        if self._shadow is not None and method is None:
+            self._shadow.note(done)
+        return done
+
+    def watch(self, settings: ShadowSettings | None = None) -> Shadow:
+        """Compare some requests with full prefill from now on, in idle time; see `trust.shadow`.
+
+        Watched are requests that do not name a method of their own. An earlier watch ends.
+        """
+        if self._shadow is not None:
+            self._shadow.close()
+        self._shadow = Shadow(self.lm, self.store, settings or ShadowSettings(), self._activity.idle)
+        return self._shadow
 
     def costs(self) -> Costs:
         """Return what passes and loading cost here, measured when first asked for and then left as it is.
@@ -395,7 +425,9 @@ class FusionEngine:
         return answer_many(self.lm, self.store, prompts, method or self.method, params, progress=progress)
 
     def close(self) -> None:
-        """Close the store."""
+        """Stop watching and close the store."""
+        if self._shadow is not None:
+            self._shadow.close()
         if "sources" in self.__dict__:
             self.sources.close()
         self.store.close()

@@ -31,6 +31,14 @@ class ProfileError(QCFuseError):
     """A profile of critical layers that cannot be made, read or written, or that is of another model."""
 
 
+class Unverified(QCFuseError):
+    """A passing verdict was required and there is none; see `qcfuse verify`."""
+
+
+class UnverifiedMethod(UserWarning):
+    """A method is used without a passing verdict on the model; see `qcfuse verify`."""
+
+
 class StoreError(QCFuseError):
     """The store cannot be opened or written; reading never raises it, a bad entry is a miss."""
 

@@ -134,6 +134,34 @@ def warm_status(store: Store, as_json: Json = False) -> None:
     show_status(store, as_json=as_json)
 
 
+@app.command("verify")
+def verify_command(
+    model: Model = None,
+    store: Annotated[Path | None, typer.Option(help="Use its passages, and keep the verdict there.")] = None,
+    method: MethodName = None,
+    ratio: Ratio = None,
+    base: BaseName = None,
+    size: Annotated[int, typer.Option(min=1, help="Prompts of each of three kinds.")] = 8,
+    tokens: Annotated[int, typer.Option(min=256, help="Length of the prompts with something hidden.")] = 1024,
+    kl: Annotated[float, typer.Option(min=0.0, help="Most mean divergence from full prefill, in nats.")] = 0.25,
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of equal first tokens.")] = 0.75,
+    loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="Most share of hidden answers lost.")] = 0.1,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a method with full prefill on your model and passages; exits with 1 if it does not pass."""
+    from qcfuse_rag.cli.verify import run_verify
+    from qcfuse_rag.methods import choose_method
+    from qcfuse_rag.trust.checks import Limits
+
+    chosen = choose_method(method, ratio=ratio, base=base)
+    limits = Limits(kl, agreement, loss)
+    if not run_verify(model, store, chosen, size, tokens, limits, device, dtype, tenant, as_json=as_json):
+        raise typer.Exit(1)
+
+
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],

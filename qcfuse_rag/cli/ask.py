@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, size
-from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, needing_extra, open_engine, open_kv
+from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, needing_extra, note_verdict, open_engine, open_kv
 from qcfuse_rag.demo.assets import default_embedder
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -43,6 +43,7 @@ def ask_library(
         found = index.search(embed([question])[0], top_k)
         RetrievalCounts(place).note(passage.text for passage in found)
         engine = open_engine(store, model, method, device, dtype)
+        note_verdict(engine)
         prompt = engine.prompt(question, [passage.text for passage in found])
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
         if explain is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import kept_settings
+from qcfuse_rag.trust.verdict import look_up
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
@@ -90,9 +92,21 @@ def open_engine(
 ) -> FusionEngine:
     """Load a model, SmolLM2-135M if none is named, onto an open store."""
     with status("loading the model"):
-        engine = FusionEngine.load(model or default_model(), store=store, method=method, device=device, dtype=dtype)
+        engine = FusionEngine.load(
+            model or default_model(), store=store, method=method, device=device, dtype=dtype, verdict="ignore"
+        )
     note_profile(engine)
     return engine
+
+
+def note_verdict(engine: FusionEngine) -> None:
+    """Say on standard error if the engine's method has not been verified on its model."""
+    if engine.store.folder is not None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            look_up(engine.store.folder, engine.lm.fingerprint, engine.method, require=False)
+        for warning in caught:
+            ERR.print(f"[yellow]note:[/yellow] {escape(str(warning.message))}", highlight=False, soft_wrap=True)
 
 
 def note_profile(engine: FusionEngine) -> None:

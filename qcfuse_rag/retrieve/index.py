@@ -104,8 +104,7 @@ class PassageIndex:
             QCFuseError: if there is no index, its files do not belong together, or it was made with another embedder.
         """
         try:
-            lines = (folder / PASSAGES).read_text("utf-8").splitlines()
-            passages = [Passage(**json.loads(line)) for line in lines]
+            passages = read_passages(folder)
             embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
             made_with = json.loads((folder / ABOUT).read_text("utf-8"))["embedder"]
         except FileNotFoundError as error:
@@ -119,3 +118,14 @@ class PassageIndex:
         if made_with != embedder:
             raise QCFuseError(f"{folder} was made with the embedder {made_with!r}; name it with --embedder")
         return cls(embedder, passages, embeddings)
+
+
+def read_passages(folder: Path) -> list[Passage]:
+    """Read an index's passages alone.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is no such file.
+        TypeError: if a line is of something else.
+    """
+    return [Passage(**json.loads(line)) for line in (folder / PASSAGES).read_text("utf-8").splitlines()]

@@ -1,0 +1,133 @@
+"""The outcome of `qcfuse verify`, kept beside a store for the model and method it was reached on."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.model.fingerprint import Fingerprint, digest
+
+FOLDER = "verdicts"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: such as `exactness` or `kl`.
+        value: what was measured.
+        limit: what it is held against.
+        at_least: the value has to reach the limit; else it must not exceed it.
+        detail: how it was measured, in words.
+    """
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+    detail: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is within the limit."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found out about a method on a model.
+
+    Attributes:
+        fingerprint: digest of the model.
+        method: digest of the method with all its parts.
+        label: the method in words.
+        date: ISO 8601, UTC.
+        checks: all that was looked at.
+    """
+
+    fingerprint: str
+    method: str
+    label: str
+    date: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
+        return {**asdict(self), "version": VERSION, "passed": self.passed, "checks": checks}
+
+    def save(self, folder: Path) -> Path:
+        """Write it to a store's folder, in the place of an earlier one; return the file.
+
+        Raises:
+            QCFuseError: if it cannot be written.
+        """
+        path = verdict_path(folder, self.fingerprint, self.method)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self.to_dict(), indent=1), "utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise QCFuseError(f"cannot write the verdict {path}: {error}") from error
+        return path
+
+
+def method_digest(method: Method) -> str:
+    """Return what stands for a method with all its parts; parts are frozen data, so their words say all."""
+    return digest(repr(method).encode())
+
+
+def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
+    """Return where the verdict on a model and a method is kept in a store's folder."""
+    return folder / FOLDER / f"{fingerprint}-{method}.json"
+
+
+def find_verdict(folder: Path, fingerprint: Fingerprint, method: Method) -> Verdict | None:
+    """Read the verdict on a model and a method; None if there is none that can be read."""
+    path = verdict_path(folder, fingerprint.digest, method_digest(method))
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        if data.pop("version") != VERSION:
+            return None
+        checks = tuple(Check(**{k: v for k, v in one.items() if k != "passed"}) for one in data.pop("checks"))
+        data.pop("passed")
+        return Verdict(**data, checks=checks)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def look_up(folder: Path, fingerprint: Fingerprint, method: Method, *, require: bool) -> Verdict | None:
+    """Return the verdict on a model and a method; without one that passed, warn or refuse.
+
+    Full prefill needs none.
+
+    Raises:
+        Unverified: if one is required.
+    """
+    found = find_verdict(folder, fingerprint, method)
+    if method.base is None or (found is not None and found.passed):
+        return found
+    if found is None:
+        state = "has not been verified on this model"
+    else:
+        failed = ", ".join(check.name for check in found.checks if not check.passed)
+        state = f"was verified on this model and did not pass: {failed}"
+    advice = "run `qcfuse verify`, or use method `full`"
+    if require:
+        raise Unverified(f"{method.name} {state}; {advice}")
+    warnings.warn(f"{method.name} {state}; {advice}", UnverifiedMethod, stacklevel=3)
+    return found
