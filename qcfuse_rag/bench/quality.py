@@ -19,7 +19,7 @@ from qcfuse_rag.bench.configurations import Configuration, configurations
 from qcfuse_rag.bench.datasets import Example, first_passages, passage_texts, read_dataset
 from qcfuse_rag.bench.metrics import rouge_scorer
 from qcfuse_rag.bench.notes import on_distractors, on_log, on_methods
-from qcfuse_rag.bench.prepare import preparation_of
+from qcfuse_rag.bench.prepare import Pool, preparation_of
 from qcfuse_rag.bench.records import RecordLog
 from qcfuse_rag.bench.ruler import TASKS, generate
 from qcfuse_rag.bench.run import run_questions
@@ -27,6 +27,7 @@ from qcfuse_rag.bench.summary import summarize
 from qcfuse_rag.bench.tables import markdown
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.profile.samples import BadDataset
 from qcfuse_rag.store.disk import DiskStore
@@ -58,6 +59,9 @@ class QualityOptions:
         store: folder to keep passages in; None is memory.
         device: such as `cpu` or `cuda:0`.
         dtype: such as `bfloat16`.
+        pool: files or a folder of JSON lines in whose passages enriched ones find their neighbours; None is among the
+            passages that are prepared.
+        neighbours: of each enriched passage.
         profile: file of the model's critical layers; see `FusionEngine.load`.
     """
 
@@ -78,6 +82,8 @@ class QualityOptions:
     store: Path | None = None
     device: str | None = None
     dtype: str | None = None
+    pool: tuple[Path, ...] = ()
+    neighbours: int = NEIGHBOURS
     profile: Path | None = None
 
 
@@ -110,7 +116,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         conditions = _conditions(options, engine, sources)
         with RecordLog(partial_path(options.out), conditions) as log:
             group = options.group if options.store is None else None
-            notes += run_questions(engine, examples, chosen, log, group=group, progress=progress)
+            pool = _pool(options)
+            notes += run_questions(engine, examples, chosen, log, group=group, pool=pool, progress=progress)
             asked = {(example.dataset, example.id) for example in examples}
             records = [r for r in log.records.values() if (r["dataset"], r["id"]) in asked]
             notes += on_log(log, kept=options.store is not None) + on_methods(records)
@@ -120,6 +127,13 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     _write(options.out, json.dumps(result, ensure_ascii=False, indent=1))
     _write(options.out.with_suffix(".md"), markdown(summary, about))
     return result
+
+
+def _pool(options: QualityOptions) -> Pool:
+    """Return where neighbours are searched: passages as the prompts have them, titles and all."""
+    files = [file for path in options.pool for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    texts = [text for file in files for example in read_dataset(file) for text in example.passages]
+    return Pool(tuple(texts), options.neighbours)
 
 
 def partial_path(out: Path) -> Path:
@@ -205,6 +219,8 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
         "seed": options.seed,
         "max_new_tokens": options.max_new_tokens,
         "group": options.group if options.store is None else None,
+        **({"pool": [path.name for path in options.pool]} if options.pool else {}),
+        **({"neighbours": options.neighbours} if options.neighbours != NEIGHBOURS else {}),
     }
 
 
@@ -224,7 +240,7 @@ def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
         "dtype": engine.lm.fingerprint.dtype,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "options": {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()},
+        "options": json.loads(json.dumps(asdict(options), default=str)),
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qcfuse_rag.bench.configurations import FULL, Configuration
 from qcfuse_rag.bench.datasets import Example
 from qcfuse_rag.bench.metrics import divergence, scores
-from qcfuse_rag.bench.prepare import made_beside, prepare
+from qcfuse_rag.bench.prepare import Pool, made_beside, prepare
 from qcfuse_rag.bench.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.bench.together import Together
 from qcfuse_rag.engine import FusionEngine
@@ -54,6 +54,7 @@ def run_questions(
     log: RecordLog,
     *,
     group: int | None = None,
+    pool: Pool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
     """Add a record to the log for every question and configuration that it does not have.
@@ -68,6 +69,7 @@ def run_questions(
         chosen: configurations; the first one is full prefill.
         log: where records go.
         group: prepare so many questions at once and empty the store after them; None prepares all at once.
+        pool: where enriched passages' neighbours are searched; among those prepared together if None.
         progress: called with questions `(done, total)`.
 
     Returns:
@@ -77,11 +79,11 @@ def run_questions(
     done, warm = 0, False
     for some in _groups(examples, group or max(1, len(examples))):
         wanted = [text for example in some for text in example.passages]
-        beside = digest_of_passages(wanted)
+        beside = digest_of_passages([*wanted, *(pool.texts if pool else ()), *([str(pool.neighbours)] if pool else ())])
         todo = [(example, log.missing(example, chosen, beside)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
         # All of the group's, done or not: what an enriched passage is stored as depends on the others.
-        for cost in prepare(engine, needed, wanted).values() if needed else ():
+        for cost in prepare(engine, needed, wanted, pool).values() if needed else ():
             log.add_offline(cost)
         for example, missing in todo:
             if missing:

@@ -77,6 +77,10 @@ def bench_quality(
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of answers; 32, and RULER's own.")] = None,
     ruler_tokens: Annotated[int, typer.Option(min=64, help="Length of generated tasks.")] = 2048,
     group: Annotated[int, typer.Option(min=1, help="Questions to keep passages of in memory.")] = 20,
+    pool: Annotated[
+        list[Path] | None, typer.Option(help="JSON lines to find enriched passages' neighbours in.")
+    ] = None,
+    neighbours: Annotated[int, typer.Option(min=1, help="Neighbours of an enriched passage.")] = 10,
     store: Annotated[Path | None, typer.Option(help="Folder to keep passages in; memory.")] = None,
     profile: Annotated[Path | None, typer.Option(help="From `qcfuse profile`; the one in the store's folder.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder of the plots; beside the result.")] = None,
@@ -105,6 +109,8 @@ def bench_quality(
         max_new_tokens=max_new_tokens,
         ruler_tokens=ruler_tokens,
         group=group,
+        pool=tuple(pool or ()),
+        neighbours=neighbours,
         store=store,
         device=device,
         dtype=dtype,

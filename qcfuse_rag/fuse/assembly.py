@@ -95,11 +95,14 @@ class Assembly:
         """The placed passages, without the head."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
 
-    def probe_rows(self) -> Tensor:
+    def probe_rows(self, *, suffix: bool = False) -> Tensor:
         """Return the rows that ask: all text that is not stored, up to the end of the question.
 
         Where the question comes before the passages, up to the end of the prompt instead: only what stands behind the
         passages can look at them.
+
+        Args:
+            suffix: up to the end of the prompt in any case, what opens the answer included.
 
         Returns:
             `[R]` int64 ascending positions, never empty.
@@ -109,7 +112,7 @@ class Assembly:
             span.stop for span in self.prompt.spans if span.segment.role is Role.QUESTION and span.start >= after
         ]
         asking = ~self.known
-        asking[questions[-1] if questions else len(self.prompt) :] = False
+        asking[questions[-1] if questions and not suffix else len(self.prompt) :] = False
         for span in self.prompt.chunks:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]

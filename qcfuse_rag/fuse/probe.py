@@ -13,6 +13,7 @@ from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import Scores, attention_weights
+from qcfuse_rag.fuse.select import candidate_positions, inexact_chunks
 from qcfuse_rag.model.language_model import LanguageModel
 
 
@@ -29,24 +30,33 @@ class QuestionProbe:
     """The question's rows through the first layers, their attention to every reused token as its score.
 
     Attributes:
-        layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `last`, or
-            indices. The pass stops after the last of them.
+        layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper` (the
+            second half), `last`, or indices. The pass stops after the last of them.
         anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them, 0
             none. The scores are over all tokens either way.
         reduce: over the question's rows and the heads: `mean`, or `max`.
+        rows: `question`, or `suffix`: all that stands behind the passages, what opens the answer included.
+        normalized: scale each layer's attention to reused tokens that are not exact to a sum of 1, so that layers which
+            look elsewhere most of the time have as much of a say as the others.
     """
 
-    layers: Literal["critical", "all", "last"] | tuple[int, ...] = "critical"
+    layers: Literal["critical", "all", "upper", "last"] | tuple[int, ...] = "critical"
     anchor_ratio: float = 1.0
     reduce: Literal["mean", "max"] = "mean"
+    rows: Literal["question", "suffix"] = "question"
+    normalized: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.anchor_ratio <= 1:
             raise ValueError(f"anchor_ratio must be in [0, 1], got {self.anchor_ratio}")
         if not isinstance(self.layers, str) and (not self.layers or min(self.layers) < 0):
-            raise ValueError(f"layers must be 'critical', 'all', 'last' or indices from 0, got {self.layers!r}")
+            raise ValueError(
+                f"layers must be 'critical', 'all', 'upper', 'last' or indices from 0, got {self.layers!r}"
+            )
         if self.reduce not in ("mean", "max"):
             raise ValueError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
+        if self.rows not in ("question", "suffix"):
+            raise ValueError(f"rows must be 'question' or 'suffix', got {self.rows!r}")
 
     def layers_of(self, lm: LanguageModel) -> tuple[int, ...]:
         """Return the scored layers of a model, ascending.
@@ -58,6 +68,8 @@ class QuestionProbe:
             return lm.critical_layers
         if self.layers == "all":
             return tuple(range(lm.n_layers))
+        if self.layers == "upper":
+            return tuple(range(lm.n_layers // 2, lm.n_layers))
         if self.layers == "last":
             return (lm.n_layers - 1,)
         if max(self.layers) >= lm.n_layers:
@@ -78,7 +90,7 @@ class QuestionProbe:
         Returns:
             Per layer the attention each position gets, over all heads and probe rows.
         """
-        lm, rows = assembly.lm, assembly.probe_rows()
+        lm, rows = assembly.lm, assembly.probe_rows(suffix=self.rows == "suffix")
         wanted = self.layers_of(lm)
         length, depth = int(rows[-1]) + 1, self.depth(lm)
         known = assembly.known[:length].clone()
@@ -98,6 +110,9 @@ class QuestionProbe:
         plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
         forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=depth)
         assembly.row_layers += len(rows) * depth
+        if self.normalized:
+            counted = candidate_positions(inexact_chunks(assembly)).to(lm.device)
+            by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
     def _visible(self, assembly: Assembly, rows: Tensor, known: Tensor, depth: int) -> Sequence[Tensor | None] | None:

@@ -76,6 +76,8 @@ class WarmJob:
             prefilled first, and alone if the store has no room for all. In the order given if None.
         neighbours: for each chunk the indices of the chunks it is related to, most related first; needed for enriched
             bases, which also store the framed caches they are made from.
+        others: chunks that are not to be stored but may be neighbours; their indices follow those of `chunks`.
+        primer: token ids of the text that primed bases are prefilled behind, see `ingest.primer`.
         batch_tokens: most tokens to compute in one pass; 2,048 on a CPU and 16,384 on a GPU if None. 1 computes every
             chunk alone, which makes the stored bytes the same whatever else the job holds.
         told: called before an enriched chunk is written, with the neighbours it is made of.
@@ -83,7 +85,8 @@ class WarmJob:
         refresh_above: an enriched chunk that is further behind is prefilled anew.
 
     Raises:
-        ValueError: if there are not as many priorities or neighbours as chunks, or none for an enriched base.
+        ValueError: if there are not as many priorities or neighbours as chunks, none for an enriched base, or no primer
+            for a primed one.
     """
 
     def __init__(
@@ -96,6 +99,8 @@ class WarmJob:
         bases: Iterable[Base],
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
+        others: Iterable[tuple[int, ...]] = (),
+        primer: tuple[int, ...] = (),
         batch_tokens: int | None = None,
         told: Told | None = None,
         stale: Stale | None = None,
@@ -103,6 +108,8 @@ class WarmJob:
     ) -> None:
         self._lm, self._store, self._frame, self._told = lm, store, frame, told
         self._stale, self._refresh_above = stale, refresh_above
+        self._primer = primer
+        self._primed_head: ChunkKV | None = None
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
         chosen, seen = with_first_pass(bases), set()
@@ -119,10 +126,13 @@ class WarmJob:
                 if key.address not in seen:
                     seen.add(key.address)
                     self._pending.append(Pending(index, base, key, array("i", ids)))
+        self._ids += [array("i", ids) for ids in others]
         if priority is not None:
             if len(priority) != count:
                 raise ValueError(f"{len(priority)} priorities for {count} chunks")
             self._pending.sort(key=lambda one: -priority[one.index])
+        if any(base.primed for base in chosen) and not primer:
+            raise ValueError("a primed base needs the token ids of a primer")
         if any(base.enriched for base in chosen) and (neighbours is None or len(neighbours) != count):
             given = "none are given" if neighbours is None else f"they are given for {len(neighbours)}"
             raise ValueError(f"an enriched base needs the neighbours of all {count} chunks, {given}")
@@ -197,6 +207,7 @@ class WarmJob:
         found, size = SortedOut(), self._entry_bytes(len(self._frame))
         for one in self._pending:
             length = len(one.ids) + (len(self._frame) if one.base.behind_frame else 0)
+            length += len(self._primer) if one.base.primed else 0
             size += (needs := self._entry_bytes(len(one.ids)))
             if one.key in self._store:
                 staleness = self._staleness(one)
@@ -240,7 +251,11 @@ class WarmJob:
             ]
             return [enrich_chunk(self._lm, chunks[0], head=head, neighbours=related)]
         prefix = head
-        if not base.behind_frame:
+        if base.primed:
+            if self._primed_head is None:
+                self._primed_head = prefill_chunk(self._lm, self._frame + self._primer)
+            prefix = self._primed_head
+        elif not base.behind_frame:
             ids = base.prefix(self._frame)
             prefix = prefill_chunk(self._lm, ids) if ids else None
         return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)

@@ -10,6 +10,7 @@ from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED
 from qcfuse_rag.methods.agentkvshift import agentkvshift
+from qcfuse_rag.methods.auto import auto
 from qcfuse_rag.methods.cacheblend import cacheblend
 from qcfuse_rag.methods.cachecraft import cachecraft
 from qcfuse_rag.methods.epic import epic
@@ -26,6 +27,7 @@ from qcfuse_rag.methods.relaycaching import relaycaching
 from qcfuse_rag.methods.reuse import reuse
 
 METHODS: dict[str, Callable[..., Method]] = {
+    "auto": auto,
     "full": full,
     "reuse": reuse,
     "random": random,

@@ -1,0 +1,46 @@
+"""Our own: primed caches, all of the prompt's end asks, the upper layers choose, and a guard; see docs/auto.md."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from qcfuse_rag.fuse.alternative import Alternatives
+from qcfuse_rag.fuse.budget import FixedRatio
+from qcfuse_rag.fuse.guard import BreakEven
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.select import TopTokens
+from qcfuse_rag.ingest.base import FRAMED, PRIMED, Base
+
+
+def auto(
+    ratio: float = 0.05,
+    base: Base = PRIMED,
+    layers: Literal["upper", "critical", "all", "last"] | tuple[int, ...] = "upper",
+    rows: Literal["suffix", "question"] = "suffix",
+    normalized: bool = True,
+    exact_first: bool = True,
+    guard: bool = True,
+) -> Method:
+    """Recompute few tokens over caches that know they are not the first, unless computing all is faster.
+
+    Each part can be switched off; what each is worth is in docs/auto.md.
+
+    Args:
+        ratio: share of the passage tokens to recompute.
+        base: which stored caches to start from, see `ingest.primer`.
+        layers: whose attention counts: the `upper` half, which needs no profile; see `fuse.probe`.
+        rows: what asks: the question, or the `suffix`, all that stands behind the passages.
+        normalized: every layer has as much of a say as the others.
+        exact_first: the prompt's first passage is taken framed, which is exact.
+        guard: compute everything where that is predicted to be faster.
+    """
+    return Method(
+        "auto",
+        base,
+        adapter=Alternatives((FRAMED,), exact_first=exact_first),
+        probe=QuestionProbe(layers=layers, rows=rows, normalized=normalized),
+        selector=TopTokens(),
+        budget=FixedRatio(ratio),
+        guard=BreakEven() if guard else None,
+    )

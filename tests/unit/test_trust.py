@@ -1,0 +1,218 @@
+"""Verdict and shadow: what was found out beforehand, and what is seen while requests come."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import (
+    FRAMED,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    ShadowSettings,
+    Unverified,
+    UnverifiedMethod,
+    make_method,
+)
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.trust.activity import Activity
+from qcfuse_rag.trust.checks import Limits, verify
+from qcfuse_rag.trust.examples import own
+from qcfuse_rag.trust.verdict import Check, Verdict, find_verdict, look_up, method_digest
+from tests.conftest import PASSAGES, QUESTION
+
+QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
+REUSE = make_method("reuse", base=FRAMED)
+LOOSE = Limits(kl=100.0, agreement=0.0, loss=1.0)
+
+
+def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verdict:
+    checks = (Check("kl", 0.5, limit, False, "made up"),)
+    return Verdict(engine.lm.fingerprint.digest, method_digest(method), method.name, "2026-01-01", checks)
+
+
+# --- verdict
+
+
+def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
+    found = verify(engine, make_method("full"), size=1, tokens=700, limits=Limits(kl=1e-6, agreement=1.0, loss=0.0))
+    assert found.passed, found
+    assert {check.name for check in found.checks} == {"exactness", "kl", "top-1", "needle", "multi-hop"}
+
+
+def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
+    strict = verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700, limits=Limits(kl=0.0, agreement=1.0, loss=0.0))
+    assert not strict.passed
+    assert next(check.name for check in strict.checks if not check.passed) == "kl"
+    assert verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700, limits=LOOSE).passed
+
+
+def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
+    """Verified is what fusing gives, not what is computed in full because the prompts of the test are short."""
+    from qcfuse_rag.fuse.guard import BreakEven
+
+    guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
+    found = verify(engine, guarded, texts=PASSAGES, size=1, tokens=700, limits=LOOSE)
+    assert next(check.value for check in found.checks if check.name == "kl") > 0
+
+
+def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
+    verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700)
+    assert not list(engine.store.entries())
+
+
+def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: FusionEngine) -> None:
+    cases = own(engine, [*PASSAGES, *PASSAGES], 2)
+    assert len(cases) == 2
+    for case in cases:
+        assert case.passages[-1].startswith(case.question.removeprefix("What do the passages say about this: ")[:-1])
+        assert len(set(case.passages)) == len(case.passages) == 3
+
+
+def test_a_verdict_is_found_again_by_model_and_method(engine: FusionEngine, tmp_path: Path) -> None:
+    saved = verdict(engine, QCFUSE)
+    path = saved.save(tmp_path)
+    assert json.loads(path.read_text())["passed"] is True
+    assert find_verdict(tmp_path, engine.lm.fingerprint, QCFUSE) == saved
+    assert find_verdict(tmp_path, engine.lm.fingerprint, make_method("qcfuse", ratio=0.2, base=FRAMED)) is None
+    assert find_verdict(tmp_path, replace(engine.lm.fingerprint, dtype="bfloat16"), QCFUSE) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 99}', '{"version": 1, "checks": 3, "passed": true}'])
+def test_a_damaged_verdict_is_none(engine: FusionEngine, tmp_path: Path, damage: str) -> None:
+    path = verdict(engine, QCFUSE).save(tmp_path)
+    path.write_text(damage)
+    assert find_verdict(tmp_path, engine.lm.fingerprint, QCFUSE) is None
+
+
+def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(engine: FusionEngine, tmp_path: Path) -> None:
+    fingerprint = engine.lm.fingerprint
+    with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; run `qcfuse verify`"):
+        look_up(tmp_path, fingerprint, QCFUSE, require=False)
+    with pytest.raises(Unverified, match="has not been verified"):
+        look_up(tmp_path, fingerprint, QCFUSE, require=True)
+    verdict(engine, QCFUSE, limit=0.1).save(tmp_path)
+    with pytest.raises(Unverified, match="did not pass: kl"):
+        look_up(tmp_path, fingerprint, QCFUSE, require=True)
+    verdict(engine, QCFUSE).save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert look_up(tmp_path, fingerprint, QCFUSE, require=True) is not None
+        look_up(tmp_path, fingerprint, make_method("full"), require=True)
+
+
+def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(Unverified, match="run `qcfuse verify`"):
+        FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE, verdict="require")
+    with pytest.warns(UnverifiedMethod), FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE) as engine:
+        assert engine.verdict is None
+        saved = verdict(engine, QCFUSE)
+        saved.save(tmp_path)
+    with FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE, verdict="require") as engine:
+        assert engine.verdict == saved
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        FusionEngine.load(model_folder, method=QCFUSE, verdict="require").close()
+
+
+# --- shadow
+
+
+@pytest.fixture
+def served(llama: LanguageModel) -> Iterator[FusionEngine]:
+    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
+    engine.warm(PASSAGES)
+    yield engine
+    engine.close()
+
+
+def ask(engine: FusionEngine, times: int) -> None:
+    for _ in range(times):
+        engine.prefill(engine.prompt(QUESTION, PASSAGES))
+
+
+def test_one_in_so_many_requests_is_compared_with_full_prefill(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=3, most_waiting=10))
+    ask(served, 7)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert (drift.requests, drift.compared, drift.dropped) == (7, 2, 0)
+    assert drift.kl is not None
+    assert drift.kl > 0
+    assert not drift.sustained
+
+
+def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    served.prefill(served.prompt(QUESTION, PASSAGES), method=REUSE)
+    assert shadow.drift().requests == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
+)
+def test_sustained_drift_is_answered(served: FusionEngine, answer: str, ratio: float | None, in_full: bool) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, answer=answer, most_waiting=10))  # type: ignore[arg-type]
+    ask(served, 2)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert drift.sustained
+    assert (drift.ratio, drift.in_full) == (ratio, in_full)
+    report = served.prefill(served.prompt(QUESTION, PASSAGES)).report
+    assert report.base == (None if in_full else "framed")
+    assert report.ratio == (1.0 if in_full else ratio or 0.1)
+
+
+def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, answer="raise", most_waiting=10))
+    for _ in range(4):
+        ask(served, 1)
+        assert shadow.wait(30)
+    assert shadow.drift().in_full
+
+
+def test_no_drift_changes_nothing(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, answer="full"))
+    ask(served, 2)
+    assert shadow.wait(30)
+    assert not shadow.drift().sustained
+    assert served.prefill(served.prompt(QUESTION, PASSAGES)).report.base == "framed"
+
+
+def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
+    with served._activity.one_more():
+        ask(served, 4)
+        time.sleep(0.05)
+        assert shadow.drift().compared == 0
+    assert shadow.wait(30)
+    assert (shadow.drift().compared, shadow.drift().dropped) == (2, 2)
+
+
+def test_closing_ends_the_thread(served: FusionEngine) -> None:
+    served.watch(ShadowSettings(every=1))
+    assert any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
+    served.close()
+    assert not any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"window": 0}, {"most_waiting": 0}, {"answer": "panic"}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ShadowSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_activity_knows_when_nothing_goes_on() -> None:
+    activity = Activity()
+    assert activity.idle(0)
+    with activity.one_more():
+        assert not activity.idle(0.01)
+    assert activity.idle(0)
