@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.verify import VerifiedGeneration
-    from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, Base
+    from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
     from qcfuse_rag.ingest.keep import CaptureSummary
     from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
@@ -61,6 +61,7 @@ __all__ = [
     "ENRICHED",
     "FRAMED",
     "METHODS",
+    "PRIMED",
     "Base",
     "CaptureSummary",
     "ChunkKV",
@@ -131,6 +132,7 @@ _HOMES = {
     "EntryInfo": "qcfuse_rag.store.contract",
     "FRAMED": "qcfuse_rag.ingest.base",
     "FusionEngine": "qcfuse_rag.engine",
+    "PRIMED": "qcfuse_rag.ingest.base",
     "FusionReport": "qcfuse_rag.report.fusion",
     "Generation": "qcfuse_rag.generate.decode",
     "Health": "qcfuse_rag.store.contract",

@@ -13,7 +13,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
+from qcfuse_rag.fuse.costs import Costs, costs_path, measure_loading, measure_passes, read_costs
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
@@ -26,7 +26,7 @@ from qcfuse_rag.ingest.enrich import NEIGHBOURS
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.neighbours import nearest, permitted, token_vectors
-from qcfuse_rag.ingest.primer import PRIMER
+from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
 from qcfuse_rag.ingest.warm import Progress, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
@@ -228,7 +228,7 @@ class FusionEngine:
             priority=priority,
             neighbours=neighbours,
             others=others,
-            primer=self.prompts.chunk_ids(PRIMER),
+            primer=self.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS],
             batch_tokens=batch_tokens,
             told=self._made_of,
             stale=self._stale,
@@ -351,13 +351,17 @@ class FusionEngine:
         """Return what passes and loading cost here, measured when first asked for and then left as it is.
 
         Methods with a guard ask at the first prompt of which something is stored; asking before, with passages in the
-        store, spares that prompt the second or two. Requests do not change it, so no answer depends on those before.
+        store, spares that prompt the second or two. Kept in the store's folder: neither requests nor a restart change
+        them, so no answer depends on those before.
         """
         with self._measuring:
-            if self._costs is None:
-                self._costs = measure_passes(self.lm)
-            if not self._costs.load_s:
-                self._costs = replace(self._costs, load_s=measure_loading(self.lm, self.store) or 0.0)
+            if self._costs is None or not self._costs.load_s:
+                path = None if self.store.folder is None else costs_path(self.store.folder, self.lm)
+                self._costs = (path and read_costs(path)) or self._costs or measure_passes(self.lm)
+                if not self._costs.load_s:
+                    self._costs = replace(self._costs, load_s=measure_loading(self.lm, self.store) or 0.0)
+                    if path is not None and self._costs.load_s:
+                        self._costs.save(path)
             return self._costs
 
     def stream(

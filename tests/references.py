@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from qcfuse_rag import Base, LanguageModel, Prompt, Role
 from qcfuse_rag.fuse.attention import NAME
 from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.store.chunk import ChunkKV
 
 Table = list[tuple[Tensor, Tensor]]
 """Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions."""
@@ -209,3 +210,13 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     attention = torch.cat(list(out.attentions))
     fresh = [layer.fresh for layer in cache.layers]
     return Whole(out.logits[0, -1], attention, fresh, [(layer.keys, layer.values) for layer in cache.layers])
+
+
+def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: Table, start: int) -> None:
+    """Compare a stored chunk with keys and values computed at positions `start ...`."""
+    cos, sin = lm.model.model.rotary_emb(torch.zeros(1), torch.arange(start, start + chunk.n_tokens)[None])
+    for layer, (keys, values) in enumerate(table):
+        ours, theirs = chunk.layer(layer)
+        turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
+        assert float((turned - keys).abs().max()) <= 1e-4
+        assert float((theirs[None] - values).abs().max()) <= 1e-4

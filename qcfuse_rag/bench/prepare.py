@@ -73,8 +73,11 @@ class Warming:
 
     @property
     def first(self) -> Warming | None:
-        """What has to be there before, and is paid for too: enriched passages are made from framed ones."""
-        return Warming(FRAMED) if self.base.enriched else None
+        """What has to be there before, and is paid for too.
+
+        Enriched passages are made from framed ones; a prompt's first passage is taken framed instead of primed.
+        """
+        return Warming(FRAMED) if self.base.enriched or self.base.primed else None
 
     def run(self, engine: FusionEngine, passages: Sequence[str], pool: Pool) -> OfflineCost:
         """Prefill what the store does not have yet."""
@@ -158,7 +161,7 @@ def made_beside(configuration: Configuration) -> str | None:
     needed = preparation_of(configuration)
     if isinstance(needed, Capturing):
         return needed.first.name
-    return needed.name if needed is not None and needed.first is not None else None
+    return needed.name if needed is not None and needed.base.enriched else None
 
 
 def prepare(

@@ -31,9 +31,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Model = Annotated[str | None, typer.Option(help="Hugging Face id, folder or GGUF file; SmolLM2-135M if not given.")]
 Store = Annotated[Path, typer.Option(help="Folder of the store.")]
 EmbedderName = Annotated[str | None, typer.Option(help="sentence-transformers id or folder; MiniLM if not given.")]
-MethodName = Annotated[str | None, typer.Option(help="See `qcfuse methods`; qcfuse at 0.15, framed, if not given.")]
+MethodName = Annotated[str | None, typer.Option(help="See `qcfuse methods`; auto at 0.05 if not given.")]
 Ratio = Annotated[float | None, typer.Option(help="Share of reused tokens to recompute, 0 to 1.")]
-BaseName = Annotated[str | None, typer.Option(help="Stored how: framed (if not given), blind, begun or enriched.")]
+BaseName = Annotated[
+    str | None, typer.Option(help="Stored how: framed, primed, blind, begun or enriched; as the method reads.")
+]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16; float32 on a CPU.")]
 Paths = Annotated[

@@ -18,3 +18,6 @@ PRIMER = (
     "last train often stay at the inn, whose keeper is known for her bread and for her stories about the forest."
 )
 """Written for this purpose. With another text the base would need another name, see `ingest.base`: other caches."""
+
+PRIMER_TOKENS = 256
+"""Tokens to cut it to, which no tokenizer of words or word pieces comes near: a window has to have room for it."""

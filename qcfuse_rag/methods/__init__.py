@@ -45,19 +45,18 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-DEFAULT_METHOD = "qcfuse"
-DEFAULT_RATIO = 0.15
+DEFAULT_METHOD = "auto"
 
 
 def choose_method(name: str | None = None, *, ratio: float | None = None, base: str | None = None) -> Method:
     """Build the method a user names in settings or on the command line.
 
     Args:
-        name: a key of `METHODS`; None is the default, QCFuse at 15 %.
+        name: a key of `METHODS`; None is the default, our own at 5 %.
         ratio: share of reused tokens to recompute; None is the method's published one.
-        base: a name in `BASES`; None is framed even for methods published with blind caches, because that is how
-            passages are warmed when nobody says otherwise. Methods that need another one, as FusionRAG does enriched
-            caches, keep it.
+        base: a name in `BASES`; None is framed even for methods published with blind caches, because passages are
+            warmed framed, and primed, when nobody says otherwise. Methods that need another one, as FusionRAG does
+            enriched caches, keep it.
 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
@@ -65,7 +64,7 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     if base is not None and base not in BASES:
         raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
     if name is None:
-        name, ratio = DEFAULT_METHOD, DEFAULT_RATIO if ratio is None else ratio
+        name = DEFAULT_METHOD
     if base is None:
         published = inspect.signature(METHODS.get(name, full)).parameters.get("base")
         if published is not None and published.default in (BLIND, None):

@@ -15,6 +15,7 @@ from qcfuse_rag import (
     ENRICHED,
     FRAMED,
     METHODS,
+    PRIMED,
     Base,
     FusionEngine,
     LanguageModel,
@@ -34,14 +35,20 @@ VARIANTS = {
     "fusionrag": [{"probe": "question_only"}],
     "relaxkv": [{"charge": "average"}, {"context": "all"}],
     "qcfuse": [{"reduce": "max"}],
+    "auto": [{"exact_first": False}, {"rows": "question", "normalized": False}],
 }
 CASES = [(name, {}) for name in WITH_RATIO] + [(name, case) for name, cases in VARIANTS.items() for case in cases]
+
+
+def fused(name: str, **options: object) -> Method:
+    """Return a method that fuses whether it is worth it or not: prompts here are short."""
+    return replace(make_method(name, **options), guard=None)
 
 
 @pytest.fixture(scope="module")
 def warmed(family: LanguageModel) -> FusionEngine:
     engine = FusionEngine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED, BEGUN, ENRICHED))
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
     engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
     return engine
 
@@ -58,7 +65,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
 def test_ratio_1_is_full_prefill(warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]) -> None:
     logits, table = references.plain_forward(warmed.lm, prompt.ids)
-    done = warmed.prefill(prompt, method=make_method(name, ratio=1.0, **options))
+    done = warmed.prefill(prompt, method=fused(name, ratio=1.0, **options))
     assert error(done.logits, logits[-1]) <= TOLERANCE
     for layer, (keys, values) in enumerate(table):
         assert error(done.buffer.keys[layer], keys) <= TOLERANCE
@@ -68,7 +75,7 @@ def test_ratio_1_is_full_prefill(warmed: FusionEngine, prompt: Prompt, name: str
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
 def test_ratio_0_is_its_base(warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]) -> None:
     """Not even a bit more: what is placed, and the question over it."""
-    method = make_method(name, ratio=0.0, **options)
+    method = fused(name, ratio=0.0, **options)
     done = warmed.prefill(prompt, method=method)
     base = replace(method, probe=None, selector=Nothing(), layerwise=None)
     assert torch.equal(done.logits, warmed.prefill(prompt, method=base).logits)
@@ -80,9 +87,9 @@ def test_the_same_request_has_the_same_answer(
     warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
 ) -> None:
     """And the one before it, on the same engine, leaves no trace."""
-    method = make_method(name, ratio=0.3, **options)
+    method = fused(name, ratio=0.3, **options)
     first = warmed.prefill(prompt, method=method)
-    warmed.prefill(warmed.prompt("Why?", PASSAGES), method=make_method(name, ratio=0.8, **options))
+    warmed.prefill(warmed.prompt("Why?", PASSAGES), method=fused(name, ratio=0.8, **options))
     again = warmed.prefill(prompt, method=method)
     assert torch.equal(first.logits, again.logits)
     assert first.report.selected == again.report.selected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import (
     BEGUN,
@@ -38,16 +37,6 @@ def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
     return found
 
 
-def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: references.Table, start: int) -> None:
-    """Compare a stored chunk with keys and values computed at positions `start ...`."""
-    cos, sin = lm.model.model.rotary_emb(torch.zeros(1), torch.arange(start, start + chunk.n_tokens)[None])
-    for layer, (keys, values) in enumerate(table):
-        ours, theirs = chunk.layer(layer)
-        turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
-        assert float((turned - keys).abs().max()) <= TOLERANCE
-        assert float((theirs[None] - values).abs().max()) <= TOLERANCE
-
-
 @torch.inference_mode()
 def behind_caches(
     lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], ids: tuple[int, ...]
@@ -73,8 +62,8 @@ def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: Fus
     ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
     start = len(frame) + len(ids[2]) + len(ids[1])
     expected = behind_caches(engine.lm, frame, [ids[2], ids[1]], ids[0])
-    assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
-    assert_chunk_is(
+    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
+    references.assert_chunk_is(
         engine.lm,
         stored(engine, ENRICHED, PASSAGES[1]),
         references.alone_at(engine.lm, ids[1], len(frame), before=frame),
@@ -139,7 +128,7 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
     assert len(fitting) < 4
     start = len(frame) + sum(map(len, fitting))
     expected = behind_caches(engine.lm, frame, fitting, ids[1])
-    assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
+    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
 
 
 def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine: FusionEngine) -> None:
@@ -147,7 +136,7 @@ def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine
     engine.warm(PASSAGES, bases=(BEGUN,))
     ids = engine.prompts.chunk_ids(PASSAGES[0])
     expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.frame[:1] * 4)
-    assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
+    references.assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
     method = make_method("epic", n_tokens=0)
     assert method.base is BEGUN
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method).report

@@ -12,11 +12,12 @@ import pytest
 from qcfuse_rag.bench.bootstrap import mean_interval
 from qcfuse_rag.bench.configurations import configurations, split_names
 from qcfuse_rag.bench.metrics import exact_match, rouge_l, rouge_scorer, scores, string_match, token_f1
-from qcfuse_rag.bench.prepare import CAPTURED_TOGETHER, OfflineCost, prepare
+from qcfuse_rag.bench.prepare import CAPTURED_TOGETHER, OfflineCost, Pool, prepare
 from qcfuse_rag.bench.ruler import NOISE, TASKS, generate
 from qcfuse_rag.bench.summary import summarize
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
+from qcfuse_rag.ingest.base import ENRICHED, FRAMED
 from qcfuse_rag.ingest.neighbours import covering_groups
 from tests.conftest import PASSAGES
 
@@ -204,12 +205,36 @@ def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: Fu
 def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", lambda passages: [[1], [2], [0]])
+    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", lambda passages, count: [[1], [2], [0]])
     costs = prepare(engine, configurations(["fusionrag", "reuse"], [0.1]), PASSAGES)
     enriched, framed = costs["warm enriched"], costs["warm framed"]
     assert enriched.chunks == framed.chunks == 3
     assert enriched.size_bytes == 2 * framed.size_bytes
     assert enriched.seconds > framed.seconds
+
+
+def test_neighbours_are_searched_in_a_corpus(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A passage of no question may enrich one, and is not itself prepared for questions."""
+    asked, other = PASSAGES[:2], "An otter lives under the old mill."
+    seen: list[tuple[list[str], int]] = []
+
+    def neighbours(passages: list[str], count: int) -> list[list[int]]:
+        seen.append((passages, count))
+        return [[2], [2], [0]]
+
+    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", neighbours)
+    costs = prepare(engine, configurations(["fusionrag"], [0.1]), asked, Pool((asked[1], other, other), 3))
+    assert seen == [([*asked, other], 3)]
+    assert costs["warm enriched"].chunks == 2
+    otter = engine.prompts.chunk_ids(other)
+    assert not any(key in engine.store for key in engine.keys(otter, [FRAMED, ENRICHED]))
+    [key] = engine.keys(engine.prompts.chunk_ids(asked[0]), [ENRICHED])
+    assert engine.sources.made_of(key) == {engine.sources.passage(engine.keys(otter, [FRAMED])[0])}
+
+
+def test_primed_passages_are_charged_with_the_framed_ones_that_come_first(engine: FusionEngine) -> None:
+    costs = prepare(engine, configurations(["auto", "reuse"], [0.1]), PASSAGES)
+    assert costs["warm primed"].size_bytes == 2 * costs["warm framed"].size_bytes
 
 
 def test_a_passage_captured_in_several_groups_is_one_passage(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
     FRAMED,
@@ -28,10 +29,22 @@ from qcfuse_rag.trust.checks import Limits, verify
 from qcfuse_rag.trust.examples import own
 from qcfuse_rag.trust.verdict import Check, Verdict, find_verdict, look_up, method_digest
 from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model
 
 QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
 REUSE = make_method("reuse", base=FRAMED)
 LOOSE = Limits(kl=100.0, agreement=0.0, loss=1.0)
+
+
+@pytest.fixture(scope="module")
+def long_llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    """Return a tiny Llama whose window holds the prompts that methods are verified on."""
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer, name="long")
+
+
+@pytest.fixture
+def engine(long_llama: LanguageModel) -> FusionEngine:
+    return FusionEngine(long_llama, MemoryStore())
 
 
 def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verdict:
@@ -43,16 +56,16 @@ def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verd
 
 
 def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
-    found = verify(engine, make_method("full"), size=1, tokens=700, limits=Limits(kl=1e-6, agreement=1.0, loss=0.0))
+    found = verify(engine, make_method("full"), size=1, tokens=1200, limits=Limits(kl=1e-6, agreement=1.0, loss=0.0))
     assert found.passed, found
     assert {check.name for check in found.checks} == {"exactness", "kl", "top-1", "needle", "multi-hop"}
 
 
 def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
-    strict = verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700, limits=Limits(kl=0.0, agreement=1.0, loss=0.0))
+    strict = verify(engine, REUSE, texts=PASSAGES, size=1, tokens=1200, limits=Limits(kl=0.0, agreement=1.0, loss=0.0))
     assert not strict.passed
     assert next(check.name for check in strict.checks if not check.passed) == "kl"
-    assert verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700, limits=LOOSE).passed
+    assert verify(engine, REUSE, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE).passed
 
 
 def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
@@ -60,12 +73,12 @@ def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> Non
     from qcfuse_rag.fuse.guard import BreakEven
 
     guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
-    found = verify(engine, guarded, texts=PASSAGES, size=1, tokens=700, limits=LOOSE)
+    found = verify(engine, guarded, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE)
     assert next(check.value for check in found.checks if check.name == "kl") > 0
 
 
 def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
-    verify(engine, REUSE, texts=PASSAGES, size=1, tokens=700)
+    verify(engine, REUSE, texts=PASSAGES, size=1, tokens=1200)
     assert not list(engine.store.entries())
 
 
@@ -112,7 +125,9 @@ def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(engine: Fusio
 def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
     with pytest.raises(Unverified, match="run `qcfuse verify`"):
         FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE, verdict="require")
-    with pytest.warns(UnverifiedMethod), FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE) as engine:
+    with pytest.warns(UnverifiedMethod):
+        engine = FusionEngine.load(model_folder, store=tmp_path, method=QCFUSE)
+    with engine:
         assert engine.verdict is None
         saved = verdict(engine, QCFUSE)
         saved.save(tmp_path)
