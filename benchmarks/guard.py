@@ -1,0 +1,159 @@
+"""Time to first token of `auto` beside full prefill's: where it should gain most, and where it must not lose.
+
+    python benchmarks/guard.py [--model M] [--repeats 7] [--json FILE]
+
+Both sides run in turns in one process, on the same token ids. Prompts are cut from the demonstration corpus: long ones,
+short ones, one of which nothing is stored, some over a store that reads 50 MB a second, and one whose ratio is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from qcfuse_rag import ChunkKey, ChunkKV, FusionEngine, MemoryStore, Method, Miss, Prompt, make_method
+from qcfuse_rag.cli.console import quiet_libraries
+from qcfuse_rag.demo.assets import corpus, default_model
+from qcfuse_rag.store.chunk import Blocks
+
+BYTES_PER_S = 50e6
+FULL = make_method("full")
+
+
+class SlowBlocks(Blocks):
+    """Blocks that take as long to read as from a slow disk."""
+
+    def __init__(self, inner: Blocks) -> None:
+        self._inner = inner
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a block, late."""
+        return _late(self._inner.rows(name, start, stop))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return _late(self._inner[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class SlowStore(MemoryStore):
+    """A store in memory that reads as slowly as a disk of 50 MB a second."""
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return a chunk whose blocks come late."""
+        return _slow(super().get(key))
+
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry whose blocks come late."""
+        found = super().open(address)
+        return found if isinstance(found, Miss) else (found[0], replace(found[1], blocks=SlowBlocks(found[1].blocks)))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, default=None)
+    given = parser.parse_args()
+    quiet_libraries()
+    fast = FusionEngine.load(given.model or default_model(), store=MemoryStore(1 << 40), method=make_method("auto"))
+    slow = FusionEngine(fast.lm, SlowStore(1 << 40), method=make_method("auto"))
+    passages = [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
+    passages += [f"{one} {other}" for one, other in zip(passages, reversed(passages), strict=True)]
+    for engine in (fast, slow):
+        engine.warm(passages)
+        engine.costs()
+    cold = FusionEngine(fast.lm, MemoryStore(1 << 40), method=make_method("auto"))
+    ones = make_method("auto", ratio=1.0)
+    cases: list[tuple[str, FusionEngine, int, Method | None]] = [
+        ("4k tokens, in memory", fast, 4096, None),
+        ("1k tokens, in memory", fast, 1024, None),
+        *((f"short, {tokens} tokens", fast, tokens, None) for tokens in (64, 128, 192, 256)),
+        ("nothing stored", cold, 1024, None),
+        ("50 MB a second, 256 tokens", slow, 256, None),
+        ("50 MB a second, 1k", slow, 1024, None),
+        ("50 MB a second, 4k", slow, 4096, None),
+        ("ratio 1", fast, 1024, ones),
+    ]
+    rows = [
+        measure(name, engine, cut(engine, passages, tokens), method, given.repeats)
+        for name, engine, tokens, method in cases
+    ]
+    if given.json is not None:
+        given.json.write_text(json.dumps(rows, indent=1), "utf-8")
+    table = Table("case", "tokens", "full", "auto", "auto / full", "rows", "decided")
+    for row in rows:
+        table.add_row(
+            row["case"],
+            f"{row['tokens']:,}",
+            f"{row['full_s']:.3f} s",
+            f"{row['auto_s']:.3f} s",
+            f"{row['ratio']:.3f}",
+            str(row["rows"]),
+            row["decided"],
+        )
+    Console(width=150).print(table, f"{torch.get_num_threads()} threads, medians of {given.repeats}")
+
+
+def cut(engine: FusionEngine, passages: list[str], tokens: int) -> Prompt:
+    """Return a prompt of about so many tokens, as many whole passages as go into it; at least one."""
+    question = "Which ship is the larger one?"
+    chosen: list[str] = []
+    for passage in passages:
+        if chosen and len(engine.prompt(question, [*chosen, passage])) > tokens:
+            break
+        chosen.append(passage if tokens >= 256 else " ".join(passage.split()[: max(4, (tokens - 60) // 2)]))
+    if tokens < 256:
+        engine.warm(chosen)
+    return engine.prompt(question, chosen)
+
+
+def measure(name: str, engine: FusionEngine, prompt: Prompt, method: Method | None, repeats: int) -> dict[str, object]:
+    """Time both sides in turns, after one round to warm up."""
+    times: dict[str, list[float]] = {"full": [], "auto": []}
+    for round_ in range(repeats + 1):
+        for side, chosen in (("full", FULL), ("auto", method)):
+            started = time.perf_counter()
+            done = engine.prefill(prompt, method=chosen)
+            if round_:
+                times[side].append(time.perf_counter() - started)
+    full, auto = (statistics.median(times[side]) for side in ("full", "auto"))
+    report = done.report
+    return {
+        "case": name,
+        "tokens": len(prompt),
+        "full_s": full,
+        "auto_s": auto,
+        "ratio": auto / full,
+        "rows": report.rows,
+        "decided": report.fallback or "fused",
+        "times": times,
+    }
+
+
+def _slow(found: ChunkKV | Miss) -> ChunkKV | Miss:
+    return found if isinstance(found, Miss) else replace(found, blocks=SlowBlocks(found.blocks))
+
+
+def _late(block: Tensor) -> Tensor:
+    time.sleep(block.nbytes / BYTES_PER_S)
+    return block
+
+
+if __name__ == "__main__":
+    main()
