@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import METHODS
+from qcfuse_rag import METHODS, Method
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +27,11 @@ def test_the_readme_shows_the_examples_as_they_are(example: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_examples_run(
-    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    real_default: Method,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -55,7 +55,7 @@ class Costs:
         return tokens * self.load_s
 
     def save(self, path: Path) -> None:
-        """Keep them, so that the next process decides as this one does; a folder that cannot be written goes without."""
+        """Keep them, so that the next process decides as this one; a folder that cannot be written goes without."""
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             part.write_text(json.dumps(asdict(self)), "utf-8")

@@ -45,7 +45,9 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-DEFAULT_METHOD = "auto"
+def default_method() -> Method:
+    """Return what is used where nobody names a method: our own."""
+    return auto()
 
 
 def choose_method(name: str | None = None, *, ratio: float | None = None, base: str | None = None) -> Method:
@@ -64,7 +66,10 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     if base is not None and base not in BASES:
         raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
     if name is None:
-        name = DEFAULT_METHOD
+        default = default_method()
+        if ratio is None and base is None:
+            return default
+        name, ratio = default.name, default.ratio if ratio is None else ratio
     if base is None:
         published = inspect.signature(METHODS.get(name, full)).parameters.get("base")
         if published is not None and published.default in (BLIND, None):

@@ -104,7 +104,7 @@ def test_methods_lists_all_with_their_papers(run: Any) -> None:
     assert code == 0
     published = ["cacheblend", "cachecraft", "fusionrag", "prophetkv", "qcfuse", "relaxkv", "agentkvshift"]
     contextual = ["relaycaching", "kamera", "kvcomm"]
-    assert list(methods) == ["full", "reuse", "random", "epic", *published, *contextual]
+    assert list(methods) == ["auto", "full", "reuse", "random", "epic", *published, *contextual]
     assert methods["qcfuse"]["parameters"] == {
         "ratio": 0.5,
         "base": "blind",

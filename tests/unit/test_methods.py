@@ -23,6 +23,7 @@ from qcfuse_rag import (
     FusionEngine,
     LanguageModel,
     MemoryStore,
+    Method,
     Prompt,
     UnknownMethod,
     choose_method,
@@ -184,9 +185,11 @@ def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngin
         assert report.bytes_loaded == per_token * (report.context_tokens + len(prompt.frame))
 
 
-def test_choosing_by_name() -> None:
+def test_choosing_by_name(real_default: Method) -> None:
     default = choose_method()
+    assert default == real_default
     assert (default.name, default.ratio, default.base) == ("auto", 0.05, PRIMED)
+    assert choose_method(base="framed").base is FRAMED
     assert choose_method(ratio=0.3).ratio == 0.3
     qcfuse = choose_method("qcfuse")
     assert (qcfuse.ratio, qcfuse.base) == (0.5, FRAMED), "as published, but over caches as they are warmed"

@@ -1,0 +1,28 @@
+"""For all tests, the integrations' too: a plain default method, unless a test asks for the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from qcfuse_rag import FRAMED, Method, make_method, methods
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_default() -> Iterator[None]:
+    """Have tests that do not name a method read one cache of each passage and always fuse.
+
+    The real default reads two and refuses to fuse prompts as short as most tests', so counts would be twice what a test
+    is about, and depend on the machine. What it does is tested by those that ask for `real_default`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(methods, "default_method", lambda: make_method("qcfuse", ratio=0.15, base=FRAMED))
+        yield
+
+
+@pytest.fixture
+def real_default(monkeypatch: pytest.MonkeyPatch) -> Method:
+    """Return the default method users get, in force during one test."""
+    monkeypatch.setattr(methods, "default_method", lambda: make_method("auto"))
+    return make_method("auto")
