@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.fuse.costs import Costs, costs_path, measure_loading, measure_passes, read_costs
+from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
@@ -58,6 +57,7 @@ class FusionEngine:
     Attributes:
         profile: the profile that `load` gave the model its critical layers from, or None.
         profile_ignored: why `load` did not use the profile that is beside the store, or None.
+        costs: what passes and loading cost here, by which a method's guard decides; see `fuse.measured`.
         verdict: what `qcfuse verify` found out about the method on this model, where `load` found it, or None.
     """
 
@@ -76,8 +76,7 @@ class FusionEngine:
         self.verdict: Verdict | None = None
         self._activity = Activity()
         self._shadow: Shadow | None = None
-        self._costs: Costs | None = None
-        self._measuring = threading.Lock()
+        self.costs = MeasuredCosts(lm, store)
         self.profile: Profile | None = None
         self.profile_ignored: str | None = None
 
@@ -346,23 +345,6 @@ class FusionEngine:
             self._shadow.close()
         self._shadow = Shadow(self.lm, self.store, settings or ShadowSettings(), self._activity.idle)
         return self._shadow
-
-    def costs(self) -> Costs:
-        """Return what passes and loading cost here, measured when first asked for and then left as it is.
-
-        Methods with a guard ask at the first prompt of which something is stored; asking before, with passages in the
-        store, spares that prompt the second or two. Kept in the store's folder: neither requests nor a restart change
-        them, so no answer depends on those before.
-        """
-        with self._measuring:
-            if self._costs is None or not self._costs.load_s:
-                path = None if self.store.folder is None else costs_path(self.store.folder, self.lm)
-                self._costs = (path and read_costs(path)) or self._costs or measure_passes(self.lm)
-                if not self._costs.load_s:
-                    self._costs = replace(self._costs, load_s=measure_loading(self.lm, self.store) or 0.0)
-                    if path is not None and self._costs.load_s:
-                        self._costs.save(path)
-            return self._costs
 
     def stream(
         self,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,7 +18,6 @@ from qcfuse_rag.fuse.forward import forward_rows
 from qcfuse_rag.fuse.place import copy_chunk
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.base import BASES
-from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
 
@@ -53,31 +48,6 @@ class Costs:
     def load(self, tokens: int) -> float:
         """Predict how long so many tokens take to load."""
         return tokens * self.load_s
-
-    def save(self, path: Path) -> None:
-        """Keep them, so that the next process decides as this one; a folder that cannot be written goes without."""
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(asdict(self)), "utf-8")
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-
-
-def costs_path(folder: Path, lm: LanguageModel) -> Path:
-    """Return where a model's costs on this machine are kept in a store's folder; remove the file to measure anew."""
-    device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
-    machine = f"{lm.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()}"
-    return folder / f"costs-{digest(machine.encode())}.json"
-
-
-def read_costs(path: Path) -> Costs | None:
-    """Read what `Costs.save` wrote; None if it is not there or no such file."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-        return Costs(**{name: float(found[name]) for name in ("pass_s", "row_s", "load_s")})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
 
 
 @torch.inference_mode()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FRAMED, DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
 from qcfuse_rag.fuse.guard import BreakEven
+from qcfuse_rag.fuse.measured import read_costs
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import Outlook, outlook
 from qcfuse_rag.fuse.prefill import prefill
@@ -118,3 +120,16 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
 def test_a_margin_must_be_above_zero() -> None:
     with pytest.raises(ValueError, match="margin must be above 0"):
         BreakEven(0.0)
+
+
+def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES, bases=(FRAMED,))
+        first = engine.costs()
+    [path] = tmp_path.glob("costs-*.json")
+    with DiskStore(tmp_path) as store:
+        assert FusionEngine(llama, store).costs() == first
+        path.write_text("{")
+        assert FusionEngine(llama, store).costs() != first
+    assert read_costs(path) is not None

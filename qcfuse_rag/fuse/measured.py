@@ -1,0 +1,73 @@
+"""The costs an engine goes by: measured once, kept beside its store, and then left as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
+from qcfuse_rag.model.fingerprint import digest
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.contract import KVStore
+
+
+class MeasuredCosts:
+    """Call it for the costs of a model over a store on this machine.
+
+    Measured when first asked for, which methods with a guard do at the first prompt of which something is stored;
+    asking before, with passages in the store, spares that prompt a second or two. Kept in the store's folder: neither
+    requests nor a restart change them, so no answer depends on those before. Safe to call from several threads.
+
+    Args:
+        lm: the model.
+        store: where passages are.
+    """
+
+    def __init__(self, lm: LanguageModel, store: KVStore) -> None:
+        self._lm, self._store = lm, store
+        self._costs: Costs | None = None
+        self._measuring = threading.Lock()
+
+    def __call__(self) -> Costs:
+        """Return them; loading counts as free while there is nothing in the store to time it by."""
+        with self._measuring:
+            if self._costs is None or not self._costs.load_s:
+                path = None if self._store.folder is None else costs_path(self._store.folder, self._lm)
+                self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm)
+                if not self._costs.load_s:
+                    self._costs = replace(self._costs, load_s=measure_loading(self._lm, self._store) or 0.0)
+                    if path is not None and self._costs.load_s:
+                        save_costs(self._costs, path)
+            return self._costs
+
+
+def costs_path(folder: Path, lm: LanguageModel) -> Path:
+    """Return where a model's costs on this machine are kept in a store's folder; remove the file to measure anew."""
+    device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
+    machine = f"{lm.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()}"
+    return folder / f"costs-{digest(machine.encode())}.json"
+
+
+def read_costs(path: Path) -> Costs | None:
+    """Read what `save_costs` wrote; None if it is not there or no such file."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return Costs(**{name: float(found[name]) for name in ("pass_s", "row_s", "load_s")})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def save_costs(costs: Costs, path: Path) -> None:
+    """Keep costs, so that the next process decides as this one; a folder that cannot be written goes without."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(asdict(costs)), "utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
