@@ -175,7 +175,7 @@ class FusionEngine:
                 keys.setdefault(source, []).extend(self.keys(chunk, with_first_pass(chosen)))
         for source, tag in (access or {}).items():
             self.sources.restrict(source, tag)
-        if self.sources.restricted:  # who may read a passage decides what it is enriched by
+        if keys and self.sources.restricted:  # who may read a passage decides what it is enriched by
             for source, own in keys.items():
                 self.sources.add(source, own)
         job = self.warm_job(

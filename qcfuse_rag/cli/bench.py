@@ -69,7 +69,9 @@ def bench_quality(
     methods: Annotated[list[str] | None, typer.Option(help="With commas; parameters as epic[n_tokens=16].")] = None,
     baseline: Annotated[list[str] | None, typer.Option(help="Methods by the names of the QCFuse release.")] = None,
     ratios: Annotated[str | None, typer.Option(help="Shares to recompute, with commas; each method's own.")] = None,
-    bases: Annotated[str | None, typer.Option(help="Of blind, framed, begun, enriched; each method's own.")] = None,
+    bases: Annotated[
+        str | None, typer.Option(help="Of blind, framed, primed, begun, enriched; each method's own.")
+    ] = None,
     size: Annotated[int, typer.Option(min=1, help="Questions of each dataset.")] = 100,
     distractors: Annotated[int | None, typer.Option(min=0, help="Passages beside those with the answer; all.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="First passages to keep; all.")] = None,

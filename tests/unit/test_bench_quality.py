@@ -200,7 +200,7 @@ def test_a_damaged_line_costs_its_own_record_only(bench: Bench) -> None:
 def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take all others for neighbours, so that caches depend on every passage of their group."""
 
-    def others(passages: Sequence[str]) -> list[list[int]]:
+    def others(passages: Sequence[str], count: int = 10) -> list[list[int]]:
         return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
 
     monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", others)
