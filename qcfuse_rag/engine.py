@@ -313,8 +313,13 @@ class FusionEngine:
         self.store.hint(self._keys_of(texts, method), steps=steps)
 
     def _keys_of(self, texts: Iterable[str], method: Method | None) -> list[ChunkKey]:
-        base = (method or self.method).base
-        return [key for text in texts for key in self.keys(self.prompts.chunk_ids(text), (base,) if base else ())]
+        bases = (method or self.method).bases
+        # A prompt's first passage may be taken from another base, the others are from the method's own.
+        return [
+            key
+            for place, text in enumerate(texts)
+            for key in self.keys(self.prompts.chunk_ids(text), bases if place == 0 else bases[:1])
+        ]
 
     def prompt(self, question: str, passages: Sequence[str] = (), history: Sequence[Message] = ()) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
