@@ -69,7 +69,7 @@ class ChatQCFuse(BaseChatModel):
     ratio: float | None = Field(
         default=None, description="Share of reused tokens to recompute; None: the method's own."
     )
-    base: str | None = Field(default=None, description="How documents are stored, such as framed; None: as the method reads.")
+    base: str | None = Field(default=None, description="How documents are stored; None: as the method reads.")
     rag_messages: list[tuple[str, str]] | None = Field(
         default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
     )

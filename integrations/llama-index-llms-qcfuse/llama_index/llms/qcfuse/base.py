@@ -47,7 +47,7 @@ class QCFuseLLM(CustomLLM):
     ratio: float | None = Field(
         default=None, description="Share of reused tokens to recompute; None: the method's own."
     )
-    base: str | None = Field(default=None, description="How passages are stored, such as framed; None: as the method reads.")
+    base: str | None = Field(default=None, description="How passages are stored; None: as the method reads.")
     rag_messages: list[tuple[str, str]] | None = Field(
         default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
     )
