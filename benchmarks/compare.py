@@ -2,8 +2,8 @@
 
     python benchmarks/compare.py A.json B.json ... [--method auto] [--plot FILE.png]
 
-Differences are paired and their intervals are 95 % bootstrap intervals over all questions of all files. The NLL of a gold
-answer may be lower than full prefill's without being nearer to it: `off` is its mean distance, whichever side it is on.
+Differences are paired and their intervals are 95 % bootstrap intervals over all questions of all files. The NLL of a
+gold answer may be lower than full prefill's without being nearer to it: `off` is its mean distance, on either side.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     print(f"{len(full)} questions, of full prefill F1 {fmean(r['f1'] for r in full.values()):.3f}, ", end="")
     print(f"F1 of 0 for {fmean(r['f1'] == 0 for r in full.values()):.0%} of them\n")
     print(
-        "| method | base | ratio | share computed | F1 | F1 - full | NLL - full | off | KL | KL, median | time of full |"
+        "| method | base | ratio | rows of full | F1 | F1 - full | NLL - full | off | KL | KL, median | time of full |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for key, group in sorted(groups.items(), key=lambda item: (item[0][2] or 0, item[0][0] != given.method)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -12,6 +12,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.errors import Unverified
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
@@ -34,6 +35,7 @@ from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
+from qcfuse_rag.store.access import may_remember
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.open import open_store
@@ -107,7 +109,8 @@ class FusionEngine:
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
-                folder: `warn`, `require` one, or `ignore`. A store without a folder has no place for one.
+                folder: `warn`, `require` one, or `ignore`. A store without a folder has no place for one: there is no
+                warning of it, and it cannot meet a requirement.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
@@ -124,8 +127,13 @@ class FusionEngine:
         kept = store if isinstance(store, KVStore) else open_store(store)
         engine = cls(found.applied(lm), kept, template=template, method=method)
         engine.profile, engine.profile_ignored = found.profile, found.ignored
-        if verdict != "ignore" and kept.folder is not None:
-            engine.verdict = look_up(kept.folder, lm.fingerprint, engine.method, require=verdict == "require")
+        if verdict != "ignore" and (kept.folder is not None or verdict == "require"):
+            try:
+                engine.verdict = look_up(engine.lm, kept, engine.method, require=verdict == "require")
+            except Unverified:
+                if not isinstance(store, KVStore):
+                    engine.close()
+                raise
         return engine
 
     def warm(
@@ -150,7 +158,7 @@ class FusionEngine:
             sources: for each passage the document it is from, or None.
             replace: these are all the passages of their sources: what a source had before and has not now is removed,
                 unless another source has it. False adds them to those it has.
-            bases: under which bases; by default the one the engine's method reads.
+            bases: under which bases; by default those the engine's method reads.
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
             neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; those with
                 the nearest `vectors` if None.
@@ -208,16 +216,19 @@ class FusionEngine:
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else self.bases
-        frame = self.prompts.frame
+        frame, known = self.prompts.frame, frozenset[str]()
         if any(base.enriched for base in chosen):
             chunks = list(chunks)
             pool = [*chunks, *others]
-            readers = [self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset() for ids in pool]
+            readers = [self._readers(ids) for ids in pool] if self.sources.restricted else None
             if neighbours is None:
                 vectors = token_vectors(self.lm, pool) if vectors is None else vectors
+                if len(vectors) != len(pool):
+                    raise ValueError(f"{len(vectors)} vectors for {len(pool)} passages")
                 neighbours = nearest(vectors, NEIGHBOURS, readers)[: len(chunks)]
-            else:
+            elif readers is not None:
                 neighbours = permitted(neighbours, readers)
+            known = frozenset(self._passage(ids) for ids in pool if ids)
         return WarmJob(
             self.lm,
             self.store,
@@ -230,7 +241,7 @@ class FusionEngine:
             primer=self.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS],
             batch_tokens=batch_tokens,
             told=self._made_of,
-            stale=self._stale,
+            stale=partial(self._stale, known),
         )
 
     @property
@@ -238,10 +249,31 @@ class FusionEngine:
         """Under which bases the engine's method reads passages, hence under which to warm them."""
         return self.method.bases or (FRAMED,)
 
-    def _stale(self, key: ChunkKey, neighbours: Sequence[tuple[int, ...]]) -> float:
-        """Return the share of a passage's neighbours that its entry was not made of."""
-        now = {self.sources.passage(self.keys(ids, (FRAMED,))[0]) for ids in neighbours if ids}
-        return len(now - self.sources.made_of(key)) / len(now) if now else 0.0
+    def _stale(self, known: frozenset[str], key: ChunkKey, neighbours: Sequence[tuple[int, ...]]) -> float:
+        """Return the share of a passage's neighbours that its entry was not made of.
+
+        An entry that was made of passages which are not among those known now is left alone: a job that was given a
+        part of the corpus would find it worse neighbours.
+        """
+        then, now = self.sources.made_of(key), {self._passage(ids) for ids in neighbours if ids}
+        return len(now - then) / len(now) if now and then <= known else 0.0
+
+    def _passage(self, ids: tuple[int, ...]) -> str:
+        return self.sources.passage(self.keys(ids, (FRAMED,))[0])
+
+    def _readers(self, ids: tuple[int, ...]) -> frozenset[str]:
+        return self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset()
+
+    def _rememberable(self, group: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Leave out passages that not all who may read a later one of the group may read."""
+        if not self.sources.restricted:
+            return list(group)
+        readers = [self._readers(ids) for ids in group]
+        return [
+            ids
+            for place, ids in enumerate(group)
+            if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
+        ]
 
     def _made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
         """Have an entry go with any of the passages it is made of."""
@@ -274,9 +306,7 @@ class FusionEngine:
         job = CaptureJob(
             self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._made_of
         )
-        summary = job.run([self.prompts.chunk_ids(text) for text in group] for group in groups)
-        self.sources.collect()  # what has met a passage that not all its readers may see
-        return summary
+        return job.run(self._rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
@@ -342,7 +372,7 @@ class FusionEngine:
         return done
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:
-        """Compare some requests with full prefill from now on, in idle time; see `trust.shadow`.
+        """Compare some requests with full prefill from now on, while none is being prefilled; see `trust.shadow`.
 
         Watched are requests that do not name a method of their own. An earlier watch ends.
         """
@@ -402,11 +432,13 @@ class FusionEngine:
         """
         generation = stream.result()
         passage = generation.text if text is None else text
-        kept = keep_generated(
+        given = [span.segment.ids for span in stream.prefilled.prompt.chunks]
+        answer = self.prompts.chunk_ids(passage)
+        if len(self._rememberable([*given, answer])) <= len(given):
+            return Kept(None, reason="it was given over a passage that not all who may read it may read")
+        return keep_generated(
             self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._made_of
         )
-        self.sources.collect()
-        return kept
 
     def generate_verified(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25

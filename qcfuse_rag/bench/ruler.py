@@ -76,7 +76,7 @@ def generate(
     if least:
         raise QCFuseError(
             f"{task} does not fit {tokens} tokens: what it hides, the question, the answer and the wording of the "
-            f"prompt need {least}; give at least that as --ruler-tokens"
+            f"prompt need {least}; give at least that length"
         )
     return made
 

@@ -79,7 +79,8 @@ def run_questions(
     done, warm = 0, False
     for some in _groups(examples, group or max(1, len(examples))):
         wanted = [text for example in some for text in example.passages]
-        beside = digest_of_passages([*wanted, *(pool.texts if pool else ()), *([str(pool.neighbours)] if pool else ())])
+        searched = [*pool.texts, str(pool.neighbours)] if pool is not None and pool != Pool() else []
+        beside = digest_of_passages([*wanted, *searched])
         todo = [(example, log.missing(example, chosen, beside)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
         # All of the group's, done or not: what an enriched passage is stored as depends on the others.

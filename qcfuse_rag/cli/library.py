@@ -104,7 +104,7 @@ def note_verdict(engine: FusionEngine) -> None:
     if engine.store.folder is not None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            look_up(engine.store.folder, engine.lm.fingerprint, engine.method, require=False)
+            look_up(engine.lm, engine.store, engine.method, require=False)
         for warning in caught:
             ERR.print(f"[yellow]note:[/yellow] {escape(str(warning.message))}", highlight=False, soft_wrap=True)
 

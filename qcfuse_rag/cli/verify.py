@@ -8,6 +8,7 @@ from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, progress_bar
 from qcfuse_rag.cli.library import index_folder, open_engine, open_kv
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.retrieve.index import PASSAGES, read_passages
 from qcfuse_rag.store.memory import MemoryStore
@@ -33,6 +34,8 @@ def run_verify(
     Returns:
         Whether every check passed.
     """
+    if store is not None and not store.is_dir():
+        raise QCFuseError(f"no library in {store}; `qcfuse warm run` makes one, or leave --store out")
     with MemoryStore() if store is None else open_kv(store, tenant=tenant) as kept:
         place = None if store is None else index_folder(store, kept)
         texts = [one.text for one in read_passages(place)] if place is not None and (place / PASSAGES).exists() else []

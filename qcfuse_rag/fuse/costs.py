@@ -12,14 +12,15 @@ from statistics import median
 
 import torch
 
-from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_rows
 from qcfuse_rag.fuse.place import copy_chunk
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.ingest.base import BASES
+from qcfuse_rag.ingest.base import BASES, BLIND
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.index import INDEX_FAILURES
 
 SIZES = (16, 128)
 """Rows of the passes that are timed: one that mostly reads the weights, one that mostly multiplies."""
@@ -62,23 +63,38 @@ def measure_passes(lm: LanguageModel, *, samples: int = 2) -> Costs:
 
 @torch.inference_mode()
 def measure_loading(lm: LanguageModel, store: KVStore, *, samples: int = 3) -> float | None:
-    """Return the median seconds to load a token, over some passages; None if the store has none of the model."""
-    loads = list(islice(load_times(lm, store), samples))
+    """Return the median seconds to load a token, over some passages; None if none could be read.
+
+    Of several tiers the farthest on this machine counts, whatever is in memory at the moment; a remote is not asked
+    what it has. The prompt's head, which is short, stands for nothing. Whatever fails, no question fails with it.
+    """
+    here = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
+    place = store if store.prefix else here[-1]
+    try:
+        loads = list(islice(load_times(lm, place, heads=False), samples))
+    except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
+        return None
     return median(loads) if loads else None
 
 
-def load_times(lm: LanguageModel, store: KVStore) -> Iterator[float]:
+def load_times(lm: LanguageModel, store: KVStore, *, heads: bool = True) -> Iterator[float]:
     """Yield seconds a token, one stored passage after the other; what was captured is not what a request loads.
 
     Each is read once from the tier it is in and copied to the model's device: what the operating system still has in
     memory is read as fast as it will be next time. Nothing is changed in the store.
+
+    Args:
+        lm: the model.
+        store: where passages are.
+        heads: take what is stored blind too, as a prompt's head is.
     """
+    bases = [name for name in BASES if heads or name != BLIND.name]
     for entry in store.entries():
         opened = store.open(entry.address)
         if not isinstance(opened, tuple):
             continue
         key, chunk = opened
-        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in BASES:
+        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in bases:
             continue
         buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
         with suppress(CorruptEntry, OSError):  # the next one will do

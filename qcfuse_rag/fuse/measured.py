@@ -22,7 +22,8 @@ class MeasuredCosts:
 
     Measured when first asked for, which methods with a guard do at the first prompt of which something is stored;
     asking before, with passages in the store, spares that prompt a second or two. Kept in the store's folder: neither
-    requests nor a restart change them, so no answer depends on those before. Safe to call from several threads.
+    requests nor a restart on the same kind of machine change them, so no answer depends on those before. Safe to call
+    from several threads.
 
     Args:
         lm: the model.
@@ -44,13 +45,14 @@ class MeasuredCosts:
                     self._costs = replace(self._costs, load_s=measure_loading(self._lm, self._store) or 0.0)
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
+                        self._costs = read_costs(path) or self._costs  # another process may have been first
             return self._costs
 
 
 def costs_path(folder: Path, lm: LanguageModel) -> Path:
     """Return where a model's costs on this machine are kept in a store's folder; remove the file to measure anew."""
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
-    machine = f"{lm.fingerprint.digest} {platform.node()} {device} {torch.get_num_threads()}"
+    machine = f"{lm.fingerprint.digest} {device} {os.cpu_count()} {torch.get_num_threads()}"
     return folder / f"costs-{digest(machine.encode())}.json"
 
 
@@ -64,9 +66,15 @@ def read_costs(path: Path) -> Costs | None:
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    """Keep costs, so that the next process decides as this one; a folder that cannot be written goes without."""
+    """Keep costs, so that the next process decides as this one, unless they are kept already.
+
+    A folder that cannot be written goes without.
+    """
+    if read_costs(path) is not None:
+        return
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
+        part.touch(mode=0o600)
         part.write_text(json.dumps(asdict(costs)), "utf-8")
         part.replace(path)
     except OSError:

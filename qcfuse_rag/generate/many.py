@@ -29,6 +29,7 @@ def answer_many(
 ) -> list[Generation]:
     """Answer prompts as if one by one, sharing the work for what they begin with.
 
+    What is stored is fused whatever the method's guard would say: prompts share what is placed, not what is exact.
     Full prefill shares exact keys and values, methods over stored caches the loading and placing of chunks; what a
     method recomputes depends on the question and is each prompt's own. Reports say what was done for each prompt: rows
     that another computed are reused ones, bytes that another loaded are not counted.

@@ -179,6 +179,7 @@ class WarmJob:
             saved_ms = 1000 * (time.perf_counter() - begun) / taken
             for one, chunk in zip(batch, chunks, strict=True):
                 if one.base.enriched and self._told is not None:
+                    self._store.discard(one.key)  # what it is made of is forgotten now
                     self._told(one.key, [tuple(self._ids[index]) for index in self._related(one)])
                 self._store.put(one.key, chunk, saved_ms=saved_ms * len(one.ids))
                 size += chunk.nbytes
@@ -218,7 +219,8 @@ class WarmJob:
                     found.present += 1
                     found.stalest = max(found.stalest, staleness)
             elif length > self._lm.window.tokens:
-                found.failed.append((one.index, _too_long(length, self._lm.window.tokens)))
+                if not one.base.primed:  # it may be short enough without the primer
+                    found.failed.append((one.index, _too_long(length, self._lm.window.tokens)))
                 size -= needs
             elif limit is not None and size > limit:
                 found.left_out += 1

@@ -2,7 +2,8 @@
 
 An enriched or captured cache carries something of the passages it was born behind into every answer made from it. It
 may only have been born behind passages that everybody may read who may read the passage itself. Access is a document's:
-a tag, or none for everybody. A passage that two documents have is read by the readers of both.
+a tag, or none for everybody. A passage that two documents have is read by the readers of both. As soon as one document
+has a tag, what no document has is remembered by nobody: it may be a restricted text under another model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ SELECT DISTINCT passage, COALESCE(tag, '') AS tag FROM chunks LEFT JOIN access U
 OVERSTEPPING = """
 INSERT OR REPLACE INTO unwanted SELECT DISTINCT address, 1 FROM derived AS d
 WHERE (passage = ?1 OR origin = ?1)
-AND EXISTS (SELECT 1 FROM readers WHERE passage = d.origin)
 AND NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.origin AND tag = '')
 AND (
     NOT EXISTS (SELECT 1 FROM readers WHERE passage = d.passage)
@@ -40,9 +40,9 @@ def may_remember(own: frozenset[str], other: frozenset[str]) -> bool:
 
     Args:
         own: tags of the passage's readers.
-        other: tags of the other's; a passage of no document is everybody's.
+        other: tags of the other's; nobody knows who may read a passage of no document.
     """
-    return not other or EVERYBODY in other or (bool(own) and own <= other)
+    return EVERYBODY in other or (bool(own) and own <= other)
 
 
 def give_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:

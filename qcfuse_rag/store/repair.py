@@ -19,7 +19,8 @@ Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
 
 BLOCK_BYTES = 1 << 20
-FOLDERS, FILES = ("objects", "tmp", "quarantine", "models", "index"), ("store.json", "sources.db")
+FOLDERS = ("objects", "tmp", "quarantine", "models", "index", "verdicts")
+FILES = ("store.json", "sources.db", "costs-")
 
 
 @dataclass(slots=True)

@@ -156,11 +156,11 @@ class Sources:
     def forget(self, source: str) -> int:
         """Remove a source, under every model and wording; return how many chunks it had alone and that are removed.
 
+        Who may read it is kept: a document that is updated by deleting and adding it stays what it was. See `restrict`.
+
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        with self._writing() as database:
-            access.give_tag(database, self._own + source, None)
         return self.remove(source, self.addresses(source))
 
     def collect(self) -> int:

@@ -99,12 +99,14 @@ def verify(
     date = datetime.now(UTC).isoformat(timespec="seconds")
     label = f"{method.name} over {method.base.name}" if method.base else method.name
     ratio = "" if method.ratio is None else f" at ratio {method.ratio:g}"
-    return Verdict(engine.lm.fingerprint.digest, method_digest(method), label + ratio, date, tuple(checks))
+    return Verdict(
+        engine.lm.fingerprint.digest, method_digest(engine.lm, engine.store, method), label + ratio, date, tuple(checks)
+    )
 
 
 def _compare(engine: FusionEngine, method: Method, case: Case) -> Compared:
     """Warm a case's passages for itself, so that whatever is compared stands alone, and answer it both ways."""
-    with MemoryStore(UNLIMITED) as store:
+    with MemoryStore(UNLIMITED, numbers=engine.store.numbers) as store:
         scratch = FusionEngine(engine.lm, store, template=engine.prompts.template, method=method)
         scratch.warm(case.passages)
         prompt = scratch.prompt(case.question, case.passages)

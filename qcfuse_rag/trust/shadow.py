@@ -1,4 +1,4 @@
-"""Shadow mode: compute some requests in full as well, when nothing else is to do, and see how far fusion drifts.
+"""Shadow mode: compute some requests in full as well, and see how far fusion drifts.
 
 What a verdict says beforehand, this says of the questions that really come. The fused answer is given as ever; full
 prefill follows in a thread of its own while no request is being prefilled. Prompts wait in memory, at most a few, and
@@ -34,9 +34,9 @@ class Drift:
     """How far fused requests were from full prefill.
 
     Attributes:
-        requests: seen in all.
+        requests: fused ones in all, with a stored passage at least.
         compared: of those, also computed in full.
-        dropped: that should have been but were not, since too many waited.
+        dropped: that should have been but were not, since too many waited or full prefill failed.
         kl: mean divergence of the first token over the last comparisons, in nats; None before the first.
         agreement: share of their first tokens that were full prefill's.
         sustained: whether as many comparisons as it takes were beyond the limit on average.
@@ -98,7 +98,7 @@ class Shadow:
     ) -> None:
         self.settings = settings
         self._lm, self._store, self._idle = lm, store, idle
-        self._waiting: deque[tuple[Prompt, Tensor]] = deque()
+        self._waiting: deque[tuple[Prompt, Tensor, float]] = deque()
         self._last: deque[tuple[float, bool]] = deque(maxlen=settings.window)
         self._changed = threading.Condition()
         self._requests = self._compared = self._dropped = 0
@@ -120,14 +120,17 @@ class Shadow:
 
     def note(self, done: Prefilled) -> None:
         """Take up one request in so many, of those that were fused."""
+        fused = any(lookup.hit and lookup.role == "chunk" for lookup in done.report.lookups)
         with self._changed:
+            if self._closed or not fused:
+                return
             self._requests += 1
-            if self._closed or done.report.base is None or self._requests % self.settings.every:
+            if self._requests % self.settings.every:
                 return
             if len(self._waiting) >= self.settings.most_waiting:
                 self._dropped += 1
                 return
-            self._waiting.append((done.prompt, done.logits.clone()))
+            self._waiting.append((done.prompt, done.logits.clone(), done.report.ratio))
             self._changed.notify_all()
 
     def drift(self) -> Drift:
@@ -163,20 +166,25 @@ class Shadow:
             with self._changed:
                 if not self._waiting:
                     continue
-                prompt, logits = self._waiting.popleft()
+                prompt, logits, ratio = self._waiting.popleft()
                 self._busy = True
             try:
                 full = prefill(self._lm, self._store, prompt, Method("full", base=None))
                 kl, agrees = divergence(full.logits, logits), int(full.logits.argmax()) == int(logits.argmax())
                 del full
-                self._take_in(kl, agrees)
+                self._take_in(kl, agrees, ratio)
+            except Exception:  # whatever it is, such as memory that is short, the watch goes on
+                with self._changed:
+                    self._dropped += 1
             finally:
                 with self._changed:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _take_in(self, kl: float, agrees: bool) -> None:
+    def _take_in(self, kl: float, agrees: bool, ratio: float) -> None:
         with self._changed:
+            if self._ratio is not None and ratio < self._ratio:
+                return  # from before the ratio was raised
             self._last.append((kl, agrees))
             self._compared += 1
             mean = sum(one for one, _ in self._last) / len(self._last)

@@ -11,7 +11,9 @@ from typing import Any
 
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.model.fingerprint import Fingerprint, digest
+from qcfuse_rag.model.fingerprint import digest
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.contract import KVStore
 
 FOLDER = "verdicts"
 VERSION = 1
@@ -47,7 +49,7 @@ class Verdict:
 
     Attributes:
         fingerprint: digest of the model.
-        method: digest of the method with all its parts.
+        method: digest of the method with all its parts, see `method_digest`.
         label: the method in words.
         date: ISO 8601, UTC.
         checks: all that was looked at.
@@ -79,6 +81,7 @@ class Verdict:
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            part.touch(mode=0o600)
             part.write_text(json.dumps(self.to_dict(), indent=1), "utf-8")
             part.replace(path)
         except OSError as error:
@@ -86,9 +89,12 @@ class Verdict:
         return path
 
 
-def method_digest(method: Method) -> str:
-    """Return what stands for a method with all its parts; parts are frozen data, so their words say all."""
-    return digest(repr(method).encode())
+def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
+    """Return what stands for all that a method does: its parts, the layers it goes by, how numbers are stored.
+
+    Parts are frozen data, so their words say all.
+    """
+    return digest(f"{method!r} {lm.critical_layers} {store.numbers}".encode())
 
 
 def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
@@ -96,9 +102,11 @@ def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
     return folder / FOLDER / f"{fingerprint}-{method}.json"
 
 
-def find_verdict(folder: Path, fingerprint: Fingerprint, method: Method) -> Verdict | None:
-    """Read the verdict on a model and a method; None if there is none that can be read."""
-    path = verdict_path(folder, fingerprint.digest, method_digest(method))
+def find_verdict(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
+    """Read the verdict on a model, a store and a method; None if there is none that can be read."""
+    if store.folder is None:
+        return None
+    path = verdict_path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
     try:
         data = json.loads(path.read_text("utf-8"))
         if data.pop("version") != VERSION:
@@ -110,15 +118,15 @@ def find_verdict(folder: Path, fingerprint: Fingerprint, method: Method) -> Verd
         return None
 
 
-def look_up(folder: Path, fingerprint: Fingerprint, method: Method, *, require: bool) -> Verdict | None:
-    """Return the verdict on a model and a method; without one that passed, warn or refuse.
+def look_up(lm: LanguageModel, store: KVStore, method: Method, *, require: bool) -> Verdict | None:
+    """Return the verdict on a model, a store and a method; without one that passed, warn or refuse.
 
     Full prefill needs none.
 
     Raises:
         Unverified: if one is required.
     """
-    found = find_verdict(folder, fingerprint, method)
+    found = find_verdict(lm, store, method)
     if method.base is None or (found is not None and found.passed):
         return found
     if found is None:

@@ -12,7 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import ENRICHED, FRAMED, ChunkKV, DiskStore, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import (
+    ENRICHED,
+    FRAMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    SamplingParams,
+    make_method,
+)
 from qcfuse_rag.ingest.neighbours import nearest, permitted
 from qcfuse_rag.store.access import may_remember
 from qcfuse_rag.store.key import ChunkKey
@@ -48,7 +58,7 @@ def test_who_may_be_remembered_by_whom() -> None:
     assert may_remember(BOARD, BOARD)
     assert may_remember(BOARD, OPEN)
     assert may_remember(BOARD, BOARD | STAFF)
-    assert may_remember(BOARD, frozenset()), "what no document has is everybody's"
+    assert not may_remember(BOARD, frozenset()), "nobody knows who may read what no document has"
     assert not may_remember(BOARD | STAFF, BOARD), "the staff reads the passage too"
     assert not may_remember(OPEN, BOARD)
     assert not may_remember(frozenset(), BOARD)
@@ -140,10 +150,30 @@ def test_access_outlives_the_process_and_naming_nobody_keeps_it(llama: LanguageM
         assert not again.sources.restricted
 
 
-def test_forgetting_a_source_forgets_who_might_read_it(engine: FusionEngine) -> None:
+def test_a_document_that_is_deleted_and_added_again_is_as_restricted_as_before(engine: FusionEngine) -> None:
     engine.warm([SECRET], sources=["vault"], access={"vault": "board"})
     engine.forget("vault")
-    assert not engine.sources.restricted
+    engine.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
+    assert enriched(engine, PASSAGES[0]).context == ()
+
+
+def test_what_no_document_has_is_remembered_by_nobody_once_there_are_tags(engine: FusionEngine) -> None:
+    """It may be the text of a restricted document that was never warmed under this model."""
+    engine.warm([PASSAGES[0]], sources=["a"], access={"vault": "board"})
+    engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
+    assert enriched(engine, PASSAGES[0]).context == ()
+    engine.capture([[SECRET, PASSAGES[0]]])
+    assert not any("variant" in engine.store.open(e.address)[0].base for e in engine.store.entries())  # type: ignore[index,union-attr]
+
+
+def test_an_answer_over_a_restricted_passage_is_not_kept(engine: FusionEngine) -> None:
+    engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], access={"vault": "board"})
+    stream = engine.stream(
+        engine.prompt("Which code?", [SECRET]), SamplingParams(max_new_tokens=4), method=make_method("full")
+    )
+    kept = engine.put_generated(stream)
+    assert kept.key is None
+    assert "not all who may read it" in str(kept.reason)
 
 
 def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngine) -> None:

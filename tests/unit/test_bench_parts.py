@@ -138,7 +138,7 @@ def test_a_task_that_does_not_fit_says_what_was_asked_for_and_what_would_do(task
     def made(tokens: int) -> int:
         return len(generate(task, 3, tokens=tokens, frame=30, count=words, haystack=PASSAGES, seed=0))
 
-    with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*--ruler-tokens") as error:
+    with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*give at least that length") as error:
         made(64)
     least = int(re.search(r"need (\d+)", str(error.value))[1])  # type: ignore[index]
     assert least > 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import FRAMED, DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import (
+    FRAMED,
+    DiskStore,
+    EntryInfo,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    StoreError,
+    make_method,
+)
 from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
 from qcfuse_rag.fuse.guard import BreakEven
 from qcfuse_rag.fuse.measured import read_costs
@@ -133,3 +143,17 @@ def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(llama: Lang
         path.write_text("{")
         assert FusionEngine(llama, store).costs() != first
     assert read_costs(path) is not None
+
+
+class Unlisted(MemoryStore):
+    """A store that cannot say what it has, as a remote that is away."""
+
+    def entries(self) -> Iterator[EntryInfo]:
+        raise StoreError("the remote cannot be reached")
+
+
+def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, Unlisted(), method=guarded())
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    assert measure_loading(llama, engine.store) is None
+    assert engine.prefill(engine.prompt(QUESTION, PASSAGES)).report.prompt_tokens > 0

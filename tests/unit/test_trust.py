@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
     FRAMED,
+    DiskStore,
     FusionEngine,
     LanguageModel,
     MemoryStore,
@@ -49,7 +50,9 @@ def engine(long_llama: LanguageModel) -> FusionEngine:
 
 def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verdict:
     checks = (Check("kl", 0.5, limit, False, "made up"),)
-    return Verdict(engine.lm.fingerprint.digest, method_digest(method), method.name, "2026-01-01", checks)
+    return Verdict(
+        engine.lm.fingerprint.digest, method_digest(engine.lm, engine.store, method), method.name, "2026-01-01", checks
+    )
 
 
 # --- verdict
@@ -90,36 +93,48 @@ def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: F
         assert len(set(case.passages)) == len(case.passages) == 3
 
 
-def test_a_verdict_is_found_again_by_model_and_method(engine: FusionEngine, tmp_path: Path) -> None:
-    saved = verdict(engine, QCFUSE)
+@pytest.fixture
+def kept(long_llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
+    """Return an engine over a store in a folder."""
+    with FusionEngine(long_llama, DiskStore(tmp_path)) as engine:
+        yield engine
+
+
+def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine, tmp_path: Path) -> None:
+    saved = verdict(kept, QCFUSE)
     path = saved.save(tmp_path)
     assert json.loads(path.read_text())["passed"] is True
-    assert find_verdict(tmp_path, engine.lm.fingerprint, QCFUSE) == saved
-    assert find_verdict(tmp_path, engine.lm.fingerprint, make_method("qcfuse", ratio=0.2, base=FRAMED)) is None
-    assert find_verdict(tmp_path, replace(engine.lm.fingerprint, dtype="bfloat16"), QCFUSE) is None
+    assert path.stat().st_mode & 0o077 == 0
+    assert find_verdict(kept.lm, kept.store, QCFUSE) == saved
+    assert find_verdict(kept.lm, kept.store, make_method("qcfuse", ratio=0.2, base=FRAMED)) is None
+    other = replace(kept.lm, fingerprint=replace(kept.lm.fingerprint, dtype="bfloat16"))
+    assert find_verdict(other, kept.store, QCFUSE) is None
+    assert find_verdict(replace(kept.lm, critical_layers=(0,)), kept.store, QCFUSE) is None
+    kept.store.numbers = "int8"
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 99}', '{"version": 1, "checks": 3, "passed": true}'])
-def test_a_damaged_verdict_is_none(engine: FusionEngine, tmp_path: Path, damage: str) -> None:
-    path = verdict(engine, QCFUSE).save(tmp_path)
+def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: str) -> None:
+    path = verdict(kept, QCFUSE).save(tmp_path)
     path.write_text(damage)
-    assert find_verdict(tmp_path, engine.lm.fingerprint, QCFUSE) is None
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
-def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(engine: FusionEngine, tmp_path: Path) -> None:
-    fingerprint = engine.lm.fingerprint
+def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(kept: FusionEngine, tmp_path: Path) -> None:
+    about = (kept.lm, kept.store)
     with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; run `qcfuse verify`"):
-        look_up(tmp_path, fingerprint, QCFUSE, require=False)
+        look_up(*about, QCFUSE, require=False)
     with pytest.raises(Unverified, match="has not been verified"):
-        look_up(tmp_path, fingerprint, QCFUSE, require=True)
-    verdict(engine, QCFUSE, limit=0.1).save(tmp_path)
+        look_up(*about, QCFUSE, require=True)
+    verdict(kept, QCFUSE, limit=0.1).save(tmp_path)
     with pytest.raises(Unverified, match="did not pass: kl"):
-        look_up(tmp_path, fingerprint, QCFUSE, require=True)
-    verdict(engine, QCFUSE).save(tmp_path)
+        look_up(*about, QCFUSE, require=True)
+    verdict(kept, QCFUSE).save(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert look_up(tmp_path, fingerprint, QCFUSE, require=True) is not None
-        look_up(tmp_path, fingerprint, make_method("full"), require=True)
+        assert look_up(*about, QCFUSE, require=True) is not None
+        look_up(*about, make_method("full"), require=True)
 
 
 def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
@@ -135,7 +150,9 @@ def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Pa
         assert engine.verdict == saved
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        FusionEngine.load(model_folder, method=QCFUSE, verdict="require").close()
+        FusionEngine.load(model_folder, method=QCFUSE).close()
+    with pytest.raises(Unverified, match="has not been verified"):
+        FusionEngine.load(model_folder, method=QCFUSE, verdict="require")
 
 
 # --- shadow
@@ -210,6 +227,27 @@ def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionE
         assert shadow.drift().compared == 0
     assert shadow.wait(30)
     assert (shadow.drift().compared, shadow.drift().dropped) == (2, 2)
+
+
+def test_prompts_that_reuse_nothing_are_not_watched(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    served.prefill(served.prompt(QUESTION, []))
+    served.prefill(served.prompt(QUESTION, ["A passage that nobody warmed."]))
+    assert shadow.drift().requests == 0
+
+
+def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    shadow = served.watch(ShadowSettings(every=1))
+    with monkeypatch.context() as patch:
+        patch.setattr("qcfuse_rag.trust.shadow.prefill", fails)
+        ask(served, 1)
+        assert shadow.wait(30)
+    ask(served, 1)
+    assert shadow.wait(30)
+    assert (shadow.drift().compared, shadow.drift().dropped) == (1, 1)
 
 
 def test_closing_ends_the_thread(served: FusionEngine) -> None:

@@ -238,3 +238,14 @@ def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None
     assert isinstance(chunk, ChunkKV)
     assert chunk.context is not None
     assert chunk.context[0] == hash_ids(ids[2])
+
+
+def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: FusionEngine) -> None:
+    engine.warm(MANY[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
+    again = engine.warm([MANY[0], MANY[4]], bases=(ENRICHED,), neighbours=[[1], [0]])
+    assert (again.refreshed, again.warmed) == (0, 2), "the new one, framed and enriched"
+
+
+def test_vectors_have_to_be_as_many_as_passages(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="2 vectors for 3 passages"):
+        engine.warm(MANY[:2], bases=(ENRICHED,), vectors=np.eye(2, dtype=np.float32), others=[MANY[2]])

@@ -63,7 +63,7 @@ class QCFuseWarmup(TransformComponent):
             [passage_of(node) for node in nodes],
             sources=[source_of(node) for node in nodes],
             bases=[BASES[name] for name in self.bases] if self.bases else None,
-            vectors=np.array(embeddings, np.float32) if len(embeddings) == len(nodes) else None,
+            vectors=np.array(embeddings, np.float32) if embeddings and len(embeddings) == len(nodes) else None,
             progress=self._progress,
         )
         self._renew()
