@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from qcfuse_rag import DiskStore
 from qcfuse_rag.cli.job import NAME
+from qcfuse_rag.cli.library import KV_FOLDER
 from tests.conftest import PASSAGES
 from tests.unit.cli import Run
 
@@ -191,3 +193,20 @@ def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
     answer = run.json("ask", "Who keeps the paint?", "--store", store, *about, "--method", "fusionrag", "--ratio", 0.1)
     report = answer["report"]
     assert (report["method"], report["base"], report["fallback"]) == ("fusionrag", "enriched", None)
+
+
+def test_documents_with_a_tag_shape_only_what_their_readers_read(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    secret, store = tmp_path / "secret.txt", tmp_path / "s"
+    secret.write_text("The key of the old mill is hidden under the green hull.")
+    about = ("--store", store, "--model", model_folder, "--device", "cpu", "--base", "enriched")
+    run.json("warm", "run", secret, *about, "--access", "board")
+    run.json("warm", "run", documents, *about)
+    with DiskStore(store / KV_FOLDER) as kept:
+        opened = [kept.open(entry.address) for entry in kept.entries()]
+    enriched = {one[0].ids: one[1].context for one in opened if isinstance(one, tuple) and one[0].base == "enriched"}
+    met = [context for context in enriched.values() if context]
+    assert len(enriched) == 4
+    assert len(met) == 4, "each has met the documents all may read"
+    assert sum(len(context) for context in met) == 3 * 2 + 3, "and only the board's has met three"
