@@ -74,9 +74,14 @@ def main() -> None:
     fast = FusionEngine.load(given.model or default_model(), store=MemoryStore(1 << 40), method=make_method("auto"))
     slow = FusionEngine(fast.lm, SlowStore(1 << 40), method=make_method("auto"))
     passages = [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
-    passages += [f"{one} {other}" for one, other in zip(passages, reversed(passages), strict=True)]
+    while len(fast.prompt("", passages)) > 4200:
+        passages.pop()
+    fast.warm(passages)
+    for entry in fast.store.entries():
+        found = fast.store.open(entry.address)
+        if not isinstance(found, Miss):
+            slow.store.put(*found)
     for engine in (fast, slow):
-        engine.warm(passages)
         engine.costs()
     cold = FusionEngine(fast.lm, MemoryStore(1 << 40), method=make_method("auto"))
     ones = make_method("auto", ratio=1.0)
