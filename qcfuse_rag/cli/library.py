@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import kept_settings
-from qcfuse_rag.trust.verdict import look_up
+from qcfuse_rag.trust.verdict import find_verdict, objection
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
@@ -101,12 +100,9 @@ def open_engine(
 
 def note_verdict(engine: FusionEngine) -> None:
     """Say on standard error if the engine's method has not been verified on its model."""
-    if engine.store.folder is not None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            look_up(engine.lm, engine.store, engine.method, require=False)
-        for warning in caught:
-            ERR.print(f"[yellow]note:[/yellow] {escape(str(warning.message))}", highlight=False, soft_wrap=True)
+    reason = objection(find_verdict(engine.lm, engine.store, engine.method), engine.method)
+    if engine.store.folder is not None and reason is not None:
+        ERR.print(f"[yellow]note:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
 
 
 def note_profile(engine: FusionEngine) -> None:

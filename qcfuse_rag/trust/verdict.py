@@ -127,15 +127,21 @@ def look_up(lm: LanguageModel, store: KVStore, method: Method, *, require: bool)
         Unverified: if one is required.
     """
     found = find_verdict(lm, store, method)
+    reason = objection(found, method)
+    if reason is not None and require:
+        raise Unverified(reason)
+    if reason is not None:
+        warnings.warn(reason, UnverifiedMethod, stacklevel=3)
+    return found
+
+
+def objection(found: Verdict | None, method: Method) -> str | None:
+    """Return why a method is not to be relied on, given the verdict on it; None if it passed or is full prefill."""
     if method.base is None or (found is not None and found.passed):
-        return found
+        return None
     if found is None:
         state = "has not been verified on this model"
     else:
         failed = ", ".join(check.name for check in found.checks if not check.passed)
         state = f"was verified on this model and did not pass: {failed}"
-    advice = "run `qcfuse verify`, or use method `full`"
-    if require:
-        raise Unverified(f"{method.name} {state}; {advice}")
-    warnings.warn(f"{method.name} {state}; {advice}", UnverifiedMethod, stacklevel=3)
-    return found
+    return f"{method.name} {state}; run `qcfuse verify`, or use method `full`"
