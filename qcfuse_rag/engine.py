@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -22,20 +22,18 @@ from qcfuse_rag.generate.many import answer_many
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
-from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.company import Company
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
-from qcfuse_rag.ingest.neighbours import nearest, permitted, token_vectors
 from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
-from qcfuse_rag.ingest.warm import Progress, WarmJob, with_first_pass
+from qcfuse_rag.ingest.warm import Progress, Stale, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
-from qcfuse_rag.store.access import may_remember
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.open import open_store
@@ -78,6 +76,7 @@ class FusionEngine:
         self.verdict: Verdict | None = None
         self._activity = Activity()
         self._shadow: Shadow | None = None
+        self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
         self.profile: Profile | None = None
         self.profile_ignored: str | None = None
@@ -146,6 +145,7 @@ class FusionEngine:
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
         vectors: NDArray[np.float32] | None = None,
+        retrievals: Sequence[Sequence[int]] = (),
         others: Iterable[str] = (),
         access: Mapping[str, str | None] | None = None,
         batch_tokens: int | None = None,
@@ -163,6 +163,8 @@ class FusionEngine:
             neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; those with
                 the nearest `vectors` if None.
             vectors: `[len(texts) + len(others), D]`, the passages' embeddings; by the model's own tokens if None.
+            retrievals: indices of passages that were retrieved together, one sequence for each retrieval; such company
+                comes before what is merely near by its vectors.
             others: passages that are not to be stored now but may be neighbours; their indices follow those of `texts`.
             access: for sources that not everybody may read a tag that says who may; None takes it back, sources that
                 are not named keep what they had. A passage is enriched by those only that all its readers may read.
@@ -192,6 +194,7 @@ class FusionEngine:
             priority=priority,
             neighbours=neighbours,
             vectors=vectors,
+            retrievals=retrievals,
             others=[self.prompts.chunk_ids(text) for text in others],
             batch_tokens=batch_tokens,
         )
@@ -211,28 +214,23 @@ class FusionEngine:
         priority: Sequence[float] | None = None,
         neighbours: Sequence[Sequence[int]] | None = None,
         vectors: NDArray[np.float32] | None = None,
+        retrievals: Sequence[Sequence[int]] = (),
         others: Sequence[tuple[int, ...]] = (),
         batch_tokens: int | None = None,
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else self.bases
-        frame, known = self.prompts.frame, frozenset[str]()
+        stale: Stale | None = None
         if any(base.enriched for base in chosen):
             chunks = list(chunks)
-            pool = [*chunks, *others]
-            readers = [self._readers(ids) for ids in pool] if self.sources.restricted else None
-            if neighbours is None:
-                vectors = token_vectors(self.lm, pool) if vectors is None else vectors
-                if len(vectors) != len(pool):
-                    raise ValueError(f"{len(vectors)} vectors for {len(pool)} passages")
-                neighbours = nearest(vectors, NEIGHBOURS, readers)[: len(chunks)]
-            elif readers is not None:
-                neighbours = permitted(neighbours, readers)
-            known = frozenset(self._passage(ids) for ids in pool if ids)
+            neighbours = self._company.neighbours(
+                chunks, others, given=neighbours, vectors=vectors, retrievals=retrievals
+            )
+            stale = self._company.staleness([*chunks, *others])
         return WarmJob(
             self.lm,
             self.store,
-            frame,
+            self.prompts.frame,
             chunks,
             bases=chosen,
             priority=priority,
@@ -240,44 +238,14 @@ class FusionEngine:
             others=others,
             primer=self.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS],
             batch_tokens=batch_tokens,
-            told=self._made_of,
-            stale=partial(self._stale, known),
+            told=self._company.made_of,
+            stale=stale,
         )
 
     @property
     def bases(self) -> tuple[Base, ...]:
         """Under which bases the engine's method reads passages, hence under which to warm them."""
         return self.method.bases or (FRAMED,)
-
-    def _stale(self, known: frozenset[str], key: ChunkKey, neighbours: Sequence[tuple[int, ...]]) -> float:
-        """Return the share of a passage's neighbours that its entry was not made of.
-
-        An entry that was made of passages which are not among those known now is left alone: a job that was given a
-        part of the corpus would find it worse neighbours.
-        """
-        then, now = self.sources.made_of(key), {self._passage(ids) for ids in neighbours if ids}
-        return len(now - then) / len(now) if now and then <= known else 0.0
-
-    def _passage(self, ids: tuple[int, ...]) -> str:
-        return self.sources.passage(self.keys(ids, (FRAMED,))[0])
-
-    def _readers(self, ids: tuple[int, ...]) -> frozenset[str]:
-        return self.sources.readers(self.keys(ids, (FRAMED,))[0]) if ids else frozenset()
-
-    def _rememberable(self, group: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Leave out passages that not all who may read a later one of the group may read."""
-        if not self.sources.restricted:
-            return list(group)
-        readers = [self._readers(ids) for ids in group]
-        return [
-            ids
-            for place, ids in enumerate(group)
-            if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
-        ]
-
-    def _made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
-        """Have an entry go with any of the passages it is made of."""
-        self.sources.derive(key, [one for ids in passages for one in self.keys(ids, (FRAMED,))])
 
     def capture(
         self,
@@ -304,9 +272,9 @@ class FusionEngine:
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
         job = CaptureJob(
-            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._made_of
+            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._company.made_of
         )
-        return job.run(self._rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
+        return job.run(self._company.rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
@@ -434,10 +402,10 @@ class FusionEngine:
         passage = generation.text if text is None else text
         given = [span.segment.ids for span in stream.prefilled.prompt.chunks]
         answer = self.prompts.chunk_ids(passage)
-        if len(self._rememberable([*given, answer])) <= len(given):
+        if len(self._company.rememberable([*given, answer])) <= len(given):
             return Kept(None, reason="it was given over a passage that not all who may read it may read")
         return keep_generated(
-            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._made_of
+            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._company.made_of
         )
 
     def generate_verified(

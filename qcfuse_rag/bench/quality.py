@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -32,6 +31,7 @@ from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.profile.samples import BadDataset
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.memory import MemoryStore
+from qcfuse_rag.store.whole import write_whole
 
 UNLIMITED = 1 << 50
 """Bytes of the store in memory; what bounds it is the group of questions it is filled for."""
@@ -124,8 +124,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
         about = {**_about(options, engine), "conditions": conditions, "notes": notes}
     result = {"about": about, "records": records, "summary": summary}
-    _write(options.out, json.dumps(result, ensure_ascii=False, indent=1))
-    _write(options.out.with_suffix(".md"), markdown(summary, about))
+    write_whole(options.out, json.dumps(result, ensure_ascii=False, indent=1))
+    write_whole(options.out.with_suffix(".md"), markdown(summary, about))
     return result
 
 
@@ -242,11 +242,3 @@ def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
         "torch": torch.__version__,
         "options": json.loads(json.dumps(asdict(options), default=str)),
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, "utf-8")
-    part.replace(path)

@@ -11,8 +11,8 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.report.explain import explain_html
 from qcfuse_rag.report.fusion import FusionReport
-from qcfuse_rag.retrieve.frequency import RetrievalCounts
 from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.retrieve.log import RetrievalLog
 
 
 def ask_library(
@@ -41,7 +41,7 @@ def ask_library(
         index = PassageIndex.load(place, embedder or DEFAULT_EMBEDDER)
         embed = Embedder(embedder or default_embedder())
         found = index.search(embed([question])[0], top_k)
-        RetrievalCounts(place).note(passage.text for passage in found)
+        RetrievalLog(place).note(passage.text for passage in found)
         engine = open_engine(store, model, method, device, dtype)
         note_verdict(engine)
         prompt = engine.prompt(question, [passage.text for passage in found])

@@ -6,11 +6,13 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.store.whole import write_whole
 
 NAME = "warm.json"
 SAVED_EVERY_S = 1.0
@@ -61,14 +63,8 @@ class JobRecord:
     def save(self) -> None:
         """Write the record; a disk on which that fails stops the job elsewhere and for a better reason."""
         self.updated = time.time()
-        path = self.folder / NAME
-        part = path.with_name(f"{NAME}.{os.getpid()}.part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(self.to_dict(), indent=2), "utf-8")
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
+        with suppress(OSError):
+            write_whole(self.folder / NAME, json.dumps(self.to_dict(), indent=2), sync=False)
 
     def advance(self, done: int, total: int) -> None:
         """Note how far the job is; written at most once a second."""

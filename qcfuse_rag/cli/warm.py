@@ -15,8 +15,8 @@ from qcfuse_rag.demo.assets import default_embedder
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.retrieve.frequency import RetrievalCounts
 from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.retrieve.log import RetrievalLog
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.open import open_store
 
@@ -61,13 +61,13 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         print_json({"documents": len(passages), "passages": len(texts), **plan.to_dict(), "disk_free_bytes": free})
         return
     OUT.print(
-        f"{len(passages)} documents, {len(texts)} passages: {plan.to_warm} to prefill ({plan.tokens:,} tokens), "
+        f"{len(passages)} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
         f"{plan.present} there already",
         soft_wrap=True,
     )
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
-        OUT.print(f"[yellow]{plan.left_out} passages do not fit the store's limit[/yellow]; raise --limit-gb")
+        OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
     _print_failed(plan.failed)
 
 
@@ -88,7 +88,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         print_json(summary)
         return
     OUT.print(
-        f"{summary['documents']} documents, {summary['passages']} passages: {summary['warmed']} prefilled "
+        f"{summary['documents']} documents, {summary['passages']} passages: {summary['warmed']} caches prefilled "
         f"({summary['tokens']:,} tokens, {size(summary['size_bytes'])}) in {duration(summary['elapsed_s'])}, "
         f"{summary['present']} were there already",
         soft_wrap=True,
@@ -101,7 +101,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         )
     if summary["left_out"]:
         ERR.print(
-            f"[yellow]{summary['left_out']} passages left out[/yellow]: they do not fit the store; raise --limit-gb"
+            f"[yellow]{summary['left_out']} caches left out[/yellow]: they do not fit the store; raise --limit-gb"
         )
     _print_failed(summary["failed"])
 
@@ -160,6 +160,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
         documents = index.by_source() if enriched else passages
         pairs = [(source, text) for source, texts in documents.items() for text in texts]
         texts = [text for _, text in pairs]
+        log = RetrievalLog(place)
         with progress_bar("prefilling passages", "tokens") as advance:
 
             def note(done: int, total: int) -> None:
@@ -169,8 +170,9 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
             summary = engine.warm(
                 texts,
                 sources=[source for source, _ in pairs],
-                priority=RetrievalCounts(place).of(texts),
+                priority=log.counts(texts),
                 vectors=index.vectors(texts) if enriched else None,
+                retrievals=log.retrievals(texts) if enriched else (),
                 access=None if options.access is None else dict.fromkeys(passages, options.access),
                 batch_tokens=options.batch_tokens,
                 progress=note,

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import threading
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
 from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.whole import write_whole
 
 
 class MeasuredCosts:
@@ -72,10 +74,5 @@ def save_costs(costs: Costs, path: Path) -> None:
     """
     if read_costs(path) is not None:
         return
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.touch(mode=0o600)
-        part.write_text(json.dumps(asdict(costs)), "utf-8")
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
+    with suppress(OSError):
+        write_whole(path, json.dumps(asdict(costs)))

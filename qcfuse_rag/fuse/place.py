@@ -13,8 +13,14 @@ from qcfuse_rag.store.chunk import ChunkKV
 
 
 @torch.inference_mode()
-def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
-    """Copy a chunk's unrotated keys and its values to positions `start ...` of every sequence; rotate them afterwards.
+def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, sequences: slice = slice(None)) -> int:
+    """Copy a chunk's unrotated keys and its values to positions `start ...`; rotate them afterwards.
+
+    Args:
+        buffer: the request's keys and values.
+        start: the position of the chunk's first token.
+        chunk: what is stored.
+        sequences: those of the buffer that get it.
 
     Returns:
         Bytes copied.
@@ -26,10 +32,9 @@ def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV) -> int:
     chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
     for layer in range(chunk.n_layers):
         keys, values = chunk.layer(layer)
-        buffer.keys[layer][:, :, start : start + chunk.n_tokens] = keys.to(buffer.keys[layer].device, non_blocking=True)
-        buffer.values[layer][:, :, start : start + chunk.n_tokens] = values.to(
-            buffer.values[layer].device, non_blocking=True
-        )
+        stop = start + chunk.n_tokens
+        buffer.keys[layer][sequences, :, start:stop] = keys.to(buffer.keys[layer].device, non_blocking=True)
+        buffer.values[layer][sequences, :, start:stop] = values.to(buffer.values[layer].device, non_blocking=True)
         copied += keys.nbytes + values.nbytes
     return copied
 

@@ -72,6 +72,11 @@ def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int)
     return [[other for other, _ in sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for own in together]
 
 
+def first_of(first: Sequence[Sequence[int]], then: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Return each chunk's neighbours from a first list, filled up from a second one to `n`."""
+    return [list(dict.fromkeys((*one, *other)))[:n] for one, other in zip(first, then, strict=True)]
+
+
 def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """Return groups of related chunks in which every chunk stands behind others at least once.
 

@@ -35,19 +35,20 @@ def prefill_chunks(
     lm: LanguageModel,
     batch: Sequence[tuple[int, ...]],
     *,
-    prefix: ChunkKV | None = None,
+    prefix: ChunkKV | Sequence[ChunkKV] | None = None,
     ranking: Ranking = "instruction",
 ) -> list[ChunkKV]:
     """Compute the keys and values of several chunks in one pass, and rank their tokens.
 
-    Each chunk is a sequence of its own behind the prefix, followed by the words that rank it (see `ingest.anchors`) and
+    Each chunk is a sequence of its own behind its prefix, followed by the words that rank it (see `ingest.anchors`) and
     filled up at its end: a token sees nothing that comes after it, so none of this changes its keys and values, but
     for the last bits, which follow the shape of the pass.
 
     Args:
         lm: the model.
         batch: the chunks' tokens; the less their lengths differ, the less is computed in vain.
-        prefix: stored keys and values of what stands in front, from position 0; None for nothing.
+        prefix: stored keys and values of what stands in front, from position 0: the same for all chunks, or one for
+            each, all of one length; None for nothing.
         ranking: how to rank tokens.
 
     Returns:
@@ -55,8 +56,12 @@ def prefill_chunks(
 
     Raises:
         PromptTooLong: if prefix and the longest chunk exceed the context window.
+        ValueError: if prefixes differ in length.
     """
-    start = 0 if prefix is None else prefix.n_tokens
+    prefixes = [prefix] if isinstance(prefix, ChunkKV) else list(prefix or ())
+    if len({one.n_tokens for one in prefixes}) > 1 or (len(prefixes) > 1 and len(prefixes) != len(batch)):
+        raise ValueError(f"{len(batch)} chunks need one prefix, or one each of the same length")
+    start = prefixes[0].n_tokens if prefixes else 0
     longest = max(len(ids) for ids in batch)
     room = lm.window.tokens - start - longest
     if room < 0:
@@ -71,8 +76,9 @@ def prefill_chunks(
         (*ids, *ask, *(0 for _ in range(width - len(ids) - len(ask)))) for ids, ask in zip(batch, asking, strict=True)
     ]
     buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
-    if prefix is not None:
-        copy_chunk(buffer, 0, prefix)
+    for place, one in enumerate(prefixes):
+        copy_chunk(buffer, 0, one, slice(None) if len(prefixes) == 1 else slice(place, place + 1))
+    if start:
         rotate_buffer(buffer, lm.ropes, 0, start)
     watch = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], [len(ask) for ask in asking], lm.device)
     rows = torch.arange(start, start + width, device=lm.device)

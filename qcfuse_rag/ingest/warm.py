@@ -11,7 +11,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import BLIND, FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
-from qcfuse_rag.ingest.enrich import enrich_chunk
+from qcfuse_rag.ingest.enrich import Before, enrich_chunks, what_fits
 from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
 from qcfuse_rag.model.language_model import LanguageModel
@@ -180,7 +180,7 @@ class WarmJob:
             for one, chunk in zip(batch, chunks, strict=True):
                 if one.base.enriched and self._told is not None:
                     self._store.discard(one.key)  # what it is made of is forgotten now
-                    self._told(one.key, [tuple(self._ids[index]) for index in self._related(one)])
+                    self._told(one.key, [tuple(self._ids[index]) for index in self._met(one)])
                 self._store.put(one.key, chunk, saved_ms=saved_ms * len(one.ids))
                 size += chunk.nbytes
             warmed, tokens = warmed + len(batch), tokens + taken
@@ -232,26 +232,34 @@ class WarmJob:
     def _staleness(self, one: Pending) -> float:
         if self._stale is None or not one.base.enriched:
             return 0.0
-        return self._stale(one.key, [tuple(self._ids[index]) for index in self._related(one)])
+        return self._stale(one.key, [tuple(self._ids[index]) for index in self._met(one)])
 
     def _batches(self, work: list[Pending]) -> Iterable[list[Pending]]:
         for base in sorted(dict.fromkeys(one.base for one in work), key=lambda base: base.enriched):
             own = [one for one in work if one.base is base]
-            if base.enriched:
-                yield from ([one] for one in own)
-                continue
-            yield from batches_by_length(
-                own, lambda one: len(one.ids), batch_tokens=self._batch_tokens, extra=self._extra
-            )
+            for before, group in (self._by_what_is_before(own) if base.enriched else {0: own}).items():
+                yield from batches_by_length(
+                    group, lambda one: len(one.ids), batch_tokens=self._batch_tokens, extra=self._extra + before
+                )
+
+    def _by_what_is_before(self, work: list[Pending]) -> dict[int, list[Pending]]:
+        """Sort enriched chunks by how much stands before them, those that have the most wanted ones first."""
+        groups: dict[int, list[Pending]] = {}
+        for one in work:
+            groups.setdefault(self._before(one).length, []).append(one)
+        return groups
+
+    def _before(self, one: Pending) -> Before:
+        lengths = [len(self._ids[index]) for index in self._related(one)]
+        return what_fits(len(one.ids), len(self._frame), lengths, self._lm.window.tokens)
 
     def _prefill(self, batch: list[Pending], head: ChunkKV | None) -> list[ChunkKV]:
         base = batch[0].base
         chunks = [tuple(one.ids) for one in batch]
         if base.enriched:
-            related = [
-                (hash_ids(tuple(self._ids[index])), self._first_pass(index, head)) for index in self._related(batch[0])
-            ]
-            return [enrich_chunk(self._lm, chunks[0], head=head, neighbours=related)]
+            first = [] if head is None else [("", head)]
+            before = [[*first, *(self._first_pass(index, head) for index in self._met(one))] for one in batch]
+            return enrich_chunks(self._lm, chunks, before, self._before(batch[0]).length)
         prefix = head
         if base.primed:
             if self._primed_head is None:
@@ -269,8 +277,12 @@ class WarmJob:
         texts.pop(tuple(one.ids), None)
         return [index for index in self._neighbours[one.index] if index in texts.values()]
 
-    def _first_pass(self, index: int, head: ChunkKV | None) -> ChunkKV:
-        """Return a neighbour's framed cache: the stored one, else one computed for the moment."""
+    def _met(self, one: Pending) -> list[int]:
+        """Return those of a passage's neighbours that stand before it."""
+        return self._related(one)[: self._before(one).neighbours]
+
+    def _first_pass(self, index: int, head: ChunkKV | None) -> tuple[str, ChunkKV]:
+        """Return a neighbour's `hash_ids` and framed cache: the stored one, else one computed for the moment."""
         ids = tuple(self._ids[index])
         found = self._store.get(FRAMED.key(self._lm.fingerprint, self._frame, ids))
         if isinstance(found, ChunkKV):
@@ -279,8 +291,8 @@ class WarmJob:
             except (CorruptEntry, OSError):
                 pass
             else:
-                return found
-        return prefill_chunk(self._lm, ids, prefix=head)
+                return hash_ids(ids), found
+        return hash_ids(ids), prefill_chunk(self._lm, ids, prefix=head)
 
     def _measured(self, work: list[Pending]) -> float:
         if not work:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.whole import write_whole
 
 FORMAT = "qcfuse-profile-1"
 MAKE_ANEW = "make it anew with `qcfuse profile`"
@@ -112,18 +111,9 @@ class Profile:
         Raises:
             ProfileError: if it cannot be written.
         """
-        place = Path(path).expanduser()
-        part = place.with_name(f"{place.name}.{os.getpid()}.part")
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(self.to_dict(), file, indent=2, ensure_ascii=False)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(place)
+            write_whole(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2, ensure_ascii=False))
         except OSError as error:
-            with suppress(OSError):
-                part.unlink()
             raise ProfileError(f"cannot write {path} ({error}); name another place") from error
 
 

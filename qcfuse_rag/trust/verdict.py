@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.whole import write_whole
 
 FOLDER = "verdicts"
 VERSION = 1
@@ -78,12 +78,8 @@ class Verdict:
             QCFuseError: if it cannot be written.
         """
         path = verdict_path(folder, self.fingerprint, self.method)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.touch(mode=0o600)
-            part.write_text(json.dumps(self.to_dict(), indent=1), "utf-8")
-            part.replace(path)
+            write_whole(path, json.dumps(self.to_dict(), indent=1))
         except OSError as error:
             raise QCFuseError(f"cannot write the verdict {path}: {error}") from error
         return path

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qcfuse_rag import (
     BEGUN,
@@ -22,7 +26,9 @@ from qcfuse_rag import (
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import Base, Ranking
+from qcfuse_rag.ingest.enrich import what_fits
 from qcfuse_rag.ingest.neighbours import covering_groups, nearest, retrieved_together, token_vectors
+from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.store.chunk import ChunkKV
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
@@ -39,9 +45,9 @@ def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
 
 @torch.inference_mode()
 def behind_caches(
-    lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], ids: tuple[int, ...]
+    lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], length: int, ids: tuple[int, ...]
 ) -> references.Table:
-    """Run a chunk over the head and first-pass caches laid end to end, with nothing but transformers."""
+    """Run a chunk over the beginning of head and first-pass caches laid end to end, with transformers alone."""
     tables = [references.alone_at(lm, head, 0)]
     start = len(head)
     for neighbour in related:
@@ -49,19 +55,21 @@ def behind_caches(
         start += len(neighbour)
     cache = references.Cache(layer_class_to_replicate=references.DynamicLayer)
     for layer in range(lm.n_layers):
-        cache.update(*(torch.cat([t[layer][kind] for t in tables], 2) for kind in (0, 1)), layer)
-    positions = torch.arange(start, start + len(ids))[None]
+        cache.update(*(torch.cat([t[layer][kind] for t in tables], 2)[:, :, :length] for kind in (0, 1)), layer)
+    positions = torch.arange(length, length + len(ids))[None]
     with stock_attention(lm):
         lm.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
-    return [(layer.keys[:, :, start:], layer.values[:, :, start:]) for layer in cache.layers]
+    return [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
 
 
 def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[2, 1], [], [0]])
     frame = engine.prompts.frame
     ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
-    start = len(frame) + len(ids[2]) + len(ids[1])
-    expected = behind_caches(engine.lm, frame, [ids[2], ids[1]], ids[0])
+    total = len(ids[2]) + len(ids[1])
+    assert 64 <= total < 128, "so that it is made a multiple of four"
+    start = len(frame) + total - total % 4
+    expected = behind_caches(engine.lm, frame, [ids[2], ids[1]], start, ids[0])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
     references.assert_chunk_is(
         engine.lm,
@@ -126,9 +134,60 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
     while len(frame) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
         fitting.append(ids[0])
     assert len(fitting) < 4
-    start = len(frame) + sum(map(len, fitting))
-    expected = behind_caches(engine.lm, frame, fitting, ids[1])
+    lengths = [len(one) for one in fitting]
+    start = what_fits(len(ids[1]), len(frame), lengths, engine.lm.window.tokens).length
+    expected = behind_caches(engine.lm, frame, fitting, start, ids[1])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
+
+
+def test_chunks_that_stand_behind_as_much_are_enriched_together(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And get what each gets alone."""
+    batches: list[int] = []
+
+    def counted(lm: LanguageModel, batch: list[tuple[int, ...]], **rest: Any) -> list[ChunkKV]:
+        batches.append(len(batch))
+        return prefill_chunks(lm, batch, **rest)
+
+    monkeypatch.setattr("qcfuse_rag.ingest.enrich.prefill_chunks", counted)
+    texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
+    neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
+    alone, together = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    alone.warm(texts, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
+    assert batches == [1] * 5
+    together.warm(texts, bases=(ENRICHED,), neighbours=neighbours)
+    assert max(batches[5:]) > 1
+    assert sum(batches[5:]) == 5
+    for text in texts:
+        ours, theirs = (stored(engine, ENRICHED, text) for engine in (together, alone))
+        assert ours.context == theirs.context
+        for layer in range(llama.n_layers):
+            pairs = zip(ours.layer(layer), theirs.layer(layer), strict=True)
+            assert all(float((a - b).abs().max()) <= TOLERANCE for a, b in pairs)
+
+
+@given(st.lists(st.integers(1, 700), max_size=12), st.integers(0, 300), st.integers(1, 600), st.integers(300, 9000))
+def test_what_is_before_an_enriched_chunk_fits_and_loses_a_sixteenth_at_most(
+    lengths: list[int], head: int, tokens: int, window: int
+) -> None:
+    before = what_fits(tokens, head, lengths, window)
+    met = sum(lengths[: before.neighbours])
+    length = before.length - head
+    assert before.neighbours == 0 or before.length + tokens <= window
+    assert sum(lengths[: before.neighbours - 1]) < length <= met or before.neighbours == length == 0
+    fitting = [n for n in range(len(lengths) + 1) if head + sum(lengths[:n]) + tokens <= window]
+    total = sum(lengths[: max(fitting, default=0)])
+    assert length >= total - total / 16
+    grain = next((2**n for n in range(20, -1, -1) if 2**n <= total / 16), 1)
+    assert length % grain == 0
+
+
+def test_prefixes_of_a_batch_have_one_length(llama: LanguageModel) -> None:
+    short, long = (prefill_chunk(llama, ids) for ids in ((5, 6), (5, 6, 7)))
+    for prefixes in ([short, long], [short] * 3):
+        with pytest.raises(ValueError, match="one each of the same length"):
+            prefill_chunks(llama, [(8, 9), (9, 8)], prefix=prefixes)
 
 
 def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine: FusionEngine) -> None:

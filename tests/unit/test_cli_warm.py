@@ -132,7 +132,7 @@ def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, mode
     missing = {name: s["missing"] for name, s in run.json("store", "sources", store)["sources"].items()}
     assert missing.pop(source) == 0
     assert list(missing.values()) == [1, 1]
-    assert "council" not in (store / "passages" / "retrieved.json").read_text()
+    assert "council" not in (store / "passages" / "retrievals.jsonl").read_text()
 
 
 def test_tenants_see_only_their_own(

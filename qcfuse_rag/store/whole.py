@@ -1,0 +1,34 @@
+"""Write a small file so that whoever reads it sees the old one or the new one, whole."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
+    """Put a text file in the place of the one that is there, for its owner only; makes the folder if need be.
+
+    Args:
+        path: of the file.
+        text: all of it.
+        sync: wait until it is on disk; not worth it for what is written anew every second.
+
+    Raises:
+        OSError: if it cannot be written; what was there stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.touch(mode=0o600)
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
