@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+# Before anything imports a kernel: without a device to compile for, Triton interprets them.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from qcfuse_rag import FRAMED, Method, make_method, methods
 

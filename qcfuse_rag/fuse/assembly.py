@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
+from qcfuse_rag.fuse.kernels.support import kernels_run_on
+from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer, stage_chunk
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Span
@@ -18,6 +20,9 @@ from qcfuse_rag.report.fusion import Lookup
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fuse.kernels.place import Block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +56,7 @@ class Assembly:
         lookups: what became of every segment that could have been stored.
         bytes_loaded: bytes copied from the store.
         row_layers: rows computed so far, summed over the layers each was computed in.
+        staged: while loading, what is on the device and not at its place yet; None where chunks are copied there.
     """
 
     lm: LanguageModel
@@ -62,6 +68,7 @@ class Assembly:
     lookups: list[Lookup] = field(default_factory=list)
     bytes_loaded: int = 0
     row_layers: int = 0
+    staged: list[Block] | None = None
 
     @classmethod
     def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
@@ -80,6 +87,7 @@ class Assembly:
             start: where to begin; the segments in front have been placed.
         """
         before = len(self.placed)
+        self.staged = [] if kernels_run_on(self.lm.device) else None
         for span in self.prompt.spans:
             if span.start < start:
                 continue
@@ -87,7 +95,12 @@ class Assembly:
                 self._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
             elif span.segment.role is Role.CHUNK:
                 self._load(store, span, base, adapter)
-        if len(self.placed) > before:
+        if self.staged:
+            from qcfuse_rag.fuse.kernels.place import place_blocks
+
+            place_blocks(self.staged)
+            self.staged = None
+        elif len(self.placed) > before:
             rotate_buffer(self.buffer, self.lm.ropes, self.placed[before].span.start, self.placed[-1].span.stop)
 
     @property
@@ -159,7 +172,11 @@ class Assembly:
             store.discard(key, reason)
             return Miss(reason)
         try:
-            return copy_chunk(self.buffer, span.start, chunk)
+            if self.staged is None:
+                return copy_chunk(self.buffer, span.start, chunk)
+            blocks = stage_chunk(self.buffer, span.start, chunk, self.lm.ropes)
+            self.staged += blocks
+            return sum(block.nbytes for block in blocks)
         except CorruptEntry as error:
             store.discard(key, str(error))
             return Miss(str(error))

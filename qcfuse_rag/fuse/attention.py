@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.fuse.kernels.support import kernels_take
 from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
 
 NAME = "qcfuse"
@@ -88,6 +89,12 @@ def rows_attention(
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     plain = softcap is None and s_aux is None
+    if visible is None and len(fusion.rows) < fusion.length and kernels_take(query, value):
+        from qcfuse_rag.fuse.kernels.attention import sparse_attention
+
+        return sparse_attention(
+            query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
+        ), None
     outputs = []
     for block in fusion.blocks(layer, window):
         q = query[:, :, block.start : block.stop]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch import Tensor
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.model.rope import LayerRope, angles, rotate
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.numbers import companion
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fuse.kernels.place import Block
 
 
 @torch.inference_mode()
@@ -37,6 +42,34 @@ def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, sequences: slice = 
         buffer.values[layer][sequences, :, start:stop] = values.to(buffer.values[layer].device, non_blocking=True)
         copied += keys.nbytes + values.nbytes
     return copied
+
+
+@torch.inference_mode()
+def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[LayerRope]) -> list[Block]:
+    """Bring a chunk to the buffer's device as it is stored, for `kernels.place.place_blocks` to put it in its place.
+
+    Args:
+        buffer: the request's keys and values, of one sequence.
+        start: the position of the chunk's first token.
+        chunk: what is stored; one of low rank is multiplied out.
+        ropes: rotation of each layer.
+
+    Raises:
+        CorruptEntry: if a block fails its check.
+    """
+    from qcfuse_rag.fuse.kernels.place import Block
+
+    chunk.anchors(0, 1.0)
+    scaled, multiplied = companion(chunk.numbers) == "scale", companion(chunk.numbers) == "basis"
+    staged = []
+    for layer, rope in enumerate(ropes):
+        for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
+            name = f"{kind}.{layer}"
+            block = chunk.part(kind, layer).transpose(0, 1) if multiplied else chunk.blocks[name]
+            scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
+            stored = block.contiguous().to(into.device, non_blocking=True)
+            staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
+    return staged
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import attention_scores
+from qcfuse_rag.fuse.kernels.support import kernels_take
 
 MAX_SCORE_BYTES = 256 << 20
 
@@ -60,6 +61,27 @@ def attention_weights(
     Returns:
         `[T]` float32, on the device of `query`.
     """
+    if kernels_take(query, key):
+        from qcfuse_rag.fuse.kernels.context_score import context_scores
+
+        return context_scores(query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=reduce)
+    return plain_attention_weights(
+        query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=reduce
+    )
+
+
+def plain_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    known: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduce: str = "mean",
+) -> Tensor:
+    """Return the same in plain torch, a part of the rows at a time: the way without a GPU, and the reference of it."""
     length = key.shape[2]
     positions = torch.arange(length, device=key.device)
     total = torch.zeros(length, dtype=torch.float32, device=key.device)

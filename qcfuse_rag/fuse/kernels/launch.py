@@ -1,0 +1,50 @@
+"""What every launcher needs: how much a device runs at once, and whether operands are laid out as said."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.kernels.support import DTYPES, MAX_DIM
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return how many programs a device runs at once, two for each multiprocessor; 1 without a GPU."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def block_dim(dim: int) -> int:
+    """Return the power of two that holds a head's channels; the matrix units take 16 at least."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:
+    """Check queries, keys, values and rows against each other.
+
+    Raises:
+        ValueError: naming the operand that does not fit.
+    """
+    for name, one in (("query", query), ("key", key), ("value", value)):
+        if one is None:
+            continue
+        if one.dim() != 4 or one.shape[0] != 1:
+            raise ValueError(f"{name} must be [1, heads, tokens, channels], got {tuple(one.shape)}")
+        if one.dtype not in DTYPES or one.dtype != query.dtype:
+            raise ValueError(f"{name} must be of one dtype of {', '.join(map(str, DTYPES))}, got {one.dtype}")
+        if one.stride(3) != 1:
+            raise ValueError(f"{name}'s channels must lie side by side, got strides {one.stride()}")
+        if not 0 < one.shape[3] <= MAX_DIM:
+            raise ValueError(f"{name} must have at most {MAX_DIM} channels a head, got {one.shape[3]}")
+        if one.device != query.device:
+            raise ValueError(f"{name} is on {one.device}, query on {query.device}")
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"query {tuple(query.shape)} does not fit key {tuple(key.shape)}")
+    if value is not None and value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value {tuple(value.shape)} does not fit key {tuple(key.shape)}")
+    if rows.dtype != torch.int64 or rows.shape != (query.shape[2],) or not rows.is_contiguous():
+        raise ValueError(f"rows must be [{query.shape[2]}] int64, got {tuple(rows.shape)} {rows.dtype}")
+    if rows.device != query.device:
+        raise ValueError(f"rows are on {rows.device}, query on {query.device}")

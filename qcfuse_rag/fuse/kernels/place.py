@@ -1,0 +1,211 @@
+"""Place stored chunks: undo their narrow format, rotate their keys, and scatter them into a request's buffer.
+
+One launch moves all chunks and layers of one format: a table in device memory says for every block where it lies, where
+its scales lie, and where it goes. A stored block is read once and a place written once, which is the floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qcfuse_rag.fuse.kernels.launch import block_dim
+from qcfuse_rag.model.rope import LayerRope, angles, rotate
+from qcfuse_rag.store.numbers import restore
+
+TOKENS_PER_PROGRAM = 16
+COLUMNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Keys or values of one chunk in one layer, on the device, and the place they go to.
+
+    Attributes:
+        stored: `[n, H, D]`, as stored: any float dtype, or int8 or fp8 with `scale`; contiguous.
+        scale: `[1, H, D]` or `[n, H, 1]` float32, or None; contiguous.
+        into: `[1, H, capacity, D]`, a layer of a request's buffer.
+        start: position of the first token.
+        rope: how to rotate; None for values.
+    """
+
+    stored: Tensor
+    scale: Tensor | None
+    into: Tensor
+    start: int
+    rope: LayerRope | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers and scales."""
+        return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def check(self) -> None:
+        """Raise `ValueError` if the parts do not fit each other."""
+        tokens, heads, dim = self.stored.shape
+        if self.into.shape[:2] != (1, heads) or self.into.shape[3] != dim or self.into.stride(3) != 1:
+            raise ValueError(f"a block {tuple(self.stored.shape)} does not go into {tuple(self.into.shape)}")
+        if not 0 <= self.start <= self.into.shape[2] - tokens:
+            raise ValueError(f"{tokens} tokens at {self.start} exceed a buffer of {self.into.shape[2]}")
+        if self.scale is not None and self.scale.shape not in ((1, heads, dim), (tokens, heads, 1)):
+            raise ValueError(f"scales {tuple(self.scale.shape)} do not fit {tuple(self.stored.shape)}")
+        if not self.stored.is_contiguous() or (self.scale is not None and not self.scale.is_contiguous()):
+            raise ValueError("blocks and scales must be contiguous")
+
+
+@triton.jit
+def place(
+    table,
+    cosines,
+    sines,
+    heads,
+    head_stride,
+    token_stride,
+    STORED: tl.constexpr,
+    PLACED: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Some tokens of one head of one block. `HALF` pairs of channels rotate, the channels after them do not."""
+    head, item = tl.program_id(1), tl.program_id(2)
+    row = table + item * 5
+    stored = tl.load(row).to(tl.pointer_type(STORED))
+    scales = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    into = tl.load(row + 2).to(tl.pointer_type(PLACED))
+    start, tokens = tl.load(row + 3), tl.load(row + 4)
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    real = token < tokens
+    at = (token.to(tl.int64) * heads + head) * DIM
+    to = head.to(tl.int64) * head_stride + (start + token) * token_stride
+    if HALF > 0:
+        pair = tl.arange(0, BLOCK_HALF)
+        inside = real[:, None] & (pair < HALF)[None, :]
+        one = 2 * pair if INTERLEAVED else pair
+        other = one + 1 if INTERLEAVED else one + HALF
+        first = tl.load(stored + at[:, None] + one[None, :], mask=inside).to(tl.float32)
+        second = tl.load(stored + at[:, None] + other[None, :], mask=inside).to(tl.float32)
+        if SCALED:
+            first *= tl.load(scales + head * DIM + one, mask=pair < HALF, other=0.0)[None, :]
+            second *= tl.load(scales + head * DIM + other, mask=pair < HALF, other=0.0)[None, :]
+            first, second = first.to(PLACED).to(tl.float32), second.to(PLACED).to(tl.float32)
+        angle = (start + token)[:, None] * HALF + pair[None, :]
+        cos = tl.load(cosines + angle, mask=inside, other=0.0)
+        sin = tl.load(sines + angle, mask=inside, other=0.0)
+        tl.store(into + to[:, None] + one[None, :], (first * cos - second * sin).to(PLACED), mask=inside)
+        tl.store(into + to[:, None] + other[None, :], (second * cos + first * sin).to(PLACED), mask=inside)
+    if 2 * HALF < DIM:
+        dim = tl.arange(0, BLOCK_DIM)
+        kept = real[:, None] & ((dim >= 2 * HALF) & (dim < DIM))[None, :]
+        rest = tl.load(stored + at[:, None] + dim[None, :], mask=kept).to(tl.float32)
+        if SCALED:
+            if BY_TOKEN:
+                rest *= tl.load(scales + token.to(tl.int64) * heads + head, mask=real, other=0.0)[:, None]
+            else:
+                rest *= tl.load(scales + head * DIM + dim, mask=dim < DIM, other=0.0)[None, :]
+        tl.store(into + to[:, None] + dim[None, :], rest.to(PLACED), mask=kept)
+
+
+def place_blocks(blocks: Sequence[Block]) -> None:
+    """Place blocks, in one launch for all that have the same format, shape and rotation.
+
+    Args:
+        blocks: on one device; those that are placed at the same positions of the same buffer overwrite each other in
+            no order.
+
+    Raises:
+        ValueError: if the parts of a block do not fit each other.
+    """
+    groups: dict[tuple[object, ...], list[Block]] = {}
+    for block in blocks:
+        block.check()
+        rope = block.rope if block.rope is not None and block.rope.inv_freq is not None else None
+        about = (
+            block.stored.dtype,
+            block.stored.shape[1:],
+            block.into.dtype,
+            block.into.stride(),
+            None if block.scale is None else block.scale.shape[2] == 1,
+            None if rope is None else (id(rope.inv_freq), rope.interleaved),
+        )
+        groups.setdefault(about, []).append(block)
+    for group in groups.values():
+        _launch(group)
+
+
+def _launch(group: list[Block]) -> None:
+    some = group[0]
+    device = some.into.device
+    heads, dim = some.stored.shape[1:]
+    rows = [
+        (
+            one.stored.data_ptr(),
+            0 if one.scale is None else one.scale.data_ptr(),
+            one.into.data_ptr(),
+            one.start,
+            len(one.stored),
+        )
+        for one in group
+    ]
+    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    half, interleaved, cos = 0, False, table
+    sin = cos
+    if some.rope is not None and some.rope.inv_freq is not None:
+        half, interleaved = len(some.rope.inv_freq), some.rope.interleaved
+        stop = max(one.start + len(one.stored) for one in group)
+        cos, sin = angles(some.rope.inv_freq.to(device), torch.arange(stop, device=device))
+    by_token = some.scale is not None and some.scale.shape[2] == 1
+    if by_token and half:
+        raise ValueError("keys are scaled by channel, not by token")
+    longest = max(len(one.stored) for one in group)
+    place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
+        table,
+        cos,
+        sin,
+        heads,
+        some.into.stride(1),
+        some.into.stride(2),
+        STORED=_type(some.stored.dtype),
+        PLACED=_type(some.into.dtype),
+        DIM=dim,
+        HALF=half,
+        BLOCK_DIM=block_dim(dim),
+        BLOCK_HALF=block_dim(max(1, half)),
+        BLOCK_TOKENS=TOKENS_PER_PROGRAM,
+        SCALED=some.scale is not None,
+        BY_TOKEN=by_token,
+        INTERLEAVED=interleaved,
+    )
+
+
+def _type(dtype: torch.dtype) -> tl.dtype:
+    return {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.int8: tl.int8,
+        torch.float8_e4m3fn: tl.float8e4nv,
+    }[dtype]
+
+
+def place_blocks_reference(blocks: Sequence[Block]) -> None:
+    """Do what `place_blocks` does, block by block in torch."""
+    for block in blocks:
+        wide = block.stored if block.scale is None else restore(block.stored, block.scale, block.into.dtype)
+        tokens = wide.transpose(0, 1)
+        stop = block.start + tokens.shape[1]
+        if block.rope is not None and block.rope.inv_freq is not None:
+            positions = torch.arange(block.start, stop, device=tokens.device)
+            table = angles(block.rope.inv_freq.to(tokens.device), positions)
+            tokens = rotate(tokens, *table, interleaved=block.rope.interleaved)
+        block.into[0, :, block.start : stop] = tokens

@@ -1,0 +1,322 @@
+"""Every kernel against plain torch: under Triton's interpreter on a CPU, compiled where there is a CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.fuse.kernels import attention, context_score, place, support
+from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
+from qcfuse_rag.fuse.kernels.context_score import context_scores
+from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.fuse.score import attention_weights
+from qcfuse_rag.model.rope import LayerRope
+from qcfuse_rag.store.numbers import narrow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bfloat16 matrices"),
+    ),
+]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """`|found - expected| / |expected|`; NaN never passes a comparison."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def operands(
+    heads: int, kv_heads: int, rows: list[int], length: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Fresh random queries, and keys and values as views into a larger, poisoned buffer."""
+    query = torch.randn(1, len(rows), heads, dim).to(DEVICE, dtype).transpose(1, 2)
+    buffers = []
+    for channels in (dim, value_dim):
+        buffer = torch.full((1, kv_heads, length + 13, channels), float("nan"), device=DEVICE, dtype=dtype)
+        buffer[:, :, :length] = torch.randn(1, kv_heads, length, channels).to(DEVICE, dtype)
+        buffers.append(buffer[:, :, :length])
+    return query, buffers[0], buffers[1], torch.tensor(rows, device=DEVICE)
+
+
+SHAPES = {
+    "one row": (4, 4, [70], 71, 64, 64),
+    "grouped": (8, 2, [0, 3, 4, 90, 150, 199], 200, 64, 64),
+    "groups of seven": (14, 2, [*range(40, 60), 130], 131, 64, 64),
+    "odd channels": (4, 2, [5, 64, 65], 66, 80, 48),
+    "wide": (2, 1, [31, 32, 33, 100], 101, 256, 256),
+    "many blocks": (4, 2, list(range(0, 300, 3)), 299, 64, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> None:
+    query, key, value, rows = operands(*SHAPES[shape], dtype)
+    found = sparse_attention(query, key, value, rows, scaling=0.2)
+    assert found.dtype == dtype
+    assert relative_error(found, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 37, 1000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_attention_with_all_that_models_ask_for(
+    splits: int, sinks: bool, window: int | None, softcap: float | None
+) -> None:
+    query, key, value, rows = operands(6, 2, [2, 64, 127, 128, 250, 399], 400, 64, 32, torch.float32)
+    about = {"scaling": 0.3, "softcap": softcap, "window": window, "sinks": torch.randn(6) if sinks else None}
+    about["sinks"] = about["sinks"].to(DEVICE) if sinks else None  # type: ignore[union-attr]
+    found = sparse_attention(query, key, value, rows, splits=splits, **about)  # type: ignore[arg-type]
+    expected = sparse_attention_reference(query, key, value, rows, **about)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_keys_after_the_last_row_are_not_read() -> None:
+    query, key, value, rows = operands(2, 1, [3, 9], 100, 64, 64, torch.float32)
+    key[:, :, 10:], value[:, :, 10:] = float("nan"), float("nan")
+    found = sparse_attention(query, key, value, rows, scaling=1.0)
+    expected = sparse_attention_reference(query, key[:, :, :10], value[:, :, :10], rows, scaling=1.0)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_context_scores_are_those_of_the_reference(
+    dtype: torch.dtype, reduce: str, window: int | None, softcap: float | None
+) -> None:
+    query, key, _, rows = operands(6, 2, [*range(150, 181), 190], 191, 64, 64, dtype)
+    known = torch.rand(191, device=DEVICE) < 0.7
+    known[rows] = True
+    poisoned = key.masked_fill(~known[None, None, :, None], float("nan"))
+    about = {"scaling": 0.2, "softcap": softcap, "window": window, "reduce": reduce}
+    found = context_scores(query, poisoned, rows, known, **about)  # type: ignore[arg-type]
+    clean = key.masked_fill(~known[None, None, :, None], 0.0)
+    expected = attention_weights(query.float(), clean.float(), rows, known, **about)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < TOLERANCE[dtype]
+    assert float(found[~known].abs().max()) == 0
+    if reduce == "mean":
+        assert float(found.sum()) == pytest.approx(1, abs=1e-3)
+
+
+def test_context_scores_of_many_rows_and_a_few_channels() -> None:
+    query, key, _, rows = operands(9, 3, list(range(100)), 100, 80, 80, torch.float32)
+    known = torch.ones(100, dtype=torch.bool, device=DEVICE)
+    expected = attention_weights(query, key, rows, known, scaling=0.1)
+    assert relative_error(context_scores(query, key, rows, known, scaling=0.1), expected) < 1e-5
+
+
+def test_the_same_prompt_is_scored_alike() -> None:
+    query, key, _, rows = operands(6, 2, list(range(60, 100)), 100, 64, 64, torch.float32)
+    known = torch.ones(100, dtype=torch.bool, device=DEVICE)
+    one, other = (context_scores(query, key, rows, known, scaling=0.1) for _ in range(2))
+    assert torch.equal(one, other)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    query, key, value, rows = operands(4, 2, [1, 5], 6, 64, 64, torch.float32)
+    for bad, message in (
+        ((query[0], key, value, rows), "query must be"),
+        ((query, key.double(), value, rows), "key must be of one dtype"),
+        ((query, key, value.transpose(2, 3), rows), "channels must lie side by side"),
+        ((query[:, :3], key, value, rows), "does not fit key"),
+        ((query, key, value[:, :, :5], rows), "value .* does not fit"),
+        ((query, key, value, rows[:1]), "rows must be"),
+        ((query, key, value, rows.int()), "rows must be"),
+        ((torch.zeros(1, 4, 2, 300), torch.zeros(1, 2, 6, 300), value, rows), "at most 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(*bad, scaling=1.0)
+    with pytest.raises(ValueError, match="known must be"):
+        context_scores(query, key, rows, torch.ones(5, dtype=torch.bool), scaling=1.0)
+
+
+def block(tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: LayerRope | None, into: Tensor) -> Block:
+    """A stored block of fresh random numbers; with a rotation they are keys, else values."""
+    stored = torch.randn(tokens, into.shape[1], into.shape[3]).to(DEVICE, dtype)
+    if numbers == "model":
+        return Block(stored, None, into, start, rope)
+    return Block(*narrow(stored, numbers, over=2 if rope is None else 0), into, start, rope)
+
+
+@pytest.mark.parametrize(
+    ("rope", "dtype", "numbers"),
+    [
+        *[("all channels", dtype, numbers) for dtype in TOLERANCE for numbers in ("model", "int8", "fp8")],
+        *[(rope, torch.float16, "int8") for rope in ("interleaved", "some channels", "no position", "values")],
+        ("values", torch.bfloat16, "fp8"),
+        ("values", torch.float32, "model"),
+    ],
+    ids=str,
+)
+def test_blocks_are_placed_where_and_as_they_belong(rope: str, dtype: torch.dtype, numbers: str) -> None:
+    """Several chunks in two layers, one beside another, and nothing else written."""
+    frequencies = 10000.0 ** -(torch.arange(0, 24 if rope == "some channels" else 80, 2) / 80)
+    ropes = {"no position": LayerRope(None), "values": None}
+    own = ropes.get(rope, LayerRope(frequencies.to(DEVICE), interleaved=rope == "interleaved"))
+    layers = [torch.full((1, 3, 200, 80), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    blocks = [
+        block(tokens, start, dtype, numbers, own, into)
+        for into in layers
+        for tokens, start in ((37, 4), (1, 41), (60, 99))
+    ]
+    place_blocks(blocks)
+    found = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.fill_(float("nan"))
+    place_blocks_reference(blocks)
+    for ours, theirs in zip(found, layers, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
+
+
+def test_blocks_of_several_kinds_are_placed_by_one_call() -> None:
+    rope = LayerRope(10000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
+    keys, values = (torch.full((1, 2, 50, 64), float("nan"), device=DEVICE) for _ in range(2))
+    blocks = [
+        block(10, 0, torch.float32, "int8", rope, keys),
+        block(10, 10, torch.float32, "model", rope, keys),
+        block(20, 5, torch.float32, "fp8", None, values),
+    ]
+    place_blocks(blocks)
+    found = keys.clone(), values.clone()
+    place_blocks_reference(blocks)
+    assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in zip(found, (keys, values), strict=True))
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    into = torch.zeros(1, 2, 50, 64)
+    stored, scale = torch.zeros(10, 2, 64), torch.zeros(1, 2, 64)
+    rope = LayerRope(torch.ones(32))
+    for bad, message in (
+        (Block(stored, None, into, 41), "exceed a buffer of 50"),
+        (Block(stored, None, into, -1), "exceed a buffer of 50"),
+        (Block(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
+        (Block(stored, scale[:, :1], into, 0), "scales .* do not fit"),
+        (Block(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0), "must be contiguous"),
+        (Block(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            place_blocks([bad])
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the engine use kernels on this device, if need be under the interpreter; returns what was called."""
+    called: list[str] = []
+
+    def counted(name: str, kernel: Any) -> Any:
+        def call(*operands: Any, **rest: Any) -> Any:
+            called.append(name)
+            return kernel(*operands, **rest)
+
+        return call
+
+    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.kernels_run_on", lambda device: True)
+    monkeypatch.setattr("qcfuse_rag.fuse.assembly.kernels_run_on", lambda device: True)
+    monkeypatch.setattr(attention, "sparse_attention", counted("attention", sparse_attention))
+    monkeypatch.setattr(context_score, "context_scores", counted("score", context_scores))
+    monkeypatch.setattr(place, "place_blocks", counted("place", place_blocks))
+    return called
+
+
+@pytest.mark.parametrize(
+    ("family", "numbers"),
+    [("llama", "int8"), ("gemma2-softcap", "model"), ("gpt-oss-sinks", "model"), ("cohere2-interleaved", "fp8")],
+)
+def test_the_engine_answers_alike_with_and_without_kernels(
+    family: str,
+    numbers: str,
+    tokenizer: PreTrainedTokenizerFast,
+    with_kernels: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lm = LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
+    store = MemoryStore()
+    store.numbers = numbers
+    engine = FusionEngine(lm, store)
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
+    with_kernels.clear()
+    ours = engine.prefill(prompt, method=method, room=4)
+    assert set(with_kernels) == {"attention", "score", "place"}
+    monkeypatch.undo()
+    theirs = engine.prefill(prompt, method=method, room=4)
+    assert ours.report.selected == theirs.report.selected
+    assert ours.report.bytes_loaded == theirs.report.bytes_loaded or numbers != "model"
+    assert relative_error(ours.logits, theirs.logits) < 1e-4
+
+
+def test_a_damaged_block_is_a_miss_with_kernels_too(
+    tokenizer: PreTrainedTokenizerFast, with_kernels: list[str]
+) -> None:
+    """Nothing of the chunk is placed; what the store lacks is computed."""
+    lm = LanguageModel.wrap(build_model("llama").to(DEVICE), tokenizer)
+    engine = FusionEngine(lm, MemoryStore())
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    chunk = engine.store.get(key)
+    assert isinstance(chunk, ChunkKV)
+
+    class Damaged(HeldBlocks):
+        def __getitem__(self, name: str) -> Tensor:
+            if name == "value.1":
+                raise CorruptEntry("block value.1 does not match its checksum")
+            return super().__getitem__(name)
+
+    tensors = {name: chunk.blocks[name] for name in chunk.names()}
+    engine.store.discard(key)
+    damaged = replace(chunk, blocks=Damaged(tensors))
+    get = engine.store.get
+    engine.store.get = lambda one: damaged if one == key else get(one)  # type: ignore[method-assign]
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
+    assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+    assert done.logits.isfinite().all()
+
+
+def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernel_refusal(torch.device("cpu")) == "there are none for cpu"
+    device = torch.device("cuda", 7)  # none the cache has seen
+    monkeypatch.setenv("QCFUSE_KERNELS", "0")
+    assert kernel_refusal(device) == "switched off by QCFUSE_KERNELS=0"
+    kernel_refusal.cache_clear()
+    monkeypatch.setenv("QCFUSE_KERNELS", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(support, "kernel_errors", lambda device, dtype: {"attention": 1e-3, "place": float("nan")})
+    assert kernel_refusal(device) == "place is off by nan"
+    kernel_refusal.cache_clear()
+
+    def broken(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(support, "kernel_errors", broken)
+    assert kernel_refusal(device) == "they do not run here (RuntimeError: no such instruction)"
+    kernel_refusal.cache_clear()
+
+
+def test_every_kernel_is_within_its_tolerance_here() -> None:
+    errors = support.kernel_errors(torch.device(DEVICE), torch.float16)
+    assert sorted(errors) == ["attention", "context score", "place"]
+    assert max(errors.values()) < support.TOLERANCE
