@@ -115,12 +115,18 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
             query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
         )
     batch, heads, rows, dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
-    # The heads of a group become further rows of their key head: fused kernels take no mask together with grouping.
-    folded = query.reshape(batch, kv_heads, groups * rows, dim)
-    mask = None if block.mask is None else block.mask.repeat(groups, 1)
-    out = functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    # Key heads take the place of sequences, and keys are the same for the heads of a group without being repeated:
+    # fused kernels take no mask together with grouping.
+    grouped_query = query.reshape(batch * kv_heads, groups, rows, dim)
+    shared_key, shared_value = (
+        one.reshape(batch * kv_heads, 1, keys, one.shape[3]).expand(-1, groups, -1, -1) for one in (key, value)
+    )
+    mask = block.additive(query.dtype)
+    out = functional.scaled_dot_product_attention(
+        grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling
+    )
     return out.reshape(batch, heads, rows, value.shape[-1])
 
 

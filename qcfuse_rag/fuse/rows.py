@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ROWS_PER_BLOCK = 128
+KEPT_MASK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,20 @@ class RowBlock:
     last_key: int
     mask: Tensor | None
     causal: bool
+    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
+
+    def additive(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask as fused kernels want it, 0 or minus infinity; None if every row sees every key.
+
+        Torch would make this of a boolean one in every layer anew. Kept for the next layer unless it is large.
+        """
+        if self.mask is None or dtype in self._additive:
+            return None if self.mask is None else self._additive[dtype]
+        made = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
+        made.masked_fill_(~self.mask, float("-inf"))
+        if made.nbytes <= KEPT_MASK_BYTES:
+            self._additive[dtype] = made
+        return made
 
 
 @dataclass(slots=True, eq=False)
