@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qcfuse_rag.engine import FusionEngine
     from qcfuse_rag.errors import (
+        Busy,
         CorruptEntry,
         InvalidTemplate,
         ModelNotFound,
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from qcfuse_rag.fuse.prefill import Prefilled
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
+    from qcfuse_rag.generate.scheduled import ScheduledAnswer
+    from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -63,6 +66,7 @@ __all__ = [
     "METHODS",
     "PRIMED",
     "Base",
+    "Busy",
     "CaptureSummary",
     "ChunkKV",
     "ChunkKey",
@@ -92,6 +96,9 @@ __all__ = [
     "RemoteStore",
     "Role",
     "SamplingParams",
+    "ScheduledAnswer",
+    "Scheduler",
+    "SchedulerSettings",
     "Seal",
     "Segment",
     "Shadow",
@@ -128,6 +135,7 @@ _HOMES = {
     "ChunkKV": "qcfuse_rag.store.chunk",
     "ChunkKey": "qcfuse_rag.store.key",
     "CorruptEntry": "qcfuse_rag.errors",
+    "Busy": "qcfuse_rag.errors",
     "DiskStore": "qcfuse_rag.store.disk",
     "EntryInfo": "qcfuse_rag.store.contract",
     "FRAMED": "qcfuse_rag.ingest.base",
@@ -155,6 +163,9 @@ _HOMES = {
     "RemoteStore": "qcfuse_rag.store.remote",
     "Role": "qcfuse_rag.prompt.segments",
     "SamplingParams": "qcfuse_rag.generate.sampling",
+    "ScheduledAnswer": "qcfuse_rag.generate.scheduled",
+    "Scheduler": "qcfuse_rag.generate.scheduler",
+    "SchedulerSettings": "qcfuse_rag.generate.scheduler",
     "Seal": "qcfuse_rag.store.seal",
     "Segment": "qcfuse_rag.prompt.segments",
     "Sources": "qcfuse_rag.store.sources",

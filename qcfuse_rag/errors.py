@@ -19,6 +19,10 @@ class PromptTooLong(QCFuseError):
     """The prompt and the tokens to generate do not fit the model's context window."""
 
 
+class Busy(QCFuseError):
+    """A queue has no room for another request; ask again later."""
+
+
 class InvalidTemplate(QCFuseError):
     """A prompt template from which the fixed head, the passages and the question cannot be told apart."""
 

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fuse.kernels.support import kernels_take
 from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
+from qcfuse_rag.fuse.step import StepPlan
 
 NAME = "qcfuse"
 
@@ -43,7 +44,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    fusion: RowsPlan | None = None,
+    fusion: RowsPlan | StepPlan | None = None,
     sliding_window: int | None = UNKNOWN,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -58,7 +59,7 @@ def rows_attention(
         value: `[1, Hkv, length, Dv]`.
         attention_mask: unused with a plan, which knows better.
         scaling: factor on the scores; `D ** -0.5` if None.
-        fusion: the plan.
+        fusion: the plan of a pass, or of a step of several requests: queries `[B, Hq, 1, D]`, keys in their buffers.
         sliding_window: this layer's window in tokens or None; models that do not pass it leave it to the plan.
         softcap: cap on scores through tanh (Gemma 2).
         s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
@@ -82,6 +83,9 @@ def rows_attention(
     if asked:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(asked)}, which is not computed here")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(fusion, StepPlan):
+        window = fusion.windows[layer] if sliding_window == UNKNOWN else sliding_window
+        return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
     window = fusion.window_at(layer) if sliding_window == UNKNOWN else sliding_window
     if fusion.observe is not None:
         fusion.observe(layer, query, key, scaling, softcap, window)
@@ -105,6 +109,35 @@ def rows_attention(
             outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return out.transpose(1, 2), None
+
+
+def _step_attention(
+    query: Tensor,
+    plan: StepPlan,
+    layer: int,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend with one row of each request, to the keys in its own buffer; return `[B, 1, Hq, Dv]`."""
+    outputs = []
+    for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
+        last = position + 1
+        first = 0 if window is None else max(0, last - window)
+        own = query[index : index + 1]
+        key, value = (held[layer][:, :, first:last] for held in (buffer.keys, buffer.values))
+        if kernels_take(own, value):
+            from qcfuse_rag.fuse.kernels.attention import sparse_attention
+
+            row = plan.rows[index : index + 1] - first
+            outputs.append(sparse_attention(own, key, value, row, scaling=scaling, softcap=softcap, sinks=sinks))
+        elif softcap is None and sinks is None:
+            block = RowBlock(0, 1, first, last, mask=None, causal=False)
+            outputs.append(_fast_attention(own, key, value, block, scaling).transpose(1, 2))
+        else:
+            outputs.append(explicit_attention(own, key, value, None, scaling, softcap, sinks).transpose(1, 2))
+    return torch.cat(outputs)
 
 
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
