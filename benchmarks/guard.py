@@ -12,55 +12,19 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from qcfuse_rag import ChunkKey, ChunkKV, FusionEngine, MemoryStore, Method, Miss, Prompt, make_method
+from qcfuse_rag import FusionEngine, MemoryStore, Method, Miss, Prompt, make_method
+from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import corpus, default_model
-from qcfuse_rag.store.chunk import Blocks
 
 BYTES_PER_S = 50e6
 FULL = make_method("full")
-
-
-class SlowBlocks(Blocks):
-    """Blocks that take as long to read as from a slow disk."""
-
-    def __init__(self, inner: Blocks) -> None:
-        self._inner = inner
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block, late."""
-        return _late(self._inner.rows(name, start, stop))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return _late(self._inner[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-
-class SlowStore(MemoryStore):
-    """A store in memory that reads as slowly as a disk of 50 MB a second."""
-
-    def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return a chunk whose blocks come late."""
-        return _slow(super().get(key))
-
-    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry whose blocks come late."""
-        found = super().open(address)
-        return found if isinstance(found, Miss) else (found[0], replace(found[1], blocks=SlowBlocks(found[1].blocks)))
 
 
 def main() -> None:
@@ -72,7 +36,7 @@ def main() -> None:
     given = parser.parse_args()
     quiet_libraries()
     fast = FusionEngine.load(given.model or default_model(), store=MemoryStore(1 << 40), method=make_method("auto"))
-    slow = FusionEngine(fast.lm, SlowStore(1 << 40), method=make_method("auto"))
+    slow = FusionEngine(fast.lm, ThrottledStore(BYTES_PER_S), method=make_method("auto"))
     passages = [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
     while len(fast.prompt("", passages)) > 4200:
         passages.pop()
@@ -149,15 +113,6 @@ def measure(name: str, engine: FusionEngine, prompt: Prompt, method: Method | No
         "decided": report.fallback or "fused",
         "times": times,
     }
-
-
-def _slow(found: ChunkKV | Miss) -> ChunkKV | Miss:
-    return found if isinstance(found, Miss) else replace(found, blocks=SlowBlocks(found.blocks))
-
-
-def _late(block: Tensor) -> Tensor:
-    time.sleep(block.nbytes / BYTES_PER_S)
-    return block
 
 
 if __name__ == "__main__":

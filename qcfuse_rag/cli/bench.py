@@ -60,6 +60,54 @@ def bench_warm(
         OUT.print(found.table())
 
 
+@bench_app.command("speed")
+def bench_speed(
+    model: ModelName = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Random weights instead: qwen3-8b, llama-3.1-8b, qwen3-32b, ...")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of passages, with commas.")] = "4096",
+    methods: Annotated[str, typer.Option(help="With commas; parameters as epic[n_tokens=16].")] = "auto",
+    ratios: Annotated[str, typer.Option(help="Shares to recompute, with commas.")] = "0.05,0.1,0.2",
+    tiers: Annotated[str, typer.Option(help="memory, device, pinned, disk, throttled; with commas.")] = "",
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 512,
+    requests: Annotated[str, typer.Option(help="Requests to decode together, with commas.")] = "1,4,8",
+    throttle_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes a second of the throttled tier.")] = 1000,
+    folder: Annotated[Path | None, typer.Option(help="Measure the disk this is on; that of temporary files.")] = None,
+    repeats: Repeats = 5,
+    out: Annotated[Path | None, typer.Option(help="Write JSON here, Markdown and a picture beside it.")] = None,
+    device: DeviceName = None,
+    dtype: DtypeName = None,
+    as_json: Json = False,
+) -> None:
+    """Compare time to first token and decoding with transformers' own and with what the machine could do at most."""
+    from qcfuse_rag.bench.configurations import configurations, split_names
+    from qcfuse_rag.bench.speed.measure import SpeedOptions
+    from qcfuse_rag.bench.speed.tables import terminal_tables
+    from qcfuse_rag.cli.bench_speed import run_speed
+
+    chosen = configurations(split_names(methods), [float(one) for one in split_names(ratios)])
+    options = SpeedOptions(
+        contexts=tuple(int(one) for one in split_names(context)),
+        methods=tuple(one.method for one in chosen[1:]),
+        tiers=tuple(split_names(tiers)),
+        chunk=chunk,
+        repeats=repeats,
+        requests=tuple(int(one) for one in split_names(requests)),
+        throttle=1e6 * throttle_mb,
+        folder=folder,
+    )
+    found = run_speed(model, shape, options, device, dtype, out)
+    if as_json:
+        print_json(found)
+        return
+    for table in terminal_tables(found):
+        OUT.print(table)
+    if out is not None:
+        written = ", ".join(str(out.with_suffix(ending)) for ending in (out.suffix, ".md", ".png"))
+        OUT.print(f"written: {written}", highlight=False, markup=False, soft_wrap=True)
+
+
 @bench_app.command("quality")
 def bench_quality(
     data_dir: Annotated[Path, typer.Option(help="Folder of DATASET.jsonl.")],

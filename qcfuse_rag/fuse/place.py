@@ -16,6 +16,9 @@ from qcfuse_rag.store.numbers import companion
 if TYPE_CHECKING:
     from qcfuse_rag.fuse.kernels.place import Block
 
+ROTATED_AT_ONCE = 1024
+"""Tokens: what is held beside the buffer meanwhile stays small, and in the processor's cache."""
+
 
 @torch.inference_mode()
 def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, sequences: slice = slice(None)) -> int:
@@ -94,5 +97,7 @@ def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop
             positions = torch.arange(start, stop, device=keys.device)
             table = angles(rope.inv_freq.to(keys.device), -positions if back else positions)
             tables[id(rope.inv_freq)] = table
-        part = keys[:, :, start:stop]
-        part.copy_(rotate(part, *table, interleaved=rope.interleaved))
+        for first in range(start, stop, ROTATED_AT_ONCE):
+            last = min(first + ROTATED_AT_ONCE, stop)
+            part, (cos, sin) = keys[:, :, first:last], (one[first - start : last - start] for one in table)
+            part.copy_(rotate(part, cos, sin, interleaved=rope.interleaved))

@@ -1,0 +1,233 @@
+"""Time to first token and decode rate over context lengths, ratios and tiers, all sides in turns in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from qcfuse_rag.bench.speed.memory import peak_bytes
+from qcfuse_rag.bench.speed.roofline import Ceilings, measure_ceilings, row_operations, seconds, step_bytes
+from qcfuse_rag.bench.speed.throttle import ThrottledStore
+from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.prefill import Prefilled, prefill
+from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.ingest.primer import PRIMER_TOKENS
+from qcfuse_rag.ingest.warm import WarmJob
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.prompt.segments import Prompt, Role, Segment
+from qcfuse_rag.store.contract import KVStore, Miss
+from qcfuse_rag.store.disk import DiskStore
+from qcfuse_rag.store.memory import MemoryStore
+
+UNLIMITED = 1 << 50
+HEAD_TOKENS, QUESTION_TOKENS = 32, 32
+STEPS = 16
+FULL = make_method("full")
+TIERS = ("memory", "device", "pinned", "disk", "throttled")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedOptions:
+    """What to measure.
+
+    Attributes:
+        contexts: tokens of passages in a prompt.
+        methods: beside full prefill.
+        tiers: where passages come from: `memory` of the host, `pinned` memory of the host, memory of the `device`, the
+            `disk` (its files in the page cache), or `throttled` to `throttle` bytes a second.
+        chunk: tokens of a passage.
+        repeats: rounds, after one that warms up.
+        requests: sizes of the batches to decode.
+        throttle: bytes a second.
+        folder: of the disk to measure; that of temporary files if None.
+    """
+
+    contexts: tuple[int, ...] = (4096,)
+    methods: tuple[Method, ...] = ()
+    tiers: tuple[str, ...] = ("memory",)
+    chunk: int = 512
+    repeats: int = 5
+    requests: tuple[int, ...] = (1, 4, 8)
+    throttle: float = 1e9
+    folder: Path | None = None
+
+
+@torch.inference_mode()
+def measure_speed(
+    lm: LanguageModel, options: SpeedOptions, progress: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Measure and return plain data.
+
+    Passages are random tokens: what is computed and moved depends on their number alone. The first context is prefilled
+    into every tier, longer ones add to it.
+
+    Args:
+        lm: the model.
+        options: what to measure.
+        progress: called with contexts `(done, total)`.
+
+    Raises:
+        QCFuseError: if there is no such tier here.
+        PromptTooLong: if a context exceeds the model's window.
+    """
+    ceilings = measure_ceilings(lm)
+    prefills: list[dict[str, Any]] = []
+    decodes: list[dict[str, Any]] = []
+    generator = torch.Generator().manual_seed(0)
+    with ExitStack() as stack:
+        stores = {name: _open(name, lm, options, stack) for name in options.tiers}
+        for done, context in enumerate(options.contexts):
+            prompt = random_prompt(lm, context, options.chunk, generator)
+            _fill(lm, stores, prompt, options.methods)
+            prefills += _prefills(lm, stores, prompt, options, ceilings)
+            decodes += _decodes(lm, next(iter(stores.values())), prompt, options, ceilings)
+            if progress is not None:
+                progress(done + 1, len(options.contexts))
+    return {
+        "ceilings": {"flops": ceilings.flops, "memory_bytes_s": ceilings.memory, "loading_bytes_s": ceilings.loading},
+        "kv_bytes_per_token": lm.kv_bytes_per_token,
+        "prefill": prefills,
+        "decode": decodes,
+    }
+
+
+def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.Generator) -> Prompt:
+    """Return a prompt of random tokens: a head, passages of `chunk` tokens that add up to `context`, a question.
+
+    Raises:
+        PromptTooLong: if it exceeds the model's window.
+    """
+    vocabulary = lm.model.get_input_embeddings().num_embeddings
+    sizes = [min(chunk, context - start) for start in range(0, context, chunk)]
+    lengths = [HEAD_TOKENS, *sizes, QUESTION_TOKENS]
+    if sum(lengths) + STEPS > lm.window.tokens:
+        raise PromptTooLong(f"a context of {context:,} tokens exceeds the model's window of {lm.window.tokens:,}")
+    drawn = [tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()) for n in lengths]
+    roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
+    segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))
+    return Prompt(segments, frame=drawn[0])
+
+
+def _open(name: str, lm: LanguageModel, options: SpeedOptions, stack: ExitStack) -> KVStore:
+    gpu = lm.device.type == "cuda"
+    if name not in TIERS or (name in ("device", "pinned") and not gpu):
+        there = ", ".join(tier for tier in TIERS if gpu or tier not in ("device", "pinned"))
+        raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {there}")
+    if name == "disk":
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
+        return stack.enter_context(DiskStore(folder, UNLIMITED))
+    if name == "throttled":
+        return ThrottledStore(options.throttle)
+    return MemoryStore(UNLIMITED, device=str(lm.device) if name == "device" else "cpu", pinned=name == "pinned")
+
+
+def _fill(lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
+    """Prefill a prompt's passages once and put them into every store."""
+    first, *others = stores.values()
+    bases = dict.fromkeys(base for method in methods for base in method.bases)
+    primer = tuple(range(1, PRIMER_TOKENS + 1))
+    WarmJob(lm, first, prompt.frame, (s.segment.ids for s in prompt.chunks), bases=bases, primer=primer).run()
+    for store in others:
+        for entry in first.entries():
+            found = first.open(entry.address)
+            if not isinstance(found, Miss) and found[0] not in store:
+                store.put(*found)
+
+
+def _prefills(
+    lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    """Time every side in turns; the first turn warms up."""
+    ids = torch.tensor([prompt.ids], device=lm.device)
+
+    def stock() -> None:
+        lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
+
+    sides: list[tuple[str, KVStore, Method]] = [("-", next(iter(stores.values())), FULL)]
+    sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
+    times: list[list[float]] = [[] for _ in sides]
+    reports = [prefill(lm, store, prompt, method).report for _, store, method in sides]
+    stages: list[list[dict[str, float]]] = [[] for _ in sides]
+    transformers: list[float] = []
+    for turn in range(options.repeats + 1):
+        with stock_attention(lm):
+            taken = seconds(lm, stock)
+        if turn:
+            transformers.append(taken)
+        for side, (_, store, method) in enumerate(sides):
+            timings = prefill(lm, store, prompt, method).report.timings
+            if turn:
+                times[side].append(timings.ttft_s)
+                stages[side].append(
+                    {"load": timings.load_s, "probe": timings.probe_s, "recompute": timings.recompute_s}
+                )
+    full = median(times[0])
+    rows = []
+    for (tier, store, method), own, report, staged in zip(sides, times, reports, stages, strict=True):
+        arithmetic = row_operations(lm, report.row_layers / lm.n_layers, len(prompt)) / ceilings.flops
+        bytes_s = options.throttle if tier == "throttled" else ceilings.memory if tier == "device" else ceilings.loading
+        loading = report.bytes_loaded / bytes_s
+        ttft = median(own)
+        rows.append(
+            {
+                "context": sum(len(span) for span in prompt.chunks),
+                "prompt": len(prompt),
+                "method": method.name,
+                "ratio": method.ratio,
+                "tier": tier,
+                "rows": report.rows,
+                "ttft_s": ttft,
+                "spread_s": max(own) - min(own),
+                "full_s": full,
+                "transformers_s": median(transformers),
+                "speedup": full / ttft,
+                "speedup_transformers": median(transformers) / ttft,
+                "arithmetic_s": arithmetic,
+                "loading_s": loading,
+                "of_floor": max(arithmetic, loading) / ttft,
+                "bytes_loaded": report.bytes_loaded,
+                "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
+                "peak_bytes": peak_bytes(lm.device, lambda m=method, s=store: prefill(lm, s, prompt, m)),  # type: ignore[misc]
+                "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
+            }
+        )
+    return rows
+
+
+def _decodes(
+    lm: LanguageModel, store: KVStore, prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
+) -> list[dict[str, Any]]:
+    """Time decode steps of one and of several requests over the same prompt."""
+    found = []
+    method = options.methods[0] if options.methods else FULL
+    for requests in options.requests:
+        given: list[Prefilled] = [prefill(lm, store, prompt, method, room=STEPS) for _ in range(requests)]
+        tokens = [int(one.logits.argmax()) for one in given]
+        taken = []
+        for step in range(STEPS):
+            positions, buffers = [len(prompt) + step] * requests, [one.buffer for one in given]
+            taken.append(seconds(lm, lambda: forward_step(lm, tokens, positions, buffers)))  # noqa: B023
+        step_s = median(taken[1:])
+        floor = step_bytes(lm, len(prompt), requests) / ceilings.memory
+        found.append(
+            {
+                "context": sum(len(span) for span in prompt.chunks),
+                "requests": requests,
+                "step_s": step_s,
+                "tokens_per_s": requests / step_s,
+                "bytes_s": floor,
+                "of_floor": floor / step_s,
+            }
+        )
+        del given
+    return found

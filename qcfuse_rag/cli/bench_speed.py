@@ -1,0 +1,63 @@
+"""`qcfuse bench speed`: load or make a model, measure, write."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
+from qcfuse_rag.bench.speed.shapes import random_model
+from qcfuse_rag.bench.speed.tables import draw, markdown
+from qcfuse_rag.cli.console import progress_bar
+from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.store.whole import write_whole
+
+
+def run_speed(
+    model: str | None, shape: str | None, options: SpeedOptions, device: str | None, dtype: str | None, out: Path | None
+) -> dict[str, Any]:
+    """Measure, write `out` with Markdown and a picture beside it if given, and return plain data.
+
+    Raises:
+        QCFuseError: if both a model and a shape are given, or something cannot be measured here.
+    """
+    if model is not None and shape is not None:
+        raise QCFuseError("give a --model or a --shape, not both")
+    if shape is not None:
+        lm = random_model(shape, device=device, dtype=dtype)
+    else:
+        lm = LanguageModel.load(model or default_model(), device=device, dtype=dtype)
+    gpu = lm.device.type == "cuda"
+    if not options.tiers:
+        options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
+    with progress_bar("measuring", "contexts") as advance:
+        measured = measure_speed(lm, options, advance)
+    name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
+    refusal = kernel_refusal(lm.device)
+    about = {
+        "command": shlex.join(["qcfuse", *sys.argv[1:]]),
+        "model": lm.name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"{lm.device} ({name})",
+        "dtype": lm.fingerprint.dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "kernels": "used" if refusal is None else refusal,
+    }
+    result = {"about": about, **measured}
+    if out is not None:
+        write_whole(out, json.dumps(result, indent=1))
+        write_whole(out.with_suffix(".md"), markdown(result))
+        draw(result, out.with_suffix(".png"))
+    return result

@@ -1,0 +1,147 @@
+"""`qcfuse bench speed`: floors that are counted right, tiers that are what they say, and a result one can read."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qcfuse_rag import LanguageModel, PromptTooLong, QCFuseError, make_method
+from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
+from qcfuse_rag.bench.speed.memory import peak_bytes
+from qcfuse_rag.bench.speed.roofline import row_operations, step_bytes
+from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
+from qcfuse_rag.bench.speed.throttle import ThrottledStore
+from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.unit.cli import Run
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    return random_model("tiny", device="cpu")
+
+
+def test_shapes_have_the_published_numbers_of_parameters() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    billions = {"smollm2-135m": 0.1345, "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "llama-3.1-8b": 8.03}
+    assert set(billions) == set(SHAPES)
+    for name, expected in billions.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
+        parameters = {id(weight): weight.numel() for weight in model.parameters()}
+        assert sum(parameters.values()) / 1e9 == pytest.approx(expected, rel=0.005), name
+
+
+def test_operations_are_those_torch_counts(tiny: LanguageModel) -> None:
+    """Of full prefill; torch counts attention's upper half too, which need not be computed."""
+    tokens = 200
+    ids = torch.randint(512, (1, tokens))
+    tiny.model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        tiny.model(input_ids=ids, logits_to_keep=1)
+    attention = 3 * 4 * 2 * (16 + 16) * tokens * tokens / 2
+    assert row_operations(tiny, tokens, tokens) == pytest.approx(counter.get_total_flops() - attention, rel=1e-6)
+
+
+def test_a_step_reads_the_weights_once_and_each_requests_cache(tiny: LanguageModel) -> None:
+    read = sum(weight.nbytes for weight in tiny.model.parameters()) - tiny.model.get_input_embeddings().weight.nbytes
+    assert step_bytes(tiny, 0) == read
+    assert step_bytes(tiny, 100, 3) - step_bytes(tiny, 0) == 300 * tiny.kv_bytes_per_token
+
+
+def test_peak_memory_is_what_was_held_at_once() -> None:
+    def run() -> torch.Tensor:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        return second.clone()
+
+    assert peak_bytes(torch.device("cpu"), run) == pytest.approx(8000, abs=64)
+
+
+def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
+    monkeypatch.setitem(SHAPES, "tiny", {**TINY, "head_dim": 64, "num_key_value_heads": 4, "num_hidden_layers": 6})
+    lm = random_model("tiny", device="cpu")
+    options = SpeedOptions((4000,), (make_method("prophetkv", ratio=0.05),), repeats=1, requests=())
+    fused = measure_speed(lm, options)["prefill"][1]
+    assert 0 < fused["peak_bytes"] - fused["buffer_bytes"] < fused["buffer_bytes"] / lm.n_layers
+
+
+def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
+    store = ThrottledStore(1e5)
+    own = example_chunk(1, n_tokens=40)
+    store.put(example_key(1), own)
+    found = store.get(example_key(1))
+    assert isinstance(found, ChunkKV)
+    started = time.perf_counter()
+    found.read()
+    assert time.perf_counter() - started >= 0.95 * own.nbytes / 1e5
+
+
+def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
+    methods = (make_method("auto", ratio=0.1), make_method("reuse"))
+    found = measure_speed(
+        tiny, SpeedOptions((100, 230), methods, ("memory", "disk", "throttled"), chunk=64, repeats=1, requests=(1, 2))
+    )
+    rows = found["prefill"]
+    assert [row["context"] for row in rows] == [100] * 7 + [230] * 7
+    assert {row["prompt"] for row in rows[:7]} == {164}
+    assert [row["tier"] for row in rows[:3]] == ["-", "memory", "memory"]
+    full, fused = rows[7], rows[8]
+    assert full["rows"] == full["prompt"]
+    assert fused["rows"] < 100
+    assert fused["bytes_loaded"] > 0
+    assert fused["arithmetic_s"] < full["arithmetic_s"]
+    assert [row["requests"] for row in found["decode"]] == [1, 2, 1, 2]
+    with stock_attention(tiny):
+        pass  # the model still has ours afterwards
+    assert tiny.model.config._attn_implementation == "qcfuse"
+
+
+def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
+    with pytest.raises(QCFuseError, match="no shape 'gpt-9'; there are smollm2-135m"):
+        random_model("gpt-9")
+    with pytest.raises(QCFuseError, match="no dtype 'float99'"):
+        random_model("tiny", dtype="float99")
+    with pytest.raises(QCFuseError, match="no tier 'pinned' on cpu; there are memory, disk, throttled"):
+        measure_speed(tiny, SpeedOptions(tiers=("pinned",)))
+    with pytest.raises(PromptTooLong, match="200,000"):
+        measure_speed(tiny, SpeedOptions((200_000,)))
+
+
+def test_the_command_writes_json_a_page_and_a_picture(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    out = tmp_path / "speed.json"
+    shown = run.json(
+        *("bench", "speed", "--shape", "tiny", "--device", "cpu", "--context", "100,200", "--chunk", 50),
+        *("--ratios", ".1", "--requests", "1", "--repeats", 1, "--out", out),
+    )
+    assert json.loads(out.read_text()) == shown
+    assert shown["about"]["kernels"] == "there are none for cpu"
+    page = out.with_suffix(".md").read_text()
+    assert page.count("\n| ") == 2 * 3 + 2 + 2, "a line for each side and context, and the headings"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = run("bench", "speed", "--shape", "tiny", "--model", "x")
+    assert (code, "not both" in err) == (1, True)
