@@ -1,13 +1,36 @@
 #!/usr/bin/env bash
-# Run on a machine with a CUDA device: parity tests, then time to first token. Uses the python3 at hand.
-#   scripts/gpu_check.sh [MODEL]
+# On a machine with a CUDA device, inside nine minutes: the kernels' and the engine's parity, then speed.
+#   scripts/gpu_check.sh OUTDIR [SHAPE]
+# Uses the python3 at hand and nothing from a network. Logs, JSON, Markdown and pictures go to OUTDIR.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1
-nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-python3 -m pytest tests/gpu tests/unit/test_kernels.py -q -p no:cacheprovider -o addopts=""
-tests=$?
-if [ $# -ge 1 ]; then
-    python3 benchmarks/speed.py --model "$1" --device cuda --dtype bfloat16 --tokens 2000 4000 8000
-fi
-exit $tests
+OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh OUTDIR [SHAPE]}" && cd "$1" && pwd)
+SHAPE=${2:-qwen3-8b}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_INTERPRET=0
+failed=0
+
+# step SECONDS NAME COMMAND...: a step that takes too long ends there, and the next one runs.
+step() {
+  local limit=$1 name=$2
+  shift 2
+  echo "== $name"
+  timeout "$limit" "$@" > "$OUT/$name.log" 2>&1
+  local code=$?
+  tail -n 12 "$OUT/$name.log"
+  if [ $code != 0 ]; then failed=1; echo "$name: exit code $code"; fi
+}
+
+qcfuse() { timeout "$1" python3 -c 'from qcfuse_rag.cli.app import main; main()' "${@:2}"; }
+
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
+python3 -c 'import torch, transformers, triton; print(torch.__version__, transformers.__version__, triton.__version__)' \
+  | tee -a "$OUT/device.txt"
+step 150 kernels python3 -m pytest tests/unit/test_kernels.py -q -x -p no:cacheprovider -o addopts=""
+step 120 parity python3 -m pytest tests/gpu -q -p no:cacheprovider -o addopts=""
+export -f qcfuse
+step 150 speed bash -c 'qcfuse 145 bench speed --shape "$0" --context 4096,10240 --ratios 0.05,0.1,0.2 \
+  --tiers pinned,device,disk --chunk 512 --repeats 3 --out "$1/speed.json"' "$SHAPE" "$OUT"
+step 90 long bash -c 'qcfuse 85 bench speed --shape "$0" --context 32768 --ratios 0.1 --tiers pinned,device \
+  --chunk 512 --repeats 2 --requests 1 --out "$1/long.json"' "$SHAPE" "$OUT"
+cat "$OUT"/speed.md "$OUT"/long.md 2> /dev/null
+exit $failed

@@ -253,6 +253,7 @@ def models_check(
         OUT.print(f"  positions: {'; '.join(report['rope'])}")
         OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
         OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} a token")
+        OUT.print(f"  kernels: {report['kernels']}; full prefill attends by {report['full_prefill_attention']}")
         OUT.print(f"  all rows against the model's own forward: {report['check']['all_rows']:.2g}")
         OUT.print(f"  reused rows against caches computed in place: {report['check']['question_rows']:.2g}")
         OUT.print(f"  (largest logit difference in standard deviations; allowed {report['check']['tolerance']:g})")

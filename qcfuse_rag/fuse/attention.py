@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.fuse.dense import causal_attention
 from qcfuse_rag.fuse.kernels.support import kernels_take
 from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
 from qcfuse_rag.fuse.step import StepPlan
@@ -143,10 +144,7 @@ def _step_attention(
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
     """Run torch's fused attention on one block, without repeating keys over the heads of a group."""
     if block.causal:
-        grouped = query.shape[1] != key.shape[1]
-        return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
+        return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads

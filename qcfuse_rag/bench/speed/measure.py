@@ -88,7 +88,7 @@ def measure_speed(
         stores = {name: _open(name, lm, options, stack) for name in options.tiers}
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
-            _fill(lm, stores, prompt, options.methods)
+            fill(lm, stores, prompt, options.methods)
             prefills += _prefills(lm, stores, prompt, options, ceilings)
             decodes += _decodes(lm, next(iter(stores.values())), prompt, options, ceilings)
             if progress is not None:
@@ -131,7 +131,7 @@ def _open(name: str, lm: LanguageModel, options: SpeedOptions, stack: ExitStack)
     return MemoryStore(UNLIMITED, device=str(lm.device) if name == "device" else "cpu", pinned=name == "pinned")
 
 
-def _fill(lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
+def fill(lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
     """Prefill a prompt's passages once and put them into every store."""
     first, *others = stores.values()
     bases = dict.fromkeys(base for method in methods for base in method.bases)

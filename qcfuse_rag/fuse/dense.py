@@ -1,0 +1,59 @@
+"""Dense attention: every row of a prompt at once, which is full prefill. By the fastest library that is there."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_MAX_DIM = 256
+
+
+def dense_attention(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what full prefill attends by: `flash-attn` if it is installed and takes the model, else torch's own."""
+    if _flash_takes(device, dtype):
+        return "flash-attn"
+    return "torch's fused attention"
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attend where each of R rows sees the R keys up to itself.
+
+    Args:
+        query: `[B, Hq, R, D]`.
+        key: `[B, Hkv, R, D]`.
+        value: `[B, Hkv, R, Dv]`.
+        scaling: factor on scores.
+
+    Returns:
+        `[B, Hq, R, Dv]`.
+    """
+    dims = (query.shape[-1], value.shape[-1])
+    if _flash_takes(query.device, query.dtype) and dims[0] == dims[1] <= FLASH_MAX_DIM:
+        from flash_attn import flash_attn_func
+
+        by_token = (one.transpose(1, 2) for one in (query, key, value))
+        out: Tensor = flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
+        return out.transpose(1, 2)
+    grouped = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in FLASH_DTYPES and _installed()
+
+
+@cache
+def _installed() -> bool:
+    """Whether flash-attn can be imported: a build for another torch or CUDA is there and cannot."""
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        import flash_attn  # noqa: F401
+    except ImportError:
+        return False
+    return True

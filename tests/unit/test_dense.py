@@ -1,0 +1,60 @@
+"""Dense attention by whichever library is there: the same numbers, and the layout each library wants."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse import dense
+from qcfuse_rag.fuse.attention import explicit_attention
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(2, 6, 9, 16), torch.randn(2, 3, 9, 16), torch.randn(2, 3, 9, 16)
+
+
+def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return explicit_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool).tril(), 0.3)
+
+
+def test_torchs_own() -> None:
+    given = operands()
+    found = dense.causal_attention(*given, 0.3)
+    assert torch.allclose(found, expected(*given), atol=1e-5)
+
+
+def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
+        assert causal
+        assert (q.shape, k.shape) == ((2, 9, 6, 16), (2, 9, 3, 16))
+        heads_first = (one.transpose(1, 2) for one in (q, k, v))
+        return explicit_attention(*heads_first, torch.ones(9, 9, dtype=torch.bool).tril(), softmax_scale).transpose(
+            1, 2
+        )
+
+    package = ModuleType("flash_attn")
+    package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(dense, "_flash_takes", lambda device, dtype: True)
+    given = operands()
+    assert torch.allclose(dense.causal_attention(*given, 0.3), expected(*given), atol=1e-5)
+
+
+def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_installed", lambda: True)
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert dense.dense_attention(gpu, torch.bfloat16) == "flash-attn"
+    assert dense.dense_attention(gpu, torch.float32) == "torch's fused attention"
+    assert dense.dense_attention(cpu, torch.bfloat16) == "torch's fused attention"
+
+
+def test_a_build_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    dense._installed.cache_clear()
+    assert not dense._installed()
+    dense._installed.cache_clear()
