@@ -12,7 +12,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_run_on
-from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer, stage_chunk
+from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Span
@@ -86,7 +86,6 @@ class Assembly:
             adapter: alters or replaces chunks before they are placed.
             start: where to begin; the segments in front have been placed.
         """
-        before = len(self.placed)
         self.staged = [] if kernels_run_on(self.lm.device) else None
         for span in self.prompt.spans:
             if span.start < start:
@@ -100,8 +99,6 @@ class Assembly:
 
             place_blocks(self.staged)
             self.staged = None
-        elif len(self.placed) > before:
-            rotate_buffer(self.buffer, self.lm.ropes, self.placed[before].span.start, self.placed[-1].span.stop)
 
     @property
     def placed_chunks(self) -> list[Placed]:
@@ -173,7 +170,7 @@ class Assembly:
             return Miss(reason)
         try:
             if self.staged is None:
-                return copy_chunk(self.buffer, span.start, chunk)
+                return copy_chunk(self.buffer, span.start, chunk, ropes=self.lm.ropes)
             blocks = stage_chunk(self.buffer, span.start, chunk, self.lm.ropes)
             self.staged += blocks
             return sum(block.nbytes for block in blocks)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.model.rope import LayerRope, angles, rotate
+from qcfuse_rag.model.rope import LayerRope, angles, rotate, rotate_into
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.numbers import companion
 
@@ -21,14 +21,22 @@ ROTATED_AT_ONCE = 1024
 
 
 @torch.inference_mode()
-def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, sequences: slice = slice(None)) -> int:
-    """Copy a chunk's unrotated keys and its values to positions `start ...`; rotate them afterwards.
+def copy_chunk(
+    buffer: KVBuffer,
+    start: int,
+    chunk: ChunkKV,
+    sequences: slice = slice(None),
+    *,
+    ropes: Sequence[LayerRope] | None = None,
+) -> int:
+    """Copy a chunk's unrotated keys and its values to positions `start ...`.
 
     Args:
         buffer: the request's keys and values.
         start: the position of the chunk's first token.
         chunk: what is stored.
         sequences: those of the buffer that get it.
+        ropes: rotation of each layer, to have the keys rotated on their way; they stay unrotated if None.
 
     Returns:
         Bytes copied.
@@ -36,13 +44,22 @@ def copy_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, sequences: slice = 
     Raises:
         CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
     """
-    copied = 0
+    copied, stop = 0, start + chunk.n_tokens
     chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
     for layer in range(chunk.n_layers):
         keys, values = chunk.layer(layer)
-        stop = start + chunk.n_tokens
-        buffer.keys[layer][sequences, :, start:stop] = keys.to(buffer.keys[layer].device, non_blocking=True)
-        buffer.values[layer][sequences, :, start:stop] = values.to(buffer.values[layer].device, non_blocking=True)
+        into = buffer.keys[layer][sequences, :, start:stop]
+        rope = None if ropes is None else ropes[layer]
+        if rope is None or rope.inv_freq is None:
+            into.copy_(keys, non_blocking=True)
+        else:
+            if id(rope.inv_freq) not in tables:
+                positions = torch.arange(start, stop, device=into.device)
+                tables[id(rope.inv_freq)] = angles(rope.inv_freq.to(into.device), positions)
+            cos, sin = tables[id(rope.inv_freq)]
+            rotate_into(into, keys.to(into.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
+        buffer.values[layer][sequences, :, start:stop].copy_(values, non_blocking=True)
         copied += keys.nbytes + values.nbytes
     return copied
 

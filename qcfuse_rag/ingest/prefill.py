@@ -77,9 +77,8 @@ def prefill_chunks(
     ]
     buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
     for place, one in enumerate(prefixes):
-        copy_chunk(buffer, 0, one, slice(None) if len(prefixes) == 1 else slice(place, place + 1))
-    if start:
-        rotate_buffer(buffer, lm.ropes, 0, start)
+        behind = slice(None) if len(prefixes) == 1 else slice(place, place + 1)
+        copy_chunk(buffer, 0, one, behind, ropes=lm.ropes)
     watch = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], [len(ask) for ask in asking], lm.device)
     rows = torch.arange(start, start + width, device=lm.device)
     plan = RowsPlan(rows, start + width, observe=watch.observe, windows=lm.sliding)

@@ -89,6 +89,28 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tens
     return out.to(keys.dtype)
 
 
+def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
+    """Rotate keys like `rotate` while they are copied, which reads and writes them once where all is float32.
+
+    Args:
+        out: `[..., T, D]`, any strides; apart from `keys`.
+        keys: `[..., T, D]` on the same device, repeated for the dimensions of `out` it lacks.
+        cos: `[T, rot_dim // 2]` float32.
+        sin: same shape as `cos`.
+        interleaved: channel pairing, see `LayerRope`.
+    """
+    if keys.dtype != torch.float32 or out.dtype != torch.float32:
+        out.copy_(rotate(keys, cos, sin, interleaved=interleaved))
+        return
+    keys, half = keys.expand(out.shape), cos.shape[-1]
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
+    first, second = (keys[..., one] for one in pairs)
+    into_first, into_second = (out[..., one] for one in pairs)
+    torch.mul(first, cos, out=into_first).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=into_second).addcmul_(first, sin)
+    out[..., 2 * half :] = keys[..., 2 * half :]
+
+
 @torch.inference_mode()
 def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
     """Find each layer's rotation and cache sizes by running one token at four positions.

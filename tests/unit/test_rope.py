@@ -10,7 +10,7 @@ from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split_rotation
 
 from qcfuse_rag import UnsupportedModel
-from qcfuse_rag.model.rope import angles, measure_rope, rotate
+from qcfuse_rag.model.rope import angles, measure_rope, rotate, rotate_into
 from tests.families import build_model
 
 FREQUENCIES = 1.0 / 10000 ** (torch.arange(0, 16, 2) / 16)
@@ -98,3 +98,19 @@ def test_a_rotation_nobody_knows_is_refused() -> None:
     )
     with pytest.raises(UnsupportedModel, match="layer 0 does not move its keys by a rotation this library knows"):
         measure_rope(model, max_position=511)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("channels", [16, 10])
+def test_keys_are_rotated_on_their_way_as_they_are_in_place(
+    channels: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    """Into views of any strides, for several sequences at once, and nothing beside them is written."""
+    cos, sin = angles(1.0 / torch.arange(1, channels // 2 + 1), torch.arange(5, 12))
+    keys = torch.randn(7, 3, 16).to(dtype).transpose(0, 1)
+    out = torch.full((2, 3, 20, 16), float("nan"), dtype=dtype)
+    rotate_into(out[:, :, 4:11], keys, cos, sin, interleaved=interleaved)
+    expected = rotate(keys, cos, sin, interleaved=interleaved)
+    assert torch.allclose(out[:, :, 4:11], expected.expand(2, -1, -1, -1), atol=1e-6)
+    assert int(out.isnan().sum()) == 2 * 3 * 13 * 16

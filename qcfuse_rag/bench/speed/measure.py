@@ -16,8 +16,9 @@ from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import Ceilings, measure_ceilings, row_operations, seconds, step_bytes
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import Prefilled, prefill
+from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.ingest.primer import PRIMER_TOKENS
@@ -210,12 +211,13 @@ def _decodes(
     """Time decode steps of one and of several requests over the same prompt."""
     found = []
     method = options.methods[0] if options.methods else FULL
+    done = prefill(lm, store, prompt, method, room=STEPS)
+    token = int(done.logits.argmax())
     for requests in options.requests:
-        given: list[Prefilled] = [prefill(lm, store, prompt, method, room=STEPS) for _ in range(requests)]
-        tokens = [int(one.logits.argmax()) for one in given]
-        taken = []
+        buffers = [_copied(done.buffer) for _ in range(requests)]
+        tokens, taken = [token] * requests, []
         for step in range(STEPS):
-            positions, buffers = [len(prompt) + step] * requests, [one.buffer for one in given]
+            positions = [len(prompt) + step] * requests
             taken.append(seconds(lm, lambda: forward_step(lm, tokens, positions, buffers)))  # noqa: B023
         step_s = median(taken[1:])
         floor = step_bytes(lm, len(prompt), requests) / ceilings.memory
@@ -229,5 +231,8 @@ def _decodes(
                 "of_floor": floor / step_s,
             }
         )
-        del given
     return found
+
+
+def _copied(buffer: KVBuffer) -> KVBuffer:
+    return KVBuffer(*(tuple(layer.clone() for layer in held) for held in (buffer.keys, buffer.values)))
