@@ -32,7 +32,8 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/qcfuse bench speed --context 1024,2048,4096
+	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/quality.py
 	$(BIN)/python benchmarks/narrow_numbers.py
 	$(BIN)/qcfuse bench store

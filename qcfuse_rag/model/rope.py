@@ -90,7 +90,7 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tens
 
 
 def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
-    """Rotate keys like `rotate` while they are copied, which reads and writes them once where all is float32.
+    """Copy keys and rotate them like `rotate`; in place where all is float32, while they are in the processor's cache.
 
     Args:
         out: `[..., T, D]`, any strides; apart from `keys`.
@@ -102,13 +102,13 @@ def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interlea
     if keys.dtype != torch.float32 or out.dtype != torch.float32:
         out.copy_(rotate(keys, cos, sin, interleaved=interleaved))
         return
-    keys, half = keys.expand(out.shape), cos.shape[-1]
+    out.copy_(keys)
+    half = cos.shape[-1]
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    first, second = (keys[..., one] for one in pairs)
-    into_first, into_second = (out[..., one] for one in pairs)
-    torch.mul(first, cos, out=into_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=into_second).addcmul_(first, sin)
-    out[..., 2 * half :] = keys[..., 2 * half :]
+    first, second = (out[..., one] for one in pairs)
+    unrotated = first.clone()
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(unrotated, sin)
 
 
 @torch.inference_mode()
