@@ -19,7 +19,7 @@ from qcfuse_rag.bench.speed.tables import draw, markdown
 from qcfuse_rag.cli.console import progress_bar
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.fuse.kernels.support import kernel_refusal, widest_head
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.whole import write_whole
 
@@ -41,10 +41,8 @@ def run_speed(
     gpu = lm.device.type == "cuda"
     if not options.tiers:
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
-    with progress_bar("measuring", "contexts") as advance:
-        measured = measure_speed(lm, options, advance)
     name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
-    refusal = kernel_refusal(lm.device)
+    refusal = kernel_refusal(lm.device, lm.dtype, widest_head(lm))
     about = {
         "command": shlex.join(["qcfuse", *sys.argv[1:]]),
         "model": lm.name,
@@ -55,9 +53,15 @@ def run_speed(
         "torch": torch.__version__,
         "kernels": "used" if refusal is None else refusal,
     }
-    result = {"about": about, **measured}
+
+    def keep(measured: dict[str, Any]) -> None:
+        if out is not None:
+            result = {"about": about, **measured}
+            write_whole(out, json.dumps(result, indent=1))
+            write_whole(out.with_suffix(".md"), markdown(result))
+
+    with progress_bar("measuring", "contexts") as advance:
+        result = {"about": about, **measure_speed(lm, options, advance, keep)}
     if out is not None:
-        write_whole(out, json.dumps(result, indent=1))
-        write_whole(out.with_suffix(".md"), markdown(result))
         draw(result, out.with_suffix(".png"))
     return result

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fuse.dense import dense_attention
-from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.fuse.kernels.support import kernel_refusal, widest_head
 from qcfuse_rag.fuse.self_check import measure_exactness
 from qcfuse_rag.ingest.base import Base
 from qcfuse_rag.methods import METHODS
@@ -57,7 +57,7 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
         "context_window": lm.window.tokens,
         "context_window_reason": lm.window.reason,
         "kv_bytes_per_token": lm.kv_bytes_per_token,
-        "kernels": kernel_refusal(lm.device) or "used",
+        "kernels": kernel_refusal(lm.device, lm.dtype, widest_head(lm)) or "used",
         "full_prefill_attention": dense_attention(lm.device, lm.dtype),
         "fingerprint": lm.fingerprint.fields(),
         "check": check.to_dict(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels.support import kernels_run_on
+from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, widest_head
 from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
@@ -23,6 +23,9 @@ from qcfuse_rag.store.key import ChunkKey
 
 if TYPE_CHECKING:
     from qcfuse_rag.fuse.kernels.place import Block
+
+STAGED_BYTES = 256 << 20
+"""What may be on a device beside the buffer before it is placed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +89,8 @@ class Assembly:
             adapter: alters or replaces chunks before they are placed.
             start: where to begin; the segments in front have been placed.
         """
-        self.staged = [] if kernels_run_on(self.lm.device) else None
+        kernels = kernels_run_on(self.lm.device, self.lm.dtype, widest_head(self.lm))
+        self.staged = [] if kernels else None
         for span in self.prompt.spans:
             if span.start < start:
                 continue
@@ -94,11 +98,8 @@ class Assembly:
                 self._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
             elif span.segment.role is Role.CHUNK:
                 self._load(store, span, base, adapter)
-        if self.staged:
-            from qcfuse_rag.fuse.kernels.place import place_blocks
-
-            place_blocks(self.staged)
-            self.staged = None
+        self._place()
+        self.staged = None
 
     @property
     def placed_chunks(self) -> list[Placed]:
@@ -169,13 +170,23 @@ class Assembly:
             store.discard(key, reason)
             return Miss(reason)
         try:
-            if self.staged is None:
+            if self.staged is None or not kernels_place(chunk.numbers, self.lm.device):
                 return copy_chunk(self.buffer, span.start, chunk, ropes=self.lm.ropes)
             blocks = stage_chunk(self.buffer, span.start, chunk, self.lm.ropes)
             self.staged += blocks
+            if sum(block.nbytes for block in self.staged) > STAGED_BYTES:
+                self._place()
             return sum(block.nbytes for block in blocks)
         except CorruptEntry as error:
             store.discard(key, str(error))
             return Miss(str(error))
-        except (OSError, RuntimeError, KeyError) as error:
+        except (OSError, RuntimeError, KeyError, ValueError) as error:
             return Miss(f"cannot be read: {error}")
+
+    def _place(self) -> None:
+        """Put what is staged at its place."""
+        if self.staged:
+            from qcfuse_rag.fuse.kernels.place import place_blocks
+
+            place_blocks(self.staged)
+            self.staged = []

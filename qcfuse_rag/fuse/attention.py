@@ -131,7 +131,8 @@ def _step_attention(
         if kernels_take(own, value):
             from qcfuse_rag.fuse.kernels.attention import sparse_attention
 
-            row = plan.rows[index : index + 1] - first
+            row = plan.rows[index : index + 1]
+            row = row - first if first else row
             outputs.append(sparse_attention(own, key, value, row, scaling=scaling, softcap=softcap, sinks=sinks))
         elif softcap is None and sinks is None:
             block = RowBlock(0, 1, first, last, mask=None, causal=False)

@@ -98,7 +98,7 @@ def load_times(lm: LanguageModel, store: KVStore, *, heads: bool = True) -> Iter
             continue
         buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
         with suppress(CorruptEntry, OSError):  # the next one will do
-            yield timed(lm, partial(copy_chunk, buffer, 0, chunk)) / chunk.n_tokens
+            yield timed(lm, partial(copy_chunk, buffer, 0, chunk, ropes=lm.ropes)) / chunk.n_tokens
 
 
 def prefill_once(lm: LanguageModel, tokens: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
+FLASH_SINCE = (8, 0)
 
 
 def dense_attention(device: torch.device, dtype: torch.dtype) -> str:
@@ -44,7 +45,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
 
 
 def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in FLASH_DTYPES and _installed()
+    if device.type != "cuda" or dtype not in FLASH_DTYPES or not _installed():
+        return False
+    return torch.cuda.get_device_capability(device) >= FLASH_SINCE
 
 
 @cache
@@ -54,6 +57,6 @@ def _installed() -> bool:
         return False
     try:
         import flash_attn  # noqa: F401
-    except ImportError:
+    except Exception:  # whatever a build for something else fails with
         return False
     return True

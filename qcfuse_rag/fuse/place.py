@@ -76,6 +76,7 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
 
     Raises:
         CorruptEntry: if a block fails its check.
+        ValueError: if a block does not fit the buffer.
     """
     from qcfuse_rag.fuse.kernels.place import Block
 
@@ -89,6 +90,7 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
             scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
             stored = block.contiguous().to(into.device, non_blocking=True)
             staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
+            staged[-1].check()
     return staged
 
 

@@ -1,7 +1,7 @@
 """One decode step of several requests together: weights are read once for all, keys and values are each request's own.
 
-A step is bound by reading the weights, so eight answers take little longer than one. Requests differ in length and stay
-in their own buffers: nothing is copied or padded when one comes or goes.
+A step reads the weights whatever the number of its requests, which is most of what one alone takes. Requests differ in
+length and stay in their own buffers: nothing is copied or padded when one comes or goes.
 """
 
 from __future__ import annotations

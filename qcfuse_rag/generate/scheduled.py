@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 
@@ -118,6 +119,11 @@ class ScheduledAnswer(Iterator[str]):
             self._end()
         return self._over.is_set()
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
     def begin(self, prefilled: Prefilled) -> None:
         """Go on from a prefilled prompt."""
         self._prefilled, self._logits = prefilled, prefilled.logits
@@ -143,7 +149,8 @@ class ScheduledAnswer(Iterator[str]):
         self._logits = logits
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, which its reader gets."""
+        """End it with an error, which its reader gets; what the error's frames hold is let go of."""
+        traceback.clear_frames(error.__traceback__)
         self._error = error
         self._end()
 

@@ -139,6 +139,7 @@ class Scheduler:
                 following = self._next()
             if following is not None:
                 self._begin(following)
+                following = None  # nothing of a request is held once it is over
             for _ in range(self._settings.steps):
                 self._step()
                 if not self._active:
@@ -146,8 +147,7 @@ class Scheduler:
 
     def _next(self) -> ScheduledAnswer | None:
         """Take the first request that waits, if there is room for it."""
-        while self._waiting and self._waiting[0].abandoned():
-            self._waiting.popleft()
+        self._waiting = deque(one for one in self._waiting if not one.abandoned())
         if not self._waiting or len(self._active) >= self._settings.active:
             return None
         held = sum(one.tokens for one in self._active) + self._waiting[0].tokens
@@ -168,19 +168,27 @@ class Scheduler:
     def _step(self) -> None:
         """Choose the next token of every answer, and compute what follows it for those that go on."""
         going = [one for one in self._active if one.advance()]
-        if going:
-            try:
-                logits = forward_step(
-                    self._engine.lm,
-                    [one.last for one in going],
-                    [one.position for one in going],
-                    [one.buffer for one in going],
-                )
-            except Exception as error:
-                for one in going:
-                    one.fail(error)
-                going = []
-            else:
-                for one, own in zip(going, logits, strict=True):
-                    one.follow(own)
-        self._active = going
+        self._compute(going)
+        self._active = [one for one in going if not one.over]
+
+    def _compute(self, going: list[ScheduledAnswer]) -> None:
+        """Compute what follows; where that fails for several, one by one, so that it ends only those it fails for."""
+        if not going:
+            return
+        try:
+            logits = forward_step(
+                self._engine.lm,
+                [one.last for one in going],
+                [one.position for one in going],
+                [one.buffer for one in going],
+            )
+        except Exception as error:
+            if len(going) == 1:
+                going[0].fail(error)
+                return
+        else:
+            for one, own in zip(going, logits, strict=True):
+                one.follow(own)
+            return
+        for one in going:
+            self._compute([one])

@@ -42,7 +42,7 @@ def what_fits(n_tokens: int, head_tokens: int, neighbour_tokens: Sequence[int], 
     """Tell how many neighbours go before a chunk, and how long they are with the head.
 
     Args:
-        n_tokens: of the chunk.
+        n_tokens: of the chunk, and of what is computed along with it.
         head_tokens: of the prompt's head.
         neighbour_tokens: of each neighbour, most related first; the last that do not fit are left out.
         window: the model's context window in tokens.
@@ -77,25 +77,23 @@ def enrich_chunks(
     Raises:
         PromptTooLong: if that and the longest chunk exceed the context window.
     """
-    prefixes = [join_chunks([chunk for _, chunk in own], length) for own in before] if length else None
+    prefixes = [join_chunks([chunk for _, chunk in own], length, lm.device) for own in before] if length else None
     born = prefill_chunks(lm, batch, prefix=prefixes)
     return [
         replace(chunk, context=tuple(name for name, _ in own if name)) for chunk, own in zip(born, before, strict=True)
     ]
 
 
-def join_chunks(chunks: Sequence[ChunkKV], length: int | None = None) -> ChunkKV:
-    """Return the first `length` tokens of chunks laid end to end; unrotated keys need no change for that.
+def join_chunks(chunks: Sequence[ChunkKV], length: int, device: torch.device) -> ChunkKV:
+    """Return the first `length` tokens of chunks laid end to end, on a device; unrotated keys need no change for that.
 
     The ranking of the whole is its order: what is only put in front of something is never probed.
     """
-    total = sum(chunk.n_tokens for chunk in chunks)
-    length = total if length is None else length
-    if len(chunks) == 1 and length == total:
+    if len(chunks) == 1 and length == chunks[0].n_tokens:
         return chunks[0]
     keys, values = [], []
     for layer in range(chunks[0].n_layers):
         parts = [chunk.layer(layer) for chunk in chunks]
-        keys.append(torch.cat([part[0] for part in parts], dim=1)[:, :length])
-        values.append(torch.cat([part[1] for part in parts], dim=1)[:, :length])
+        keys.append(torch.cat([part[0].to(device) for part in parts], dim=1)[:, :length])
+        values.append(torch.cat([part[1].to(device) for part in parts], dim=1)[:, :length])
     return ChunkKV.of(keys, values, torch.arange(length).expand(len(keys), -1))

@@ -251,7 +251,7 @@ class WarmJob:
 
     def _before(self, one: Pending) -> Before:
         lengths = [len(self._ids[index]) for index in self._related(one)]
-        return what_fits(len(one.ids), len(self._frame), lengths, self._lm.window.tokens)
+        return what_fits(len(one.ids) + self._extra, len(self._frame), lengths, self._lm.window.tokens)
 
     def _prefill(self, batch: list[Pending], head: ChunkKV | None) -> list[ChunkKV]:
         base = batch[0].base

@@ -16,16 +16,15 @@ from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.store.whole import write_whole
 
 NAME = "retrievals.jsonl"
-KEPT = 10_000
-"""Retrievals to remember; the file is cut back to them once it has twice as many."""
-LINE_BYTES = 400
-"""Of ten passages; a file is counted once it may have too many lines by its size."""
+MOST_BYTES = 8 << 20
+"""Of the file, some 20,000 retrievals of ten passages; it is cut back to the last half of them."""
 
 
 class RetrievalLog:
     """The last retrievals from a folder's passages, by a hash of each passage's text.
 
-    Lines are appended whole, so several processes may note at once; a line that cannot be read is passed over.
+    Lines are appended whole, so several processes may note at once; a line that cannot be read is passed over. Only
+    what is noted while another process cuts the file back may be lost.
 
     Args:
         folder: of the index.
@@ -44,8 +43,9 @@ class RetrievalLog:
                 size = os.fstat(descriptor).st_size
             finally:
                 os.close(descriptor)
-            if size > 2 * KEPT * LINE_BYTES:
-                write_whole(self._path, "".join(json.dumps(one) + "\n" for one in self._retrievals()))
+            if size > MOST_BYTES:
+                lines = self._path.read_text("utf-8", errors="replace")[-MOST_BYTES // 2 :].partition("\n")[2]
+                write_whole(self._path, lines, sync=False)
 
     def counts(self, texts: Iterable[str]) -> list[float]:
         """Return how often each passage was retrieved."""
@@ -54,12 +54,14 @@ class RetrievalLog:
 
     def retrievals(self, texts: Sequence[str]) -> list[list[int]]:
         """Return past retrievals as indices of these passages; what is not among them is left out."""
-        place = {digest(text.encode()): index for index, text in enumerate(texts)}
+        place: dict[str, int] = {}
+        for index, text in enumerate(texts):
+            place.setdefault(digest(text.encode()), index)  # a passage of two documents goes by its first place
         return [[place[one] for one in retrieval if one in place] for retrieval in self._retrievals()]
 
     def _retrievals(self) -> list[list[str]]:
         try:
-            lines = self._path.read_text("utf-8", errors="replace").splitlines()[-KEPT:]
+            lines = self._path.read_text("utf-8", errors="replace").splitlines()
         except OSError:
             return []
         found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
         OSError: if it cannot be written; what was there stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         part.touch(mode=0o600)
         with part.open("w", encoding="utf-8") as file:

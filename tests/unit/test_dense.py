@@ -46,8 +46,11 @@ def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_installed", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert dense.dense_attention(gpu, torch.bfloat16) == "flash-attn"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert dense.dense_attention(gpu, torch.bfloat16) == "torch's fused attention"
     assert dense.dense_attention(gpu, torch.float32) == "torch's fused attention"
     assert dense.dense_attention(cpu, torch.bfloat16) == "torch's fused attention"
 

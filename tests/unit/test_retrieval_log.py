@@ -41,14 +41,19 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_it_keeps_the_last_ones_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 3)
-    monkeypatch.setattr(module, "LINE_BYTES", 20)
+    monkeypatch.setattr(module, "MOST_BYTES", 6 * 37)  # a line of one passage has 37 bytes
     log = RetrievalLog(tmp_path)
     for text in "abcdefgh":
         log.note([text])
-    assert log.counts("efgh") == [0, 1, 1, 1]
-    [file] = tmp_path.iterdir()
-    assert len(file.read_text().splitlines()) <= 4
+        [file] = tmp_path.iterdir()
+        assert file.stat().st_size <= 6 * 37
+    assert log.counts("abcdefgh") == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_passage_of_two_documents_goes_by_its_first_place(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a", "b"])
+    assert log.retrievals(["a", "b", "a"]) == [[0, 1]]
 
 
 def test_a_folder_that_cannot_be_used_goes_without(tmp_path: Path) -> None:

@@ -81,9 +81,9 @@ def test_calibration_measures_rows_by_two_prefills_and_loads_by_real_reads(
         now[0] += 1.0 + 0.010 * len(ids)  # type: ignore[arg-type]
         return rows(lm, ids, *rest)  # type: ignore[arg-type]
 
-    def loading(buffer: object, start: int, chunk: ChunkKV) -> int:
+    def loading(buffer: object, start: int, chunk: ChunkKV, **rest: object) -> int:
         now[0] += 0.002 * chunk.n_tokens
-        return copy(buffer, start, chunk)  # type: ignore[arg-type]
+        return copy(buffer, start, chunk, **rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(costs, "forward_rows", computing)
     monkeypatch.setattr(costs, "copy_chunk", loading)

@@ -177,17 +177,39 @@ def test_an_error_is_its_readers_alone(
     assert good.result(20).ids
 
 
-def test_a_failed_step_ends_its_answers_and_not_the_scheduler(
+def test_a_failed_step_ends_only_the_answers_it_fails_for(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(*given: Any) -> Any:
-        raise RuntimeError("out of memory")
+    """What fails for several is tried for each; what the error held is let go of."""
+    good, bad = engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?", PASSAGES[:1])
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "forward_step", failing)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG).result(20)
-    assert scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG).result(20).ids
+    def failing(lm: Any, tokens: Any, positions: list[int], buffers: Any) -> Any:
+        if any(len(bad) <= position < len(bad) + 60 for position in positions):
+            raise RuntimeError("out of memory")
+        return forward_step(lm, tokens, positions, buffers)
+
+    assert len(bad) + 60 <= len(good) or len(good) + 60 <= len(bad)
+    monkeypatch.setattr(module, "forward_step", failing)
+    with scheduler._changed:
+        first, wrong = scheduler.submit(good, LONG), scheduler.submit(bad, LONG)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        wrong.result(20)
+    assert wrong._prefilled is None
+    monkeypatch.undo()
+    assert first.result(20).ids == engine.generate(good, LONG).ids
+
+
+def test_a_request_that_was_cancelled_while_waiting_ends_soon(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    with Scheduler(engine, SchedulerSettings(active=1)) as scheduler:
+        first = scheduler.submit(prompt, SamplingParams(max_new_tokens=200))
+        next(first)
+        waiting = [scheduler.submit(prompt, LONG) for _ in range(2)]
+        waiting[1].cancel()
+        with pytest.raises(CancelledError):
+            waiting[1].result(20)
+        assert first.generation is None, "and not only when its turn comes"
+        first.cancel()
 
 
 def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:

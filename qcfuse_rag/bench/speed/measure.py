@@ -65,7 +65,10 @@ class SpeedOptions:
 
 @torch.inference_mode()
 def measure_speed(
-    lm: LanguageModel, options: SpeedOptions, progress: Callable[[int, int], None] | None = None
+    lm: LanguageModel,
+    options: SpeedOptions,
+    progress: Callable[[int, int], None] | None = None,
+    keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure and return plain data.
 
@@ -76,30 +79,33 @@ def measure_speed(
         lm: the model.
         options: what to measure.
         progress: called with contexts `(done, total)`.
+        keep: called with the result so far after each context.
 
     Raises:
         QCFuseError: if there is no such tier here.
         PromptTooLong: if a context exceeds the model's window.
     """
     ceilings = measure_ceilings(lm)
-    prefills: list[dict[str, Any]] = []
-    decodes: list[dict[str, Any]] = []
+    rates = {"flops": ceilings.flops, "memory_bytes_s": ceilings.memory, "loading_bytes_s": ceilings.loading}
+    result: dict[str, Any] = {
+        "ceilings": rates,
+        "kv_bytes_per_token": lm.kv_bytes_per_token,
+        "prefill": [],
+        "decode": [],
+    }
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         stores = {name: _open(name, lm, options, stack) for name in options.tiers}
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, stores, prompt, options.methods)
-            prefills += _prefills(lm, stores, prompt, options, ceilings)
-            decodes += _decodes(lm, next(iter(stores.values())), prompt, options, ceilings)
+            result["prefill"] += _prefills(lm, stores, prompt, options, ceilings)
+            result["decode"] += _decodes(lm, next(iter(stores.values())), prompt, options, ceilings)
+            if keep is not None:
+                keep(result)
             if progress is not None:
                 progress(done + 1, len(options.contexts))
-    return {
-        "ceilings": {"flops": ceilings.flops, "memory_bytes_s": ceilings.memory, "loading_bytes_s": ceilings.loading},
-        "kv_bytes_per_token": lm.kv_bytes_per_token,
-        "prefill": prefills,
-        "decode": decodes,
-    }
+    return result
 
 
 def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.Generator) -> Prompt:
@@ -176,7 +182,9 @@ def _prefills(
     rows = []
     for (tier, store, method), own, report, staged in zip(sides, times, reports, stages, strict=True):
         arithmetic = row_operations(lm, report.row_layers / lm.n_layers, len(prompt)) / ceilings.flops
-        bytes_s = options.throttle if tier == "throttled" else ceilings.memory if tier == "device" else ceilings.loading
+        bytes_s = (
+            options.throttle if tier == "throttled" else ceilings.memory / 2 if tier == "device" else ceilings.loading
+        )
         loading = report.bytes_loaded / bytes_s
         ttft = median(own)
         rows.append(

@@ -23,7 +23,7 @@ class Ceilings:
     Attributes:
         flops: floating-point operations a second of a large matrix product in the model's dtype.
         memory: bytes a second of a large copy in the model's memory, read and written both counted.
-        loading: bytes a second from page-locked host memory to the device; those of `memory` on a CPU.
+        loading: bytes a second from page-locked host memory to the device; those of a copy on a CPU.
     """
 
     flops: float
@@ -40,7 +40,7 @@ def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
     there, back = (torch.randn(count, device=lm.device) for _ in range(2))
     copy = median(seconds(lm, lambda: there.copy_(back)) for _ in range(samples))
     memory = 2 * there.nbytes / copy
-    loading = memory
+    loading = memory / 2  # of what is copied, each byte is read and written
     if gpu:
         host = torch.empty(count, pin_memory=True)
         loading = there.nbytes / median(seconds(lm, lambda: there.copy_(host)) for _ in range(samples))

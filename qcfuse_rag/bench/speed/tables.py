@@ -76,7 +76,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["prefill"]:
-        name = row["method"] if row["tier"] == "-" else f"{row['method']} {row['ratio']:g}, {row['tier']}"
+        ratio = "" if row["ratio"] is None else f" {row['ratio']:g}"
+        name = row["method"] if row["tier"] == "-" else f"{row['method']}{ratio}, {row['tier']}"
         lines.setdefault(name, []).append(row)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()

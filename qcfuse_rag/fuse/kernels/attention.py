@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import explicit_attention
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, processors
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on, processors
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1)
@@ -23,7 +23,7 @@ KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "window", "split_keys"])
 def attend(
     q,
     k,
@@ -130,14 +130,14 @@ def attend(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_pairs", "splits"])
 def combine(
     parts,
     maxima,
     sums,
     out,
     n_pairs,
-    SPLITS: tl.constexpr,
+    splits,
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ):
@@ -146,11 +146,11 @@ def combine(
     dim = tl.arange(0, BLOCK_VALUE)
     inside = dim < VALUE_DIM
     largest = tl.load(maxima + pair)
-    for split in range(1, SPLITS):
+    for split in range(1, splits):
         largest = tl.maximum(largest, tl.load(maxima + split * n_pairs + pair))
     result = tl.zeros([BLOCK_VALUE], tl.float32)
     total = 0.0
-    for split in range(SPLITS):
+    for split in range(splits):
         at = split * n_pairs + pair
         weight = tl.exp2(tl.load(maxima + at) - largest)
         total += tl.load(sums + at) * weight
@@ -190,6 +190,10 @@ def sparse_attention(
         ValueError: if operands do not fit each other or are not laid out as said.
     """
     check_operands(query, key, value, rows)
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+        raise ValueError(f"sinks must be [{query.shape[1]}], got {tuple(sinks.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys, value_dim = value.shape[1:]
     group = n_heads // kv_heads
@@ -207,46 +211,47 @@ def sparse_attention(
         shape = (splits, n_rows, n_heads)
         parts = torch.empty(*shape, value_dim, dtype=torch.float32, device=out.device)
         maxima, sums = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-    attend[(blocks, kv_heads, splits)](
-        query,
-        key,
-        value,
-        rows,
-        query if sinks is None else sinks,
-        parts,
-        maxima,
-        sums,
-        query.stride(1),
-        query.stride(2),
-        key.stride(1),
-        key.stride(2),
-        value.stride(1),
-        value.stride(2),
-        n_rows,
-        scaling,
-        softcap or 1.0,
-        window or 0,
-        split_keys,
-        GROUP=group,
-        DIM=dim,
-        VALUE_DIM=value_dim,
-        BLOCK_DIM=block_dim(dim),
-        BLOCK_VALUE=block_dim(value_dim),
-        BLOCK_ROWS=block_rows,
-        BLOCK_KEYS=block_keys,
-        CAPPED=softcap is not None,
-        WINDOWED=window is not None,
-        SINKS=sinks is not None,
-        SPLIT=splits > 1,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=2,
-    )
-    if splits > 1:
-        pairs = n_rows * n_heads
-        combine[(pairs,)](
-            parts, maxima, sums, out, pairs, SPLITS=splits, VALUE_DIM=value_dim, BLOCK_VALUE=block_dim(value_dim)
+    with launching_on(query.device):
+        attend[(blocks, kv_heads, splits)](
+            query,
+            key,
+            value,
+            rows,
+            query if sinks is None else sinks,
+            parts,
+            maxima,
+            sums,
+            query.stride(1),
+            query.stride(2),
+            key.stride(1),
+            key.stride(2),
+            value.stride(1),
+            value.stride(2),
+            n_rows,
+            scaling,
+            softcap or 1.0,
+            window or 0,
+            split_keys,
+            GROUP=group,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_DIM=block_dim(dim),
+            BLOCK_VALUE=block_dim(value_dim),
+            BLOCK_ROWS=block_rows,
+            BLOCK_KEYS=block_keys,
+            CAPPED=softcap is not None,
+            WINDOWED=window is not None,
+            SINKS=sinks is not None,
+            SPLIT=splits > 1,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=2,
         )
+        if splits > 1:
+            pairs = n_rows * n_heads
+            combine[(pairs,)](
+                parts, maxima, sums, out, pairs, splits, VALUE_DIM=value_dim, BLOCK_VALUE=block_dim(value_dim)
+            )
     return out
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.attention import LOG2_E, NEVER
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def scores_of(query, key, seen, scaling, softcap, CAPPED: tl.constexpr, PRECISIO
     return tl.where(seen, score * LOG2_E, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "window"])
 def denominators(
     q,
     k,
@@ -87,7 +87,7 @@ def denominators(
     tl.store(logs + head.to(tl.int64) * n_rows + row, largest + tl.log2(total), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "window"])
 def weights_of_keys(
     q,
     k,
@@ -192,15 +192,17 @@ def context_scores(
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": 4,
+        "num_stages": 2,
     }
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
     about = (scaling, softcap or 1.0, window or 0)
     logs = torch.empty(n_heads, n_rows, dtype=torch.float32, device=key.device)
     blocks = triton.cdiv(n_rows * group, block_rows)
-    denominators[(blocks, kv_heads)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
-    weights_of_keys[(triton.cdiv(n_keys, block_keys), kv_heads)](
-        query, key, rows, known, logs, out, *strides, n_rows, n_keys, *about, LARGEST=largest, **shared
-    )
+    with launching_on(key.device):
+        denominators[(blocks, kv_heads)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
+        weights_of_keys[(triton.cdiv(n_keys, block_keys), kv_heads)](
+            query, key, rows, known, logs, out, *strides, n_rows, n_keys, *about, LARGEST=largest, **shared
+        )
     return out.amax(0) if largest else out.sum(0) / (n_heads * n_rows)

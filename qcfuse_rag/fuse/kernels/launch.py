@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -14,6 +15,11 @@ from qcfuse_rag.fuse.kernels.support import DTYPES, MAX_DIM
 def processors(device: torch.device) -> int:
     """Return how many programs a device runs at once, two for each multiprocessor; 1 without a GPU."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Have launches go to a device, which Triton takes for the thread's current one, whatever the operands'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def block_dim(dim: int) -> int:

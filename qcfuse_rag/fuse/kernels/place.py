@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.launch import block_dim
+from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on
 from qcfuse_rag.model.rope import LayerRope, angles, rotate
 from qcfuse_rag.store.numbers import restore
 
 TOKENS_PER_PROGRAM = 16
-COLUMNS = 5
+MOST_IN_A_LAUNCH = 32768
+"""Blocks; CUDA counts to 65,535 in a grid's third dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def place(
     BLOCK_DIM: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     SCALED: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -83,6 +85,8 @@ def place(
     stored = tl.load(row).to(tl.pointer_type(STORED))
     scales = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     into = tl.load(row + 2).to(tl.pointer_type(PLACED))
+    if ALIGNED:  # which a pointer out of a table does not say by itself, and narrow accesses are slow
+        stored, into = tl.multiple_of(stored, 16), tl.multiple_of(into, 16)
     start, tokens = tl.load(row + 3), tl.load(row + 4)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     real = token < tokens
@@ -140,7 +144,8 @@ def place_blocks(blocks: Sequence[Block]) -> None:
         )
         groups.setdefault(about, []).append(block)
     for group in groups.values():
-        _launch(group)
+        for first in range(0, len(group), MOST_IN_A_LAUNCH):
+            _launch(group[first : first + MOST_IN_A_LAUNCH])
 
 
 def _launch(group: list[Block]) -> None:
@@ -168,24 +173,26 @@ def _launch(group: list[Block]) -> None:
     if by_token and half:
         raise ValueError("keys are scaled by channel, not by token")
     longest = max(len(one.stored) for one in group)
-    place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
-        table,
-        cos,
-        sin,
-        heads,
-        some.into.stride(1),
-        some.into.stride(2),
-        STORED=_type(some.stored.dtype),
-        PLACED=_type(some.into.dtype),
-        DIM=dim,
-        HALF=half,
-        BLOCK_DIM=block_dim(dim),
-        BLOCK_HALF=block_dim(max(1, half)),
-        BLOCK_TOKENS=TOKENS_PER_PROGRAM,
-        SCALED=some.scale is not None,
-        BY_TOKEN=by_token,
-        INTERLEAVED=interleaved,
-    )
+    with launching_on(device):
+        place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
+            table,
+            cos,
+            sin,
+            heads,
+            some.into.stride(1),
+            some.into.stride(2),
+            STORED=_type(some.stored.dtype),
+            PLACED=_type(some.into.dtype),
+            DIM=dim,
+            HALF=half,
+            BLOCK_DIM=block_dim(dim),
+            BLOCK_HALF=block_dim(max(1, half)),
+            BLOCK_TOKENS=TOKENS_PER_PROGRAM,
+            ALIGNED=all(pointer % 16 == 0 for row in rows for pointer in (row[0], row[2])),
+            SCALED=some.scale is not None,
+            BY_TOKEN=by_token,
+            INTERLEAVED=interleaved,
+        )
 
 
 def _type(dtype: torch.dtype) -> tl.dtype:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.model.rope import LayerRope
+
+if TYPE_CHECKING:
+    from qcfuse_rag.model.language_model import LanguageModel
 
 SWITCH = "QCFUSE_KERNELS"
 """Environment variable; `0` has everything computed by torch."""
@@ -18,26 +22,50 @@ OLDEST = (8, 0)
 TOLERANCE = 1e-2
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 256
-ROWS, TOKENS, HEADS, KV_HEADS, DIM = 40, 300, 8, 2, 64
+FP8_SINCE = (8, 9)
+"""Compute capability from which Triton converts fp8: Ada and Hopper."""
+ROWS, TOKENS, HEADS, KV_HEADS = 40, 300, 8, 2
 
 
-def kernels_run_on(device: torch.device) -> bool:
-    """Return whether kernels are used on a device."""
-    return device.type == "cuda" and kernel_refusal(device) is None
+def kernels_run_on(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Return whether kernels are used on a device for a dtype and a number of channels of a head."""
+    if device.type != "cuda":
+        return False
+    try:
+        return kernel_refusal(device, dtype, dim) is None
+    except torch.OutOfMemoryError:
+        return False  # for this time; the next may find room to try them
 
 
 def kernels_take(query: Tensor, key: Tensor) -> bool:
     """Return whether kernels attend with these queries, keys or values; what they do not take, torch does."""
-    fits = len(query) == 1 and max(query.shape[-1], key.shape[-1]) <= MAX_DIM and query.dtype in DTYPES
-    return fits and kernels_run_on(query.device)
+    return len(query) == 1 and kernels_run_on(query.device, query.dtype, max(query.shape[-1], key.shape[-1]))
+
+
+def widest_head(lm: LanguageModel) -> int:
+    """Return the most channels that keys or values of a model's heads have."""
+    return max(max(shape.key_dim, shape.value_dim) for shape in lm.shapes)
+
+
+def kernels_place(chunk_numbers: str, device: torch.device) -> bool:
+    """Return whether the kernel on a device that has some can read a format of numbers."""
+    return chunk_numbers != "fp8" or torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 @cache
-def kernel_refusal(device: torch.device) -> str | None:
-    """Return why kernels are not used on a device, or None if they are. Takes some seconds the first time.
+def kernel_refusal(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """Return why kernels are not used, or None if they are. Takes some seconds the first time.
 
     A kernel that does not compile there, or whose result is off, is a reason and not an error: torch computes the
     same, more slowly.
+
+    Args:
+        device: where.
+        dtype: the model's.
+        dim: channels of a head.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room to try them.
     """
     if device.type != "cuda":
         return f"there are none for {device.type}"
@@ -47,44 +75,58 @@ def kernel_refusal(device: torch.device) -> str | None:
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
+    if dtype not in DTYPES or dim > MAX_DIM:
+        return f"there are none for {dtype} and {dim} channels a head"
     try:
-        errors = kernel_errors(device, torch.float16)
+        errors = kernel_errors(device, dtype, dim)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         return f"they do not run here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     off = {name: error for name, error in errors.items() if not error <= TOLERANCE}
     return ", ".join(f"{name} is off by {error:.2g}" for name, error in off.items()) or None
 
 
-def kernel_errors(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Run every kernel once on fresh random numbers; return its relative error against plain torch."""
+def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, float]:
+    """Run every kernel on fresh random numbers, in the ways models use them; return relative errors by what was run."""
     from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
     from qcfuse_rag.fuse.kernels.context_score import context_scores
     from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
     from qcfuse_rag.fuse.score import plain_attention_weights
+    from qcfuse_rag.store.numbers import narrow
+
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(dtype)
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
 
     rows = torch.arange(TOKENS - 2 * ROWS, TOKENS, 2, device=device)
-    query, key, value = (random(1, HEADS, ROWS, DIM), *(random(1, KV_HEADS, TOKENS, DIM) for _ in range(2)))
-    about = {"scaling": DIM**-0.5}
+    query, key, value = (random(1, HEADS, ROWS, dim), *(random(1, KV_HEADS, TOKENS, dim) for _ in range(2)))
     known = torch.ones(TOKENS, dtype=torch.bool, device=device)
-    rope = LayerRope(10000.0 ** -(torch.arange(0, DIM, 2, device=device) / DIM))
-    stored = random(TOKENS, KV_HEADS, DIM)
-    placed = [torch.zeros(1, KV_HEADS, 2 * TOKENS, DIM, dtype=dtype, device=device) for _ in range(2)]
-    for into, how in zip(placed, (place_blocks, place_blocks_reference), strict=True):
-        how([Block(stored, None, into, TOKENS // 2, rope)])
-    return {
-        "attention": _off(
-            sparse_attention(query, key, value, rows, **about),
-            sparse_attention_reference(query, key, value, rows, **about),
-        ),
-        "context score": _off(
-            context_scores(query, key, rows, known, **about),
-            plain_attention_weights(query.float(), key.float(), rows, known, **about),
-        ),
-        "place": _off(*placed),
-    }
+    errors = {}
+    plain: dict[str, Any] = {"scaling": dim**-0.5}
+    special: dict[str, Any] = {**plain, "softcap": 20.0, "window": TOKENS // 2}
+    for name, how, splits in (("", plain, 1), (" split", plain, 2), (" with window and cap", special, 2)):
+        errors[f"attention{name}"] = _off(
+            sparse_attention(query, key, value, rows, **how, splits=splits),
+            sparse_attention_reference(query, key, value, rows, **how),
+        )
+        errors[f"context score{name}"] = _off(
+            context_scores(query, key, rows, known, **how),
+            plain_attention_weights(query.float(), key.float(), rows, known, **how),
+        )
+    rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
+    for numbers in ("model", "int8"):
+        for kind, turned in (("keys", rope), ("values", None)):
+            stored = random(TOKENS, KV_HEADS, dim)
+            scale: Tensor | None = None
+            if numbers != "model":
+                stored, scale = narrow(stored, numbers, over=0 if turned else 2)
+            placed = [torch.zeros(1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device) for _ in range(2)]
+            for into, how_placed in zip(placed, (place_blocks, place_blocks_reference), strict=True):
+                how_placed([Block(stored, scale, into, TOKENS // 2, turned)])
+            errors[f"place {numbers} {kind}"] = _off(*placed)
+    return errors
 
 
 def _off(found: Tensor, expected: Tensor) -> float:
