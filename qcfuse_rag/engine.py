@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,19 +29,22 @@ from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
 from qcfuse_rag.ingest.warm import Progress, Stale, WarmJob, with_first_pass
-from qcfuse_rag.methods import choose_method
+from qcfuse_rag.methods import choose_method, make_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
-from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.memory import MemoryStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.trust.activity import Activity
 from qcfuse_rag.trust.shadow import Shadow, ShadowSettings
 from qcfuse_rag.trust.verdict import Verdict, look_up
+
+WARM_UP_TOKENS = 64
 
 
 class FusionEngine:
@@ -338,6 +342,26 @@ class FusionEngine:
         if self._shadow is not None and method is None:
             self._shadow.note(done)
         return done
+
+    def warm_up(self) -> float:
+        """Do now what the first request of a process would wait for; return the seconds it took.
+
+        Kernels are compiled and compared with their references, the first passes of the process made, and the costs
+        measured that the method's guard goes by, if there is something in the store to measure loading by.
+        """
+        started = time.perf_counter()
+        store = MemoryStore()
+        head = self.prompts.frame or self.prompts.chunk_ids(PRIMER)[:1]
+        passages = [self.prompts.chunk_ids(PRIMER)[:WARM_UP_TOKENS]] * 2
+        segments = [(Role.HEAD, head), *((Role.CHUNK, ids) for ids in passages), (Role.QUESTION, passages[0][:8])]
+        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
+        WarmJob(self.lm, store, head, passages, bases=(FRAMED,), primer=passages[0]).run()
+        params = SamplingParams(max_new_tokens=2)
+        done = prefill(self.lm, store, prompt, make_method("prophetkv", ratio=0.1, base=FRAMED), room=2)
+        TextStream(self.lm, done, params).result()
+        if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
+            self.costs()
+        return time.perf_counter() - started
 
     def watch(self, settings: ShadowSettings | None = None) -> Shadow:
         """Compare some requests with full prefill from now on, while none is being prefilled; see `trust.shadow`.

@@ -370,3 +370,21 @@ def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     WarmJob(engine.lm, engine.store, prompt.frame, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
     assert engine.warm(PASSAGES).warmed == 0
+
+
+def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.warm_up() > 0, "with nothing stored as well"
+    engine.method = make_method("auto")
+    engine.warm(PASSAGES)
+    entries = {entry.address for entry in engine.store.entries()}
+    engine.warm_up()
+    assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
+
+    def measured(*given: object, **rest: object) -> object:
+        raise AssertionError("costs are measured in a request")
+
+    monkeypatch.setattr("qcfuse_rag.fuse.measured.measure_passes", measured)
+    monkeypatch.setattr("qcfuse_rag.fuse.measured.measure_loading", measured)
+    assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids
