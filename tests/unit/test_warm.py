@@ -209,7 +209,7 @@ def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
 
 def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) -> None:
     """A new passage is enriched when it comes; those beside it once more than half of their neighbours are new."""
-    texts = [text[:80] for text in MANY[:6]]  # three of them fit in front of a fourth
+    texts = [text[-80:] for text in MANY[:6]]  # three of them fit in front of a fourth
     engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
     [key] = engine.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
     old = engine.sources.made_of(key)
