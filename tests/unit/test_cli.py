@@ -60,7 +60,7 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
 
     code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu")
     assert code == 0
-    assert "0 prefilled" in out
+    assert "0 caches prefilled" in out
     assert "3 were there already" in out
 
     page = tmp_path / "page.html"
