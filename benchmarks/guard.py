@@ -1,6 +1,6 @@
 """Time to first token of `auto` beside full prefill's: where it should gain most, and where it must not lose.
 
-    python benchmarks/guard.py [--model M] [--repeats 7] [--json FILE]
+    python benchmarks/guard.py [--model M] [--repeats 7] [--only CASE] [--json FILE]
 
 Both sides run in turns in one process, on the same token ids. Prompts are cut from the demonstration corpus: long ones,
 short ones, one of which nothing is stored, some over a store that reads 50 MB a second, and one whose ratio is 1.
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     quiet_libraries()
@@ -62,6 +63,7 @@ def main() -> None:
     rows = [
         measure(name, engine, cut(engine, passages, tokens), method, given.repeats)
         for name, engine, tokens, method in cases
+        if name.startswith(given.only)
     ]
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1), "utf-8")
