@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from qcfuse_rag.bench.about import about_run
 from qcfuse_rag.bench.configurations import Configuration, configurations
 from qcfuse_rag.bench.datasets import Example, first_passages, passage_texts, read_dataset
 from qcfuse_rag.bench.metrics import rouge_scorer
@@ -230,15 +225,7 @@ def _preparations(chosen: Sequence[Configuration]) -> dict[tuple[str, str | None
 
 
 def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
-    device = engine.lm.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "command": shlex.join(["qcfuse", *sys.argv[1:]]),
-        "model": options.model,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{device} ({name})",
-        "dtype": engine.lm.fingerprint.dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        **about_run(engine.lm, options.model),
         "options": json.loads(json.dumps(asdict(options), default=str)),
     }

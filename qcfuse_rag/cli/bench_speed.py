@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
-import shlex
-import sys
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from qcfuse_rag.bench.about import about_run
 from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
 from qcfuse_rag.bench.speed.shapes import random_model
 from qcfuse_rag.bench.speed.tables import draw, markdown
@@ -41,18 +36,8 @@ def run_speed(
     gpu = lm.device.type == "cuda"
     if not options.tiers:
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
-    name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
     refusal = kernel_refusal(lm.device, lm.dtype, widest_head(lm))
-    about = {
-        "command": shlex.join(["qcfuse", *sys.argv[1:]]),
-        "model": lm.name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{lm.device} ({name})",
-        "dtype": lm.fingerprint.dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "kernels": "used" if refusal is None else refusal,
-    }
+    about = {**about_run(lm, lm.name), "kernels": refusal or "used"}
 
     def keep(measured: dict[str, Any]) -> None:
         if out is not None:

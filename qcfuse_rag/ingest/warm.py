@@ -246,11 +246,11 @@ class WarmJob:
         """Sort enriched chunks by how much stands before them, those that have the most wanted ones first."""
         groups: dict[int, list[Pending]] = {}
         for one in work:
-            groups.setdefault(self._before(one).length, []).append(one)
+            groups.setdefault(self._before(one, self._related(one)).length, []).append(one)
         return groups
 
-    def _before(self, one: Pending) -> Before:
-        lengths = [len(self._ids[index]) for index in self._related(one)]
+    def _before(self, one: Pending, related: list[int]) -> Before:
+        lengths = [len(self._ids[index]) for index in related]
         return what_fits(len(one.ids) + self._extra, len(self._frame), lengths, self._lm.window.tokens)
 
     def _prefill(self, batch: list[Pending], head: ChunkKV | None) -> list[ChunkKV]:
@@ -259,7 +259,7 @@ class WarmJob:
         if base.enriched:
             first = [] if head is None else [("", head)]
             before = [[*first, *(self._first_pass(index, head) for index in self._met(one))] for one in batch]
-            return enrich_chunks(self._lm, chunks, before, self._before(batch[0]).length)
+            return enrich_chunks(self._lm, chunks, before, self._before(batch[0], self._related(batch[0])).length)
         prefix = head
         if base.primed:
             if self._primed_head is None:
@@ -279,7 +279,8 @@ class WarmJob:
 
     def _met(self, one: Pending) -> list[int]:
         """Return those of a passage's neighbours that stand before it."""
-        return self._related(one)[: self._before(one).neighbours]
+        related = self._related(one)
+        return related[: self._before(one, related).neighbours]
 
     def _first_pass(self, index: int, head: ChunkKV | None) -> tuple[str, ChunkKV]:
         """Return a neighbour's `hash_ids` and framed cache: the stored one, else one computed for the moment."""

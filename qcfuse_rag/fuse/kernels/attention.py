@@ -23,6 +23,15 @@ KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
 
 
+@triton.jit
+def scores_of(query, key, seen, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return scores in powers of two, minus infinity where a row does not see a key."""
+    score = tl.dot(query, key, input_precision=PRECISION) * scaling
+    if CAPPED:
+        score = (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0)) * softcap  # tanh
+    return tl.where(seen, score * LOG2_E, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["n_rows", "window", "split_keys"])
 def attend(
     q,
@@ -96,13 +105,10 @@ def attend(
             mask=there[None, :] & (dim < DIM)[:, None],
             other=0.0,
         )
-        score = tl.dot(query, key, input_precision=PRECISION) * scaling
-        if CAPPED:
-            score = (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0)) * softcap  # tanh
         seen = there[None, :] & (token[None, :] <= position[:, None])
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
-        score = tl.where(seen, score * LOG2_E, float("-inf"))
+        score = scores_of(query, key, seen, scaling, softcap, CAPPED, PRECISION)
         new = tl.maximum(largest, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
         weight = tl.exp2(score - safe[:, None])

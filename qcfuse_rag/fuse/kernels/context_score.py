@@ -11,17 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.attention import LOG2_E, NEVER
+from qcfuse_rag.fuse.kernels.attention import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on
-
-
-@triton.jit
-def scores_of(query, key, seen, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores in powers of two, minus infinity where a row does not see a key."""
-    score = tl.dot(query, key, input_precision=PRECISION) * scaling
-    if CAPPED:
-        score = (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0)) * softcap  # tanh
-    return tl.where(seen, score * LOG2_E, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
