@@ -22,9 +22,9 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
-# ARGS="-m 'not real'" and others are passed on.
+# A file of tests is one worker's, a core is one worker's. ARGS="-m 'not real'" and others are passed on.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.bench.speed.measure import fill, random_prompt
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.prefill import prefill
 
 KINDS = {
@@ -53,11 +54,12 @@ def main() -> None:
     method, store = make_method(given.method, ratio=given.ratio), MemoryStore(1 << 40)
     prompt = random_prompt(lm, given.tokens, 512, torch.Generator().manual_seed(0))
     fill(lm, {"memory": store}, prompt, [method])
+    loading = Loading(lm)
     for _ in range(2):
-        plain = prefill(lm, store, prompt, method).report
+        plain = prefill(lm, store, prompt, method, loading=loading).report
     with profile(activities=[ProfilerActivity.CPU]) as watched:
         started = time.perf_counter()
-        prefill(lm, store, prompt, method)
+        prefill(lm, store, prompt, method, loading=loading)
         wall = time.perf_counter() - started
     shares = dict.fromkeys([*KINDS, "elementwise and other operators"], 0.0)
     for event in watched.key_averages():

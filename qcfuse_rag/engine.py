@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.errors import Unverified
+from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
@@ -57,6 +58,8 @@ class FusionEngine:
         store: where passages' keys and values are kept; the engine does not close it.
         template: wording of the prompt.
         method: what to reuse and what to recompute when a request does not say.
+        load_limit_s: most seconds that a request waits for the store; what has not come by then is computed. None waits
+            as long as it takes.
 
     Attributes:
         profile: the profile that `load` gave the model its critical layers from, or None.
@@ -72,6 +75,7 @@ class FusionEngine:
         *,
         template: PromptTemplate | None = None,
         method: Method | None = None,
+        load_limit_s: float | None = LIMIT_S,
     ) -> None:
         self.lm = lm
         self.store = store
@@ -82,6 +86,7 @@ class FusionEngine:
         self._shadow: Shadow | None = None
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
+        self._loading = Loading(lm, load_limit_s)
         self.profile: Profile | None = None
         self.profile_ignored: str | None = None
 
@@ -98,6 +103,7 @@ class FusionEngine:
         check: bool = True,
         profile: str | Path | None = None,
         verdict: Literal["warn", "require", "ignore"] = "warn",
+        load_limit_s: float | None = LIMIT_S,
     ) -> FusionEngine:
         """Load a model and open a store.
 
@@ -114,6 +120,7 @@ class FusionEngine:
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
                 folder: `warn`, `require` one, or `ignore`. A store without a folder has no place for one: there is no
                 warning of it, and it cannot meet a requirement.
+            load_limit_s: most seconds that a request waits for the store.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
@@ -128,7 +135,7 @@ class FusionEngine:
         if check:
             check_exact(lm)
         kept = store if isinstance(store, KVStore) else open_store(store)
-        engine = cls(found.applied(lm), kept, template=template, method=method)
+        engine = cls(found.applied(lm), kept, template=template, method=method, load_limit_s=load_limit_s)
         engine.profile, engine.profile_ignored = found.profile, found.ignored
         if verdict != "ignore" and (kept.folder is not None or verdict == "require"):
             try:
@@ -338,7 +345,7 @@ class FusionEngine:
             chosen = self._shadow.method(chosen)
         with self._activity.one_more():
             self.store.advance()
-            done = prefill(self.lm, self.store, prompt, chosen, room=room, costs=self.costs)
+            done = prefill(self.lm, self.store, prompt, chosen, room=room, costs=self.costs, loading=self._loading)
         if self._shadow is not None and method is None:
             self._shadow.note(done)
         return done

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
+from qcfuse_rag.fuse.arrival import Arrival, Coming, within
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, widest_head
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
@@ -53,25 +56,30 @@ class Assembly:
         lm: the model.
         prompt: the prompt.
         ids: `[T]` int64 token ids on the model's device.
-        buffer: rotated keys and values; meaningful where `known`.
+        arriving: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for what is
+            still on its way there. See `buffer`.
         known: `[T]` bool, positions that hold stored keys and values.
         placed: what was placed, the head included.
         lookups: what became of every segment that could have been stored.
-        bytes_loaded: bytes copied from the store.
+        copied_bytes: bytes copied from the store before any pass.
         row_layers: rows computed so far, summed over the layers each was computed in.
         staged: while loading, what is on the device and not at its place yet; None where chunks are copied there.
+        keys: by position, the entry each placed segment came from.
+        arrival: what is on its way; None if everything is there.
     """
 
     lm: LanguageModel
     prompt: Prompt
     ids: Tensor
-    buffer: KVBuffer
+    arriving: KVBuffer
     known: Tensor
     placed: list[Placed] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    bytes_loaded: int = 0
+    copied_bytes: int = 0
     row_layers: int = 0
     staged: list[Block] | None = None
+    keys: dict[int, ChunkKey] = field(default_factory=dict)
+    arrival: Arrival | None = None
 
     @classmethod
     def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
@@ -80,7 +88,16 @@ class Assembly:
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
         return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
 
-    def load(self, store: KVStore, base: Base, adapter: Adapter | None = None, *, start: int = 0) -> None:
+    def load(
+        self,
+        store: KVStore,
+        base: Base,
+        adapter: Adapter | None = None,
+        *,
+        start: int = 0,
+        loading: Loading | None = None,
+        refused: Mapping[int, Miss] | None = None,
+    ) -> None:
         """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
 
         Args:
@@ -88,18 +105,64 @@ class Assembly:
             base: which stored caches chunks start from.
             adapter: alters or replaces chunks before they are placed.
             start: where to begin; the segments in front have been placed.
+            loading: how to go on loading while passes run, over `arriving`; None is done when this returns.
+            refused: chunks not to look for, by their positions, and why.
         """
+        refused = refused or {}
+        # At position 0 with nothing before it, blind is exact.
+        sought = [
+            (span, BLIND, None) if span.segment.role is Role.HEAD else (span, base, adapter)
+            for span in self.prompt.spans
+            if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
+        ]
+
+        def look() -> list[Adapted | Miss]:
+            return [refused.get(span.start) or self._look(store, span, base, by) for span, base, by in sought]
+
+        try:
+            found = within(None if loading is None else loading.limit_s, look)
+        except TimeoutError as error:
+            found = [Miss(str(error)) for _ in sought]
         kernels = kernels_run_on(self.lm.device, self.lm.dtype, widest_head(self.lm))
         self.staged = [] if kernels else None
-        for span in self.prompt.spans:
-            if span.start < start:
-                continue
-            if span.segment.role is Role.HEAD:
-                self._load(store, span, BLIND)  # at position 0 with nothing before it, blind is exact
-            elif span.segment.role is Role.CHUNK:
-                self._load(store, span, base, adapter)
+        coming = []
+        for (span, its_base, _), one in zip(sought, found, strict=True):
+            key = its_base.key(self.lm.fingerprint, self.prompt.frame, span.segment.ids)
+            placed = self._load(store, span, key, one, at_once=loading is None)
+            coming += [] if placed is None else [Coming(span.start, placed.chunk)]
         self._place()
         self.staged = None
+        if loading is not None and coming:
+            self.arrival = Arrival(
+                self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), limit_s=loading.limit_s
+            )
+            self.arriving = replace(self.arriving, arrive=self.arrival.wait)
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """Rotated keys and values, all there.
+
+        Raises:
+            LateMiss: if something that was on its way does not come.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
+        return replace(self.arriving, arrive=None)
+
+    def stop(self) -> None:
+        """Load no more."""
+        if self.arrival is not None:
+            self.arrival.stop()
+
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes that came from the store so far."""
+        return self.copied_bytes + (0 if self.arrival is None else self.arrival.nbytes)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that passes have waited for the store so far."""
+        return 0.0 if self.arrival is None else self.arrival.waited_s
 
     @property
     def placed_chunks(self) -> list[Placed]:
@@ -128,29 +191,36 @@ class Assembly:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
 
-    def _load(self, store: KVStore, span: Span, base: Base, adapter: Adapter | None = None) -> None:
+    def _look(self, store: KVStore, span: Span, base: Base, adapter: Adapter | None) -> Adapted | Miss:
         frame = self.prompt.frame
-        key = base.key(self.lm.fingerprint, frame, span.segment.ids)
-        found = store.get(key)
+        found = store.get(base.key(self.lm.fingerprint, frame, span.segment.ids))
         if found == Miss("absent"):
             found = self._absence(store, span, base)
         if adapter is not None:
-            adapted = adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
-        elif isinstance(found, ChunkKV):
-            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
-        else:
-            adapted = found
+            return adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
+        if isinstance(found, ChunkKV):
+            return Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
+        return found
+
+    def _load(
+        self, store: KVStore, span: Span, key: ChunkKey, found: Adapted | Miss, *, at_once: bool
+    ) -> Placed | None:
+        """Note what became of a segment, and copy it to its place if that is to be done at once."""
         copied: int | Miss = 0
-        if isinstance(adapted, Adapted):
-            copied = self._copy(store, adapted.key or key, span, adapted.chunk)
-        miss = next((one for one in (adapted, copied) if isinstance(one, Miss)), None)
+        if isinstance(found, Adapted):
+            key = found.key or key
+            copied = self._copy(store, key, span, found.chunk, at_once=at_once)
+        miss = next((one for one in (found, copied) if isinstance(one, Miss)), None)
         role, reason = str(span.segment.role), miss.reason if miss else None
-        note = adapted.note if isinstance(adapted, Adapted) and miss is None else None
+        note = found.note if isinstance(found, Adapted) and miss is None else None
         self.lookups.append(Lookup(role, span.start, len(span), miss is None, reason, note))
-        if isinstance(adapted, Adapted) and isinstance(copied, int):
-            self.placed.append(Placed(span, adapted.chunk, adapted.exact, adapted.demand))
-            self.known[span.start : span.stop] = True
-            self.bytes_loaded += copied
+        if not isinstance(found, Adapted) or isinstance(copied, Miss):
+            return None
+        self.placed.append(Placed(span, found.chunk, found.exact, found.demand))
+        self.known[span.start : span.stop] = True
+        self.keys[span.start] = key
+        self.copied_bytes += copied
+        return self.placed[-1]
 
     def _absence(self, store: KVStore, span: Span, base: Base) -> Miss:
         """Say if a chunk that is not there under one base is there under another."""
@@ -163,16 +233,19 @@ class Assembly:
         ]
         return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
 
-    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV) -> int | Miss:
-        """Copy a chunk to its place; return the bytes, or why it cannot be."""
+    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV, *, at_once: bool) -> int | Miss:
+        """Copy a chunk to its place, if that is to be done at once; return the bytes, or why it cannot be."""
         if chunk.n_tokens != len(span) or chunk.n_layers != self.lm.n_layers:
             reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
             store.discard(key, reason)
             return Miss(reason)
         try:
+            if not at_once:
+                chunk.anchors(0, 1.0)  # a probe reads the ranking when it is too late to fall back
+                return 0
             if self.staged is None or not kernels_place(chunk.numbers, self.lm.device):
-                return copy_chunk(self.buffer, span.start, chunk, ropes=self.lm.ropes)
-            blocks = stage_chunk(self.buffer, span.start, chunk, self.lm.ropes)
+                return copy_chunk(self.arriving, span.start, chunk, ropes=self.lm.ropes)
+            blocks = stage_chunk(self.arriving, span.start, chunk, self.lm.ropes)
             self.staged += blocks
             if sum(block.nbytes for block in self.staged) > STAGED_BYTES:
                 self._place()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +26,13 @@ class KVBuffer:
     Attributes:
         keys: per layer `[B, Hkv, capacity, D]`; B is 1 for a request, more for chunks prefilled together.
         values: per layer `[B, Hkv, capacity, Dv]`.
+        arrive: called with a layer before a pass writes or reads it, to wait for what is on its way there; None if
+            nothing is.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    arrive: Callable[[int], None] | None = None
 
     @classmethod
     def allocate(
@@ -48,7 +53,12 @@ class KVBuffer:
     def cache(self, plan: RowsPlan) -> Cache:
         """Return a transformers cache through which one pass over the plan's rows writes here."""
         at = run_of(plan.rows)
-        return Cache(layers=[RowsLayer(k, v, at, plan.length) for k, v in zip(self.keys, self.values, strict=True)])
+        return Cache(
+            layers=[
+                RowsLayer(k, v, at, plan.length, None if self.arrive is None else partial(self.arrive, layer))
+                for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True))
+            ]
+        )
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -56,8 +66,16 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor, at: slice | Tensor, length: int) -> None:
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        at: slice | Tensor,
+        length: int,
+        arrive: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self.arrive = arrive
         self.keys, self.values = keys, values
         self.at, self.length = at, length
         self.is_initialized = True
@@ -69,6 +87,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         """Scatter `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
         assert self.keys is not None
         assert self.values is not None
+        if self.arrive is not None:  # what is stored must be there first: rows take its place
+            self.arrive()
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

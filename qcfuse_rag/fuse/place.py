@@ -16,6 +16,8 @@ from qcfuse_rag.store.numbers import companion
 if TYPE_CHECKING:
     from qcfuse_rag.fuse.kernels.place import Block
 
+Tables = dict[int, tuple[Tensor, Tensor]]
+"""Cosines and sines by the identity of a rotation's frequencies; layers mostly share one."""
 ROTATED_AT_ONCE = 1024
 """Tokens: what is held beside the buffer meanwhile stays small, and in the processor's cache."""
 
@@ -44,24 +46,58 @@ def copy_chunk(
     Raises:
         CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
     """
-    copied, stop = 0, start + chunk.n_tokens
     chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
-    tables: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in range(chunk.n_layers):
-        keys, values = chunk.layer(layer)
-        into = buffer.keys[layer][sequences, :, start:stop]
-        rope = None if ropes is None else ropes[layer]
-        if rope is None or rope.inv_freq is None:
-            into.copy_(keys, non_blocking=True)
-        else:
-            if id(rope.inv_freq) not in tables:
-                positions = torch.arange(start, stop, device=into.device)
-                tables[id(rope.inv_freq)] = angles(rope.inv_freq.to(into.device), positions)
-            cos, sin = tables[id(rope.inv_freq)]
-            rotate_into(into, keys.to(into.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
-        buffer.values[layer][sequences, :, start:stop].copy_(values, non_blocking=True)
-        copied += keys.nbytes + values.nbytes
-    return copied
+    tables: Tables = {}
+    return sum(
+        copy_layer(buffer, start, chunk, layer, sequences, rope=None if ropes is None else ropes[layer], tables=tables)
+        for layer in range(chunk.n_layers)
+    )
+
+
+@torch.inference_mode()
+def copy_layer(
+    buffer: KVBuffer,
+    start: int,
+    chunk: ChunkKV,
+    layer: int,
+    sequences: slice = slice(None),
+    *,
+    rope: LayerRope | None = None,
+    tables: Tables | None = None,
+) -> int:
+    """Copy one layer of a chunk; see `copy_chunk`.
+
+    Args:
+        buffer: the request's keys and values.
+        start: the position of the chunk's first token.
+        chunk: what is stored.
+        layer: which.
+        sequences: those of the buffer that get it.
+        rope: rotation of the layer; keys stay unrotated if None.
+        tables: cosines and sines of the layers before, by rotation; added to.
+
+    Returns:
+        Bytes copied.
+
+    Raises:
+        ValueError: if a block does not fit the buffer.
+    """
+    stop = start + chunk.n_tokens
+    keys, values = chunk.layer(layer)
+    into, into_values = (side[layer][sequences, :, start:stop] for side in (buffer.keys, buffer.values))
+    if keys.shape != into.shape[1:] or values.shape != into_values.shape[1:]:  # torch would repeat a lone head
+        raise ValueError(f"blocks {tuple(keys.shape)} and {tuple(values.shape)} do not go into {tuple(into.shape)}")
+    if rope is None or rope.inv_freq is None:
+        into.copy_(keys, non_blocking=True)
+    else:
+        tables = {} if tables is None else tables
+        if id(rope.inv_freq) not in tables:
+            positions = torch.arange(start, stop, device=into.device)
+            tables[id(rope.inv_freq)] = angles(rope.inv_freq.to(into.device), positions)
+        cos, sin = tables[id(rope.inv_freq)]
+        rotate_into(into, keys.to(into.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
+    into_values.copy_(values, non_blocking=True)
+    return keys.nbytes + values.nbytes
 
 
 @torch.inference_mode()
@@ -78,19 +114,24 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
         CorruptEntry: if a block fails its check.
         ValueError: if a block does not fit the buffer.
     """
+    chunk.anchors(0, 1.0)
+    return [block for layer, rope in enumerate(ropes) for block in stage_layer(buffer, start, chunk, layer, rope=rope)]
+
+
+@torch.inference_mode()
+def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[Block]:
+    """Bring one layer of a chunk to the buffer's device, its keys and its values; see `stage_chunk`."""
     from qcfuse_rag.fuse.kernels.place import Block
 
-    chunk.anchors(0, 1.0)
     scaled, multiplied = companion(chunk.numbers) == "scale", companion(chunk.numbers) == "basis"
     staged = []
-    for layer, rope in enumerate(ropes):
-        for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
-            name = f"{kind}.{layer}"
-            block = chunk.part(kind, layer).transpose(0, 1) if multiplied else chunk.blocks[name]
-            scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
-            stored = block.contiguous().to(into.device, non_blocking=True)
-            staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
-            staged[-1].check()
+    for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
+        name = f"{kind}.{layer}"
+        block = chunk.part(kind, layer).transpose(0, 1) if multiplied else chunk.blocks[name]
+        scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
+        stored = block.contiguous().to(into.device, non_blocking=True)
+        staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
+        staged[-1].check()
     return staged
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.fuse.arrival import LateMiss
 from qcfuse_rag.fuse.assembly import Assembly, Placed
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.costs import Costs
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import outlook
 from qcfuse_rag.fuse.rows import RowsPlan
@@ -24,7 +26,7 @@ from qcfuse_rag.fuse.shared import SharedPrefix
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.report.fusion import FusionReport, Timings, describe_misses
-from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.contract import KVStore, Miss
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +56,7 @@ def prefill(
     room: int = 0,
     shared: SharedPrefix | None = None,
     costs: Callable[[], Costs] | None = None,
+    loading: Loading | None = None,
 ) -> Prefilled:
     """Bring a prompt to its first token.
 
@@ -65,12 +68,12 @@ def prefill(
         room: tokens to reserve for the answer.
         shared: the beginning that the prompt has in common with the one before, and what the next one wants of it.
         costs: what the method's guard decides by, asked for if it has to; None leaves the guard out.
+        loading: how to go on loading while computing; None loads everything first, however long it takes.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
     """
     require_room(lm, prompt, room)
-    shared = shared or SharedPrefix()
     begun = time.perf_counter()
     refusal = None
     if method.guard is not None and method.base is not None and costs is not None:
@@ -78,11 +81,37 @@ def prefill(
         if ahead.stored_tokens:  # else there is nothing to load: fusing is full prefill
             refusal = method.guard.refusal(ahead, costs())
             method = method if refusal is None else method.in_full
+    refused: dict[int, Miss] = {}
     assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+    try:
+        return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, refused)
+    except LateMiss as late:  # found out while computing: begin again without those chunks, loading the others first
+        for start in late.corrupt:
+            store.discard(assembly.keys[start], late.misses[start].reason)
+        refused = late.misses
+    finally:
+        assembly.stop()
+    assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+    return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, None, refused)
+
+
+def _attempt(
+    assembly: Assembly,
+    store: KVStore,
+    method: Method,
+    shared: SharedPrefix,
+    begun: float,
+    refusal: str | None,
+    loading: Loading | None,
+    refused: dict[int, Miss],
+) -> Prefilled:
+    """Fuse; raises `LateMiss` if chunks that were found turn out not to be there while computing."""
+    lm, prompt = assembly.lm, assembly.prompt
     shared.give(assembly)
     if method.base is not None:
-        assembly.load(store, method.base, method.adapter, start=shared.held)
-        shared.take(assembly, assembly.known)
+        assembly.load(store, method.base, method.adapter, start=shared.held, loading=loading, refused=refused)
+        if shared.keep or shared.held:
+            shared.take(assembly, assembly.known)
     _synchronize(lm)
     candidates = inexact_chunks(assembly)
     inexact_tokens = sum(len(placed.span) for placed in candidates)
@@ -91,7 +120,7 @@ def prefill(
     started = time.perf_counter()
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
     _synchronize(lm)
-    probed = time.perf_counter()
+    probed, waited_probing = time.perf_counter(), assembly.waited_s
     selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
     selection = selection.to(lm.device)
     chosen = time.perf_counter()
@@ -106,6 +135,7 @@ def prefill(
         shared.take(assembly, torch.ones_like(assembly.known))
     _synchronize(lm)
     done = time.perf_counter()
+    waited = assembly.waited_s
 
     always = int((~assembly.known).sum())
     report = FusionReport(
@@ -121,7 +151,12 @@ def prefill(
         n_layers=lm.n_layers,
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
-        timings=Timings(started - begun, probed - started, chosen - probed, done - chosen),
+        timings=Timings(
+            started - begun + waited,
+            probed - started - waited_probing,
+            chosen - probed,
+            done - chosen - (waited - waited_probing),
+        ),
         fallback=refusal or describe_misses(assembly.lookups),
     )
     return Prefilled(prompt, logits, assembly.buffer, report)
@@ -161,7 +196,8 @@ def _recompute(
         is_row[selected] = True
     rows = is_row.nonzero()[:, 0]
     course, plan = _course(assembly, rows, steering)
-    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, assembly.buffer, course)
+    buffer = assembly.arriving if course is None else assembly.buffer
+    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, buffer, course)
     assembly.row_layers += _paid(assembly, rows, course)
     if course is not None and selection.until is None:
         selected = selected[torch.isin(selected, course.chosen)]

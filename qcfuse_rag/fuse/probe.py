@@ -108,7 +108,7 @@ class QuestionProbe:
 
         visible = self._visible(assembly, rows, known, depth)
         plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
-        forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=depth)
+        forward_hidden(lm, assembly.ids[rows], plan, assembly.arriving, depth=depth)
         assembly.row_layers += len(rows) * depth
         if self.normalized:
             counted = candidate_positions(inexact_chunks(assembly)).to(lm.device)

@@ -29,7 +29,8 @@ class Roofline:
 
     Of N tokens, recomputing `r N` takes `r N t_c` and loading the others `(1 - r) N t_i`; both are equal at
     `r = t_i / (t_c + t_i)` (CacheTune). A fast processor or a slow store raises the ratio, a fast store lowers it to
-    the minimum. The engine loads a prompt's chunks before it recomputes: the ratio balances the two but is not free.
+    the minimum. The engine reads while it computes, but places what it read in the same thread: a part of loading stays
+    in the way, which the times below contain.
 
     Attributes:
         load_s_per_token: seconds to load a token's keys and values, `t_i`.

@@ -32,10 +32,11 @@ class Timings:
     """Where the time to the first token went, in seconds.
 
     Attributes:
-        load_s: finding, checking, copying and rotating stored keys and values.
-        probe_s: scoring tokens by the question.
+        load_s: finding stored keys and values, waiting for them, copying and rotating them; not what is read and
+            checked while rows are computed.
+        probe_s: scoring tokens by the question, without waiting.
         select_s: turning scores into rows.
-        recompute_s: computing the rows and the first token's logits.
+        recompute_s: computing the rows and the first token's logits, without waiting.
     """
 
     load_s: float = 0.0

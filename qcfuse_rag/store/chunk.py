@@ -144,6 +144,12 @@ class ChunkKV:
         """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""
         return block_names(self.n_layers, self.numbers, self.probe_layers, self.extras)
 
+    def layer_names(self, layer: int) -> list[str]:
+        """Return the names of the blocks a layer is made of."""
+        beside = companion(self.numbers)
+        names = [f"{kind}.{layer}" for kind in KINDS]
+        return names if beside is None else [part for name in names for part in (f"{name}.{beside}", name)]
+
     def held(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy that owns its memory, every block read and checked.
 

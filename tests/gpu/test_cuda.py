@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import FAMILIES, build_model
@@ -46,3 +47,21 @@ def test_decoding_on_the_device(tokenizer: PreTrainedTokenizerFast) -> None:
     params = SamplingParams(max_new_tokens=16)
     prompt = on_cpu.prompt(QUESTION, PASSAGES)
     assert on_gpu.generate(prompt, params).ids == on_cpu.generate(prompt, params).ids
+
+
+@pytest.mark.parametrize("numbers", ["model", "int8"])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_loading_beside_a_pass_gives_what_loading_first_gives(
+    numbers: str, pinned: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lm = LanguageModel.wrap(build_model("llama").to("cuda", torch.float16), tokenizer)
+    store = MemoryStore(pinned=pinned)
+    store.numbers = numbers
+    engine = FusionEngine(lm, store)
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
+    first = prefill(lm, store, prompt, method)
+    for _ in range(20):  # a transfer that is not waited for shows now and then
+        during = engine.prefill(prompt, method=method)
+        assert torch.equal(first.logits, during.logits)
+        assert first.report.selected == during.report.selected

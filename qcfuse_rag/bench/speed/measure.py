@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from qcfuse_rag.bench.speed.roofline import Ceilings, measure_ceilings, row_oper
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
@@ -163,7 +165,8 @@ def _prefills(
     sides: list[tuple[str, KVStore, Method]] = [("-", next(iter(stores.values())), FULL)]
     sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
     times: list[list[float]] = [[] for _ in sides]
-    reports = [prefill(lm, store, prompt, method).report for _, store, method in sides]
+    loading = Loading(lm)
+    reports = [prefill(lm, store, prompt, method, loading=loading).report for _, store, method in sides]
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
     for turn in range(options.repeats + 1):
@@ -172,7 +175,7 @@ def _prefills(
         if turn:
             transformers.append(taken)
         for side, (_, store, method) in enumerate(sides):
-            timings = prefill(lm, store, prompt, method).report.timings
+            timings = prefill(lm, store, prompt, method, loading=loading).report.timings
             if turn:
                 times[side].append(timings.ttft_s)
                 stages[side].append(
@@ -185,7 +188,7 @@ def _prefills(
         bytes_s = (
             options.throttle if tier == "throttled" else ceilings.memory / 2 if tier == "device" else ceilings.loading
         )
-        loading = report.bytes_loaded / bytes_s
+        loading_s = report.bytes_loaded / bytes_s
         ttft = median(own)
         rows.append(
             {
@@ -202,11 +205,11 @@ def _prefills(
                 "speedup": full / ttft,
                 "speedup_transformers": median(transformers) / ttft,
                 "arithmetic_s": arithmetic,
-                "loading_s": loading,
-                "of_floor": max(arithmetic, loading) / ttft,
+                "loading_s": loading_s,
+                "of_floor": max(arithmetic, loading_s) / ttft,
                 "bytes_loaded": report.bytes_loaded,
                 "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
-                "peak_bytes": peak_bytes(lm.device, lambda m=method, s=store: prefill(lm, s, prompt, m)),  # type: ignore[misc]
+                "peak_bytes": peak_bytes(lm.device, partial(prefill, lm, store, prompt, method, loading=loading)),
                 "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
             }
         )
@@ -243,4 +246,5 @@ def _decodes(
 
 
 def _copied(buffer: KVBuffer) -> KVBuffer:
-    return KVBuffer(*(tuple(layer.clone() for layer in held) for held in (buffer.keys, buffer.values)))
+    keys, values = (tuple(layer.clone() for layer in held) for held in (buffer.keys, buffer.values))
+    return KVBuffer(keys, values)

@@ -1,0 +1,217 @@
+"""Stored keys and values on their way: read by a thread, layer by layer, and placed when a pass gets to their layer.
+
+A pass needs the first layer first, so reading goes on while it computes (CacheBlend, arXiv 2405.16444, section 5): what
+a request waits for is the first layer, and whatever its store is slower than its model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.kernels.support import kernels_place
+from qcfuse_rag.fuse.place import Tables, copy_layer, stage_layer
+from qcfuse_rag.fuse.transfer import Transfer
+from qcfuse_rag.model.rope import LayerRope
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import Miss
+
+T = TypeVar("T")
+AHEAD_BYTES = 256 << 20
+"""What may be on a device beside the buffer before it is placed."""
+
+
+class LateMiss(Exception):
+    """Stored chunks that turned out not to be there after a pass had begun; the request goes on without them.
+
+    Attributes:
+        misses: by the position of each chunk, why.
+        corrupt: positions of those whose bytes were damaged.
+    """
+
+    def __init__(self, misses: Mapping[int, Miss], corrupt: Sequence[int] = ()) -> None:
+        super().__init__("; ".join(sorted({miss.reason for miss in misses.values()})))
+        self.misses, self.corrupt = dict(misses), tuple(corrupt)
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A chunk on its way to position `start`; `read` holds the blocks that were read and are not placed yet."""
+
+    start: int
+    chunk: ChunkKV
+    read: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Arrival:
+    """Brings chunks into a buffer while a pass runs over it.
+
+    For one request: `wait` is called by the thread that computes.
+
+    Args:
+        buffer: where to.
+        ropes: rotation of each layer.
+        parts: the chunks.
+        transfer: takes what is read to the buffer's device; None leaves that to placing.
+        limit_s: most seconds to wait, in all; None waits as long as it takes.
+
+    Attributes:
+        waited_s: seconds the computing thread has waited and placed so far.
+        nbytes: bytes placed so far.
+    """
+
+    def __init__(
+        self,
+        buffer: KVBuffer,
+        ropes: Sequence[LayerRope],
+        parts: Sequence[Coming],
+        *,
+        transfer: Transfer | None,
+        limit_s: float | None,
+    ) -> None:
+        self._buffer, self._ropes, self._parts = buffer, ropes, parts
+        self._transfer, self._limit_s = transfer, limit_s
+        self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
+        self._layers: queue.SimpleQueue[LateMiss | Callable[[], None]] = queue.SimpleQueue()
+        self._tables: list[Tables] = [{} for _ in parts]
+        self._placed = 0
+        self._ahead = 0
+        self._room = threading.Condition()
+        self._stopped = False
+        self.waited_s, self.nbytes = 0.0, 0
+        threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
+
+    def wait(self, layer: int | None = None) -> None:
+        """Return when all chunks are in their places in a layer and those before it; None: in all layers.
+
+        Raises:
+            LateMiss: if one cannot be read, or not in time. The buffer is then of no use.
+        """
+        last = len(self._ropes) - 1 if layer is None else layer
+        if self._placed > last:
+            return
+        began = time.perf_counter()
+        try:
+            while self._placed <= last:
+                self._place(self._placed, self._next(began))
+                self._placed += 1
+        except LateMiss:
+            self.stop()
+            raise
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def stop(self) -> None:
+        """Read no more; safe to call again."""
+        with self._room:
+            self._stopped = True
+            self._room.notify()
+
+    def _next(self, began: float) -> Callable[[], None]:
+        """Return what makes the next layer's blocks safe to use here."""
+        left = None
+        if self._limit_s is not None:
+            left = max(0.0, self._limit_s - self.waited_s - (time.perf_counter() - began))
+        try:
+            item = self._layers.get(timeout=left)
+        except queue.Empty:
+            late = Miss(f"not read within {self._limit_s:g} s")
+            raise LateMiss({part.start: late for part in self._parts}) from None
+        if isinstance(item, LateMiss):
+            raise item
+        return item
+
+    def _place(self, layer: int, receive: Callable[[], None]) -> None:
+        receive()
+        staged, freed = [], 0
+        for part, view, tables in zip(self._parts, self._views, self._tables, strict=True):
+            try:
+                if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
+                    staged += stage_layer(self._buffer, part.start, view, layer, rope=self._ropes[layer])
+                else:
+                    copy_layer(self._buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
+            except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
+                raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
+            freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
+        if staged:
+            from qcfuse_rag.fuse.kernels.place import place_blocks
+
+            place_blocks(staged)
+        self.nbytes += freed
+        with self._room:
+            self._ahead -= freed
+            self._room.notify()
+
+    def _read(self) -> None:
+        """Read everything in the order it is needed; run by the thread."""
+        part = self._parts[0] if self._parts else None
+        try:
+            with torch.inference_mode():
+                for layer in range(len(self._ropes)):
+                    brought: list[Tensor] = []
+                    for part in self._parts:
+                        for name in part.chunk.layer_names(layer):
+                            block = part.chunk.blocks[name]
+                            if self._transfer is not None:
+                                block = self._transfer.bring(block)
+                                brought.append(block)
+                            part.read[name] = block
+                        if self._stopped:
+                            return
+                    if self._transfer is None:
+                        self._layers.put(_nothing)
+                    else:
+                        self._layers.put(self._transfer.sent(brought))
+                        self._keep_within(sum(block.nbytes for block in brought))
+        except Exception as error:  # whatever it is, somebody is waiting
+            assert part is not None
+            corrupt = isinstance(error, CorruptEntry)
+            miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
+            self._layers.put(LateMiss({part.start: miss}, [part.start] if corrupt else []))
+
+    def _keep_within(self, more: int) -> None:
+        """Count `more` bytes, and wait while more is read and not placed than may be on a device."""
+        with self._room:
+            self._ahead += more
+            while self._ahead > AHEAD_BYTES and not self._stopped:
+                self._room.wait()
+
+
+def within(limit_s: float | None, call: Callable[[], T]) -> T:
+    """Call something that may hang, in a thread of its own.
+
+    Raises:
+        TimeoutError: if it has not returned by then; its thread is left to itself.
+    """
+    if limit_s is None:
+        return call()
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.inference_mode():
+                outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="qcfuse-lookup", daemon=True).start()
+    try:
+        return outcome.result(limit_s)
+    except TimeoutError:
+        if outcome.done():  # the call's own
+            raise
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def _nothing() -> None:
+    """Make nothing safe: what is in host memory can be used at once."""

@@ -1,0 +1,41 @@
+"""How an engine brings stored chunks to its requests."""
+
+from __future__ import annotations
+
+import threading
+
+from qcfuse_rag.fuse.kernels.support import kernels_run_on, widest_head
+from qcfuse_rag.fuse.transfer import Link, Transfer
+from qcfuse_rag.model.language_model import LanguageModel
+
+LIMIT_S = 30.0
+
+
+class Loading:
+    """Loads while computing, and waits no longer than it may.
+
+    Args:
+        lm: the model.
+        limit_s: most seconds that a request waits for its store, in all; what has not come by then is computed. None
+            waits as long as it takes.
+
+    Raises:
+        ValueError: if no time is left to wait at all.
+    """
+
+    def __init__(self, lm: LanguageModel, limit_s: float | None = LIMIT_S) -> None:
+        if limit_s is not None and limit_s <= 0:
+            raise ValueError(f"the most seconds to wait for a store must be positive or None, got {limit_s}")
+        self.limit_s = limit_s
+        self._lm = lm
+        self._link: Link | None = None
+        self._making = threading.Lock()
+
+    def transfer(self) -> Transfer | None:
+        """Return what takes a request's chunks to the model's device; None where placing does that itself."""
+        lm = self._lm
+        if not kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
+            return None
+        with self._making:
+            self._link = self._link or Link(lm.device)
+        return Transfer(self._link)

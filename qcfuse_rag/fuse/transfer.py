@@ -1,0 +1,111 @@
+"""From host memory to a CUDA device beside a pass: through page-locked memory, on a stream of its own.
+
+A copy from ordinary memory makes the host wait and cannot run beside kernels; one from page-locked memory can. What is
+read goes through a ring of page-locked memory, which is as large as keeps a link busy and is made once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+RING_BYTES = 64 << 20
+ALIGNMENT = 256
+"""Bytes; any dtype can be viewed from there."""
+
+
+class Done(Protocol):
+    """Something a device will have done."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class Ring:
+    """Memory handed out in turn, and again when what was done with it before is done.
+
+    Args:
+        memory: `[n]` uint8.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._next = 0
+        self._busy: deque[tuple[int, int, Done]] = deque()
+
+    def copy(self, tensor: Tensor) -> Tensor | None:
+        """Copy a tensor into the ring and return the copy, to be given to `used_by`; None if it is larger than that."""
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > len(self._memory):
+            return None
+        if self._next + size > len(self._memory):
+            self._next = 0
+        start, self._next = self._next, self._next + size
+        while any(first < start + size and start < last for first, last, _ in self._busy):
+            self._busy.popleft()[2].synchronize()
+        place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return place.copy_(tensor)
+
+    def used_by(self, place: Tensor, done: Done) -> None:
+        """Keep what `copy` returned as it is until something is done."""
+        start = place.data_ptr() - self._memory.data_ptr()
+        self._busy.append((start, start + -(-place.nbytes // ALIGNMENT) * ALIGNMENT, done))
+
+
+class Link:
+    """An engine's way to its device: one ring, and one transfer at a time through it.
+
+    Args:
+        device: of CUDA.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.ring = Ring(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.turn = threading.Lock()
+
+
+class Transfer:
+    """What one request brings over a link.
+
+    Made by the thread that computes, used by the one that reads.
+
+    Args:
+        link: of the engine.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.device = link, link.device
+        self._computing = torch.cuda.current_stream(link.device)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Start a tensor on its way to the device and return it there; not to be used before `sent` says so."""
+        if tensor.device == self.device:
+            return tensor
+        link = self._link
+        with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+            if tensor.is_pinned():
+                return tensor.to(self.device, non_blocking=True)
+            place = link.ring.copy(tensor)
+            if place is None:
+                return tensor.to(self.device)
+            brought = place.to(self.device, non_blocking=True)
+            link.ring.used_by(place, link.stream.record_event())
+            return brought
+
+    def sent(self, brought: Sequence[Tensor]) -> Callable[[], None]:
+        """Return what the computing thread calls before it uses these; it has its device wait, not itself."""
+        arrived = self._link.stream.record_event()
+
+        def receive() -> None:
+            self._computing.wait_event(arrived)
+            for tensor in brought:
+                tensor.record_stream(self._computing)
+
+        return receive
