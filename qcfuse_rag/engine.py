@@ -17,7 +17,7 @@ from qcfuse_rag.errors import Unverified
 from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import Prefilled, prefill
+from qcfuse_rag.fuse.prefill import Pause, Prefilled, prefill
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.many import answer_many
@@ -334,8 +334,16 @@ class FusionEngine:
         """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
         return self.prompts.build(question, passages, history)
 
-    def prefill(self, prompt: Prompt, *, method: Method | None = None, room: int = 0) -> Prefilled:
+    def prefill(
+        self, prompt: Prompt, *, method: Method | None = None, room: int = 0, pause: Pause | None = None
+    ) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
+
+        Args:
+            prompt: from `prompt`.
+            method: instead of the engine's own.
+            room: tokens to reserve for the answer.
+            pause: when to let others compute.
 
         Raises:
             PromptTooLong: if prompt and room exceed the context window.
@@ -345,7 +353,9 @@ class FusionEngine:
             chosen = self._shadow.method(chosen)
         with self._activity.one_more():
             self.store.advance()
-            done = prefill(self.lm, self.store, prompt, chosen, room=room, costs=self.costs, loading=self._loading)
+            done = prefill(
+                self.lm, self.store, prompt, chosen, room=room, costs=self.costs, loading=self._loading, pause=pause
+            )
         if self._shadow is not None and method is None:
             self._shadow.note(done)
         return done

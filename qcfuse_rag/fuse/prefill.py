@@ -46,6 +46,19 @@ class Prefilled:
     report: FusionReport
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Lets others compute in the midst of a prefill.
+
+    Attributes:
+        rows: how many to compute before each pause.
+        call: what is called then, in the thread that computes.
+    """
+
+    rows: int
+    call: Callable[[], None]
+
+
 @torch.inference_mode()
 def prefill(
     lm: LanguageModel,
@@ -57,6 +70,7 @@ def prefill(
     shared: SharedPrefix | None = None,
     costs: Callable[[], Costs] | None = None,
     loading: Loading | None = None,
+    pause: Pause | None = None,
 ) -> Prefilled:
     """Bring a prompt to its first token.
 
@@ -69,6 +83,7 @@ def prefill(
         shared: the beginning that the prompt has in common with the one before, and what the next one wants of it.
         costs: what the method's guard decides by, asked for if it has to; None leaves the guard out.
         loading: how to go on loading while computing; None loads everything first, however long it takes.
+        pause: when to let others compute; methods that steer a pass between layers have none.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
@@ -84,7 +99,7 @@ def prefill(
     refused: dict[int, Miss] = {}
     assembly = Assembly.empty(lm, prompt, len(prompt) + room)
     try:
-        return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, refused)
+        return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, refused, pause)
     except LateMiss as late:  # found out while computing: begin again without those chunks, loading the others first
         for start in late.corrupt:
             store.discard(assembly.keys[start], late.misses[start].reason)
@@ -92,7 +107,7 @@ def prefill(
     finally:
         assembly.stop()
     assembly = Assembly.empty(lm, prompt, len(prompt) + room)
-    return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, None, refused)
+    return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, None, refused, pause)
 
 
 def _attempt(
@@ -104,6 +119,7 @@ def _attempt(
     refusal: str | None,
     loading: Loading | None,
     refused: dict[int, Miss],
+    pause: Pause | None,
 ) -> Prefilled:
     """Fuse; raises `LateMiss` if chunks that were found turn out not to be there while computing."""
     lm, prompt = assembly.lm, assembly.prompt
@@ -130,7 +146,7 @@ def _attempt(
             steering = NestedRows(selection.positions, selection.until)
         elif method.layerwise is not None:
             steering = method.layerwise.steer(assembly, candidates, selection, scores, budget)
-    logits, selected = _recompute(assembly, candidates, selection, steering, method.context)
+    logits, selected = _recompute(assembly, candidates, selection, steering, method.context, pause)
     if method.base is None:
         shared.take(assembly, torch.ones_like(assembly.known))
     _synchronize(lm)
@@ -181,6 +197,7 @@ def _recompute(
     selection: Selection,
     steering: Steering | None,
     context: Literal["all", "selected"],
+    pause: Pause | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
@@ -195,6 +212,8 @@ def _recompute(
     else:
         is_row[selected] = True
     rows = is_row.nonzero()[:, 0]
+    if pause is not None and steering is None:
+        rows = _in_parts(assembly, rows, pause)
     course, plan = _course(assembly, rows, steering)
     buffer = assembly.arriving if course is None else assembly.buffer
     logits = forward_rows(assembly.lm, assembly.ids[rows], plan, buffer, course)
@@ -202,6 +221,21 @@ def _recompute(
     if course is not None and selection.until is None:
         selected = selected[torch.isin(selected, course.chosen)]
     return logits, selected
+
+
+def _in_parts(assembly: Assembly, rows: Tensor, pause: Pause) -> Tensor:
+    """Compute all rows but the last part of them, pausing after each; return the rest.
+
+    A row sees none behind it, so parts one after the other give what one pass gives.
+    """
+    lm = assembly.lm
+    while len(rows) > pause.rows:
+        part, rows = rows[: pause.rows], rows[pause.rows :]
+        plan = RowsPlan.of(part, lm.sliding)
+        forward_hidden(lm, assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
+        assembly.row_layers += len(part) * lm.n_layers
+        pause.call()
+    return rows
 
 
 def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:

@@ -1,8 +1,9 @@
 """Many requests on one engine: prefilled one at a time, decoded together, in one thread.
 
 Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the answers in the making as soon as it is prefilled
-and leaves when it ends, whatever the others do. Between two prefills there are some decode steps, so a burst of new
-questions slows the answers that are being read without stopping them.
+and leaves when it ends, whatever the others do. Between two prefills there are some decode steps, and one between the
+parts of a long prefill (Agrawal et al., Sarathi-Serve, OSDI 2024): new questions slow the answers that are being read
+and do not stop them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Self
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import Busy
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import require_room
+from qcfuse_rag.fuse.prefill import Pause, require_room
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
@@ -31,6 +32,8 @@ class SchedulerSettings:
         active: most answers to decode together.
         waiting: most requests to keep waiting; one more is refused.
         steps: decode steps between two prefills while answers are in the making.
+        rows: rows of a prefill to compute between two decode steps; methods that steer a pass between layers compute
+            all.
         kv_bytes: most bytes of keys and values that active requests may hold together; None for no bound. A request
             that is larger by itself is answered alone.
 
@@ -41,10 +44,11 @@ class SchedulerSettings:
     active: int = 8
     waiting: int = 64
     steps: int = 4
+    rows: int = 512
     kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("active", "waiting", "steps"):
+        for name in ("active", "waiting", "steps", "rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -157,8 +161,10 @@ class Scheduler:
         return self._waiting.popleft()
 
     def _begin(self, request: ScheduledAnswer) -> None:
+        pause = Pause(self._settings.rows, self._step) if self._active else None
+        room = request.params.max_new_tokens
         try:
-            done = self._engine.prefill(request.prompt, method=request.method, room=request.params.max_new_tokens)
+            done = self._engine.prefill(request.prompt, method=request.method, room=room, pause=pause)
         except Exception as error:
             request.fail(error)
         else:

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
+    FRAMED,
     Busy,
     FusionEngine,
     LanguageModel,
@@ -29,6 +30,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.prefill import Pause
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate import scheduler as module
@@ -265,6 +267,49 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
     assert [one for one in events if one != "step"] == [f"prefill {index}" for index in range(4)]
     places = [place for place, one in enumerate(events) if one != "step"]
     assert [b - a for a, b in pairwise(places)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("method", ["full", "qcfuse", "cacheblend"])
+def test_a_prefill_in_parts_is_the_prefill(family: LanguageModel, method: str) -> None:
+    engine, pauses = FusionEngine(family, MemoryStore()), []
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)
+    whole = engine.prefill(prompt, method=chosen)
+    parts = engine.prefill(prompt, method=chosen, pause=Pause(7, lambda: pauses.append(None)))
+    assert torch.allclose(whole.logits, parts.logits, atol=1e-4)
+    assert whole.report.selected == parts.report.selected
+    assert whole.report.row_layers == parts.report.row_layers
+    # a pass that is steered between layers is one pass
+    assert len(pauses) == (0 if method == "cacheblend" else (whole.report.rows - 1) // 7)
+
+
+def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilling, steps_meanwhile = threading.Event(), []
+
+    def prefill(*given: Any, **rest: Any) -> Any:
+        prefilling.set()
+        try:
+            return plain(*given, **rest)
+        finally:
+            prefilling.clear()
+
+    def step(*given: Any) -> Any:
+        if prefilling.is_set():
+            steps_meanwhile.append(given)
+        return forward_step(*given)
+
+    plain = engine.prefill
+    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(module, "forward_step", step)
+    first, second = engine.prompt(QUESTION, PASSAGES[:1]), engine.prompt(QUESTION, PASSAGES)
+    full = make_method("full")
+    expected = [engine.generate(one, LONG, method=full).ids for one in (first, second)]
+    with Scheduler(engine, SchedulerSettings(rows=16)) as scheduler:
+        answers = [scheduler.submit(one, LONG, method=full) for one in (first, second)]
+        found = [answer.result(timeout=60).ids for answer in answers]
+    assert found == expected
+    assert len(steps_meanwhile) == (len(second) - 1) // 16
 
 
 def test_active_requests_share_a_bound_of_bytes(engine: FusionEngine) -> None:
