@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.errors import Unverified
+from qcfuse_rag.errors import StoreError, Unverified
 from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
@@ -34,10 +35,12 @@ from qcfuse_rag.methods import choose_method, make_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
+from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.located import Located
 from qcfuse_rag.store.memory import MemoryStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.sources import Sources
@@ -187,6 +190,7 @@ class FusionEngine:
             ValueError: if there are not as many sources or priorities as passages.
         """
         chosen = tuple(bases) if bases is not None else self.bases
+        texts = list(texts)
         ids = [self.prompts.chunk_ids(text) for text in texts]
         if sources is not None and len(sources) != len(ids):
             raise ValueError(f"{len(sources)} sources for {len(ids)} passages")
@@ -215,6 +219,8 @@ class FusionEngine:
                 self.sources.replace(source, own)
             else:
                 self.sources.add(source, own)
+        named = [(text, self.keys(chunk, chosen[:1])) for text, chunk in zip(texts, ids, strict=True)]
+        self.located.add((text, own[0]) for text, own in named if own)
         return summary
 
     def warm_job(
@@ -296,6 +302,11 @@ class FusionEngine:
         """Which document's passages are in the store."""
         return Sources(self.store)
 
+    @cached_property
+    def located(self) -> Located:
+        """By what warmed passages are recognised in a text."""
+        return Located(self.sources, self.lm.fingerprint)
+
     def forget(self, source: str) -> int:
         """Remove a document's passages from the store, in every tier; return how many entries that was.
 
@@ -333,6 +344,26 @@ class FusionEngine:
     def prompt(self, question: str, passages: Sequence[str] = (), history: Sequence[Message] = ()) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
         return self.prompts.build(question, passages, history)
+
+    def plain(self, conversation: Sequence[Message] | str) -> Prompt:
+        """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
+
+        The token ids are those of the model's own pipeline. Passages may have been stripped, joined or indented; what
+        is not found is computed like any text.
+
+        Args:
+            conversation: chat messages, or finished text, which gets its start token.
+
+        Raises:
+            InvalidTemplate: if the tokenizer's chat template does not take the messages.
+        """
+        finished = isinstance(conversation, str)
+        text = conversation if isinstance(conversation, str) else self.prompts.render(conversation)
+        try:
+            return flat_prompt(self.prompts, text, self.located.find(text), begin=finished)
+        except StoreError as error:
+            note = f"no passages were looked for: {error}"
+            return replace(flat_prompt(self.prompts, text, (), begin=finished), note=note)
 
     def prefill(
         self, prompt: Prompt, *, method: Method | None = None, room: int = 0, pause: Pause | None = None
@@ -441,7 +472,7 @@ class FusionEngine:
         """
         generation = stream.result()
         passage = generation.text if text is None else text
-        given = [span.segment.ids for span in stream.prefilled.prompt.chunks]
+        given = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
         answer = self.prompts.chunk_ids(passage)
         if len(self._company.rememberable([*given, answer])) <= len(given):
             return Kept(None, reason="it was given over a passage that not all who may read it may read")

@@ -35,7 +35,7 @@ class Place:
     def predecessors(self) -> tuple[str, ...]:
         """Hashes of the token ids of the chunks in front, in order."""
         before = [span for span in self.prompt.chunks if span.stop <= self.span.start]
-        return tuple(hash_ids(span.segment.ids) for span in before)
+        return tuple(hash_ids(span.segment.stored_ids) for span in before)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,14 +32,14 @@ class Alternatives:
         frame, before = place.prompt.frame, place.prompt.ids[: place.span.start]
         if self.exact_first and not place.base.exact_behind(before, frame):
             for base in (one for one in self.bases if one.exact_behind(before, frame)):
-                key = base.key(place.lm.fingerprint, frame, place.span.segment.ids)
+                key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
                 other = place.store.get(key)
                 if isinstance(other, ChunkKV):
                     return Adapted(other, exact=True, key=key)
         if isinstance(found, ChunkKV):
             return Adapted(found, place.base.exact_behind(before, frame))
         for base in self.bases:
-            key = base.key(place.lm.fingerprint, frame, place.span.segment.ids)
+            key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
             other = place.store.get(key)
             if isinstance(other, ChunkKV):
                 note = f"{base.name} instead of {place.base.name}"

@@ -22,6 +22,7 @@ from qcfuse_rag.prompt.segments import Prompt, Role, Span
 from qcfuse_rag.report.fusion import Lookup
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore, Miss
+from qcfuse_rag.store.cut import cut
 from qcfuse_rag.store.key import ChunkKey
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Assembly:
         self.staged = [] if kernels else None
         coming = []
         for (span, its_base, _), one in zip(sought, found, strict=True):
-            key = its_base.key(self.lm.fingerprint, self.prompt.frame, span.segment.ids)
+            key = its_base.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids)
             placed = self._load(store, span, key, one, at_once=loading is None)
             coming += [] if placed is None else [Coming(span.start, placed.chunk)]
         self._place()
@@ -193,7 +194,7 @@ class Assembly:
 
     def _look(self, store: KVStore, span: Span, base: Base, adapter: Adapter | None) -> Adapted | Miss:
         frame = self.prompt.frame
-        found = store.get(base.key(self.lm.fingerprint, frame, span.segment.ids))
+        found = store.get(base.key(self.lm.fingerprint, frame, span.segment.stored_ids))
         if found == Miss("absent"):
             found = self._absence(store, span, base)
         if adapter is not None:
@@ -209,6 +210,7 @@ class Assembly:
         copied: int | Miss = 0
         if isinstance(found, Adapted):
             key = found.key or key
+            found = _part_of(span, found)
             copied = self._copy(store, key, span, found.chunk, at_once=at_once)
         miss = next((one for one in (found, copied) if isinstance(one, Miss)), None)
         role, reason = str(span.segment.role), miss.reason if miss else None
@@ -229,7 +231,7 @@ class Assembly:
             for other in BASES.values()
             if other is not base
             and span.segment.role is Role.CHUNK
-            and other.key(self.lm.fingerprint, self.prompt.frame, span.segment.ids) in store
+            and other.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids) in store
         ]
         return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
 
@@ -263,3 +265,12 @@ class Assembly:
 
             place_blocks(self.staged)
             self.staged = []
+
+
+def _part_of(span: Span, whole: Adapted) -> Adapted:
+    """Return the part of a chunk that stands in the prompt; a chunk of another length stays whole, and is refused."""
+    part = span.segment.part
+    if part is None or whole.chunk.n_tokens != len(part.ids):
+        return whole
+    chunk = cut(whole.chunk, part.start, part.start + len(span))
+    return replace(whole, chunk=chunk, exact=whole.exact and part.start == 0)

@@ -52,5 +52,5 @@ def distance(slot: Slot, now: Context) -> float:
 
 def stands_behind_head(place: Place) -> bool:
     """Return whether the frame and the chunks in front are all there is before a place, as where slots are born."""
-    before = [span.segment.ids for span in place.prompt.chunks if span.stop <= place.span.start]
+    before = [span.segment.stored_ids for span in place.prompt.chunks if span.stop <= place.span.start]
     return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.frame, *before))

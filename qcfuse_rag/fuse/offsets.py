@@ -56,7 +56,7 @@ class AnchorOffsets:
             return Adapted(found, exact=True)
         if not stands_behind_head(place):
             return Miss("no anchor was born behind what stands in front")
-        where = (place.lm.fingerprint, place.prompt.frame, place.span.segment.ids)
+        where = (place.lm.fingerprint, place.prompt.frame, place.span.segment.stored_ids)
         slots = filled_slots(place.store, "difference", self.anchors, *where)
         same = [slot for slot in slots if slot.context == place.predecessors]
         for slot in same:

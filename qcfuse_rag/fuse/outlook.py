@@ -47,7 +47,7 @@ def outlook(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -
     stored = inexact = 0
     for span in prompt.spans:
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
-        there = [one for one in bases if one.key(lm.fingerprint, prompt.frame, span.segment.ids) in store]
+        there = [one for one in bases if one.key(lm.fingerprint, prompt.frame, span.segment.stored_ids) in store]
         stored += len(span) if there else 0
         before = prompt.ids[: span.start]
         exact = span.segment.role is Role.HEAD or any(one.exact_behind(before, prompt.frame) for one in there)

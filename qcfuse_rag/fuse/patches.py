@@ -56,7 +56,7 @@ class StoredPatches:
 
     def _ranked(self, place: Place) -> list[tuple[float, Slot]]:
         """Return patches with their overlap, the best first; the same difference whole before its approximation."""
-        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.frame, place.span.segment.ids)
+        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.frame, place.span.segment.stored_ids)
         slots = [
             slot for kind in ("difference", "patch") for slot in filled_slots(place.store, kind, self.slots, *where)
         ]

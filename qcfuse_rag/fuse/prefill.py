@@ -173,7 +173,7 @@ def _attempt(
             chosen - probed,
             done - chosen - (waited - waited_probing),
         ),
-        fallback=refusal or describe_misses(assembly.lookups),
+        fallback=refusal or describe_misses(assembly.lookups) or prompt.note,
     )
     return Prefilled(prompt, logits, assembly.buffer, report)
 

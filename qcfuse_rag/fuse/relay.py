@@ -33,7 +33,7 @@ class GeneratedFirst:
         exact = place.base.exact_behind(before, frame)
         if isinstance(found, ChunkKV) and exact:
             return Adapted(found, exact=True)
-        key = GENERATED.key(place.lm.fingerprint, frame, place.span.segment.ids)
+        key = GENERATED.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
         generated = place.store.get(key)
         if isinstance(generated, ChunkKV):
             return Adapted(generated, note="as generated", key=key)

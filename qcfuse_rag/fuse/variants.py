@@ -45,7 +45,7 @@ class ClosestVariant:
 
     def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
         """Choose. What a full prefill of this prompt would give comes first and is exact."""
-        prompt, ids = place.prompt, place.span.segment.ids
+        prompt, ids = place.prompt, place.span.segment.stored_ids
         before = prompt.ids[: place.span.start]
         if isinstance(found, ChunkKV) and place.base.exact_behind(before, prompt.frame):
             return Adapted(found, exact=True, demand=0.0)

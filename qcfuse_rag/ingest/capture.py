@@ -29,7 +29,7 @@ def capture(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
     Raises:
         PromptTooLong: if head and passages exceed the context window.
     """
-    return capture_chunks(lm, prompt.frame, [span.segment.ids for span in prompt.chunks])
+    return capture_chunks(lm, prompt.frame, [span.segment.stored_ids for span in prompt.chunks])
 
 
 @torch.inference_mode()

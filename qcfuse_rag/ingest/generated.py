@@ -102,14 +102,14 @@ def keep_generated(
         forward_hidden(lm, tail, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
     keys = _unrotated(lm, buffer, start, stop)
     values = [layer[0, :, start:stop] for layer in buffer.values]
-    context = tuple(hash_ids(span.segment.ids) for span in prompt.chunks)
+    context = tuple(hash_ids(span.segment.stored_ids) for span in prompt.chunks)
     facts = {"decoded": (float(known),)}
     chunk = ChunkKV.of(
         keys, values, order_by_key_norm(keys), probe_layers=lm.critical_layers, context=context, facts=facts
     )
     key = GENERATED.key(lm.fingerprint, prompt.frame, ids)
     if told is not None:
-        told(key, [span.segment.ids for span in prompt.chunks])
+        told(key, [span.segment.stored_ids for span in prompt.chunks])
     store.put(key, chunk)
     return Kept(key, len(ids), len(ids) - known)
 

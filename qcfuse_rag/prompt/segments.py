@@ -21,12 +21,35 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What a segment is a part of.
+
+    Attributes:
+        ids: token ids of the whole chunk, by which it is stored.
+        start: index among them of the segment's first.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of a prompt: its role, its token ids and the text they came from."""
+    """A piece of a prompt: its role, its token ids and the text they came from.
+
+    Attributes:
+        part: of which chunk it is a part; None if it is whole.
+    """
 
     role: Role
     ids: tuple[int, ...]
     text: str
+    part: Part | None = None
+
+    @property
+    def stored_ids(self) -> tuple[int, ...]:
+        """The token ids by which it is stored."""
+        return self.ids if self.part is None else self.part.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +71,7 @@ class Prompt:
     Attributes:
         segments: not empty; the last one is text, since something must be computed afresh to answer.
         frame: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
+        note: what kept passages from being found while it was put together, for the report; None if nothing did.
 
     Raises:
         ValueError: if the segments cannot be a prompt.
@@ -55,6 +79,7 @@ class Prompt:
 
     segments: tuple[Segment, ...]
     frame: tuple[int, ...] = ()
+    note: str | None = None
 
     def __post_init__(self) -> None:
         kept = tuple(segment for segment in self.segments if segment.ids)

@@ -118,14 +118,19 @@ class PromptBuilder:
                 segments.append(Segment(role, self._encode(text, special=True), text))
         return Prompt(tuple(segments), frame=self.frame)
 
-    def plain(self, messages: Sequence[Message] | str) -> Prompt:
-        """Build a prompt without passages from chat messages, or from finished text, which gets its start token."""
-        if isinstance(messages, str):
-            started = messages.startswith(self.tokenizer.bos_token or "\0")
-            ids = tuple(self._with_special.encode(messages, add_special_tokens=not started).ids)
-            return Prompt((Segment(Role.TEXT, ids, messages),), frame=self.frame)
-        text = self._render(messages)
-        return Prompt((Segment(Role.TEXT, self._encode(text, special=True), text),), frame=self.frame)
+    def encode_whole(self, text: str, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Tokenise finished text as the model's own pipeline does, special tokens in it included.
+
+        Args:
+            text: the text.
+            begin: put the tokenizer's start token in front, if it is not there.
+
+        Returns:
+            Token ids, and for each which characters `start <= c < stop` it stands for.
+        """
+        started = text.startswith(self.tokenizer.bos_token or "\0")
+        encoding = self._with_special.encode(text, add_special_tokens=begin and not started)
+        return tuple(encoding.ids), encoding.offsets
 
     @cached_property
     def _fixed_parts(self) -> list[tuple[str, str]]:
@@ -135,7 +140,7 @@ class PromptBuilder:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
         messages = [(role, content.format(**MARKERS)) for role, content in self.template.messages]
         lead = 1 if messages[0][0] == "system" else 0
-        rendered = self._render([*messages[:lead], *history, *messages[lead:]])
+        rendered = self.render([*messages[:lead], *history, *messages[lead:]])
         places = sorted((rendered.find(marker), name) for name, marker in MARKERS.items())
         if any(rendered.count(marker) != 1 for marker in MARKERS.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -145,7 +150,12 @@ class PromptBuilder:
             at = place + len(MARKERS[name])
         return [*parts, ("literal", rendered[at:])]
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as the chat template writes it, up to where the answer begins.
+
+        Raises:
+            InvalidTemplate: if the chat template does not take these messages.
+        """
         if self.tokenizer.chat_template is None:
             start = self.tokenizer.bos_token or ""
             return start + "\n\n".join(content for _, content in messages)

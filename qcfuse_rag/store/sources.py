@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.model.fingerprint import digest
-from qcfuse_rag.store import access
+from qcfuse_rag.store import access, located
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
 
@@ -65,7 +66,7 @@ class Sources:
                 (store.folder / "sources.db").chmod(0o600)
                 self._database.execute("PRAGMA journal_mode = WAL")
             _bring_up_to_date(self._database)
-            self._database.executescript(SCHEMA + access.SCHEMA)
+            self._database.executescript(SCHEMA + access.SCHEMA + located.SCHEMA)
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open {place}: {error}") from error
 
@@ -98,7 +99,7 @@ class Sources:
             StoreError: if the manifest cannot be written.
         """
         name = self._own + source
-        with self._writing() as database:
+        with self.writing() as database:
             access.give_tag(database, name, tag)
             rows = database.execute("SELECT DISTINCT passage FROM chunks WHERE source = ?", (name,)).fetchall()
             access.note_overstepping(database, [row[0] for row in rows])
@@ -137,7 +138,7 @@ class Sources:
         """
         address = self._store.address(key)
         rows = [(address, origin, self.passage(key)) for origin in {self.passage(one) for one in origins}]
-        with self._writing() as database:
+        with self.writing() as database:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
             database.executemany("INSERT INTO derived VALUES (?, ?, ?)", rows)
             database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
@@ -149,7 +150,7 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        with self._writing() as database:
+        with self.writing() as database:
             self._drop(database, self._own + source, [self._store.address(key) for key in keys])
         return self.collect()
 
@@ -169,7 +170,7 @@ class Sources:
             rows = self._rows("SELECT address FROM unwanted")
         removed = 0
         for address in [row[0] for row in rows if row[0].startswith(self._own)]:
-            with self._writing() as database:  # so that nobody takes the chunk up again while it is removed
+            with self.writing() as database:  # so that nobody takes the chunk up again while it is removed
                 wanted = bool(self._rows(WANTED, address))
                 if not wanted:
                     removed += self._store.discard(address)
@@ -207,7 +208,7 @@ class Sources:
     def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         wanted = {self._store.address(key): key for key in keys}
         name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
-        with self._writing() as database:
+        with self.writing() as database:
             rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
             database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
             taken_up = [(address,) for address in wanted]
@@ -235,8 +236,28 @@ class Sources:
         """Return what stands for a passage under whatever base it is stored; as hard to guess as its address."""
         return self._store.address(replace(key, base="", prefix=""))
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """What changes whenever somebody has written to the manifest, in this process or another."""
+        [(version,)] = self.read("PRAGMA data_version")
+        return version, self._database.total_changes
+
+    def read(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
+        """Return the rows of a query.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        with self._lock:
+            return self._rows(statement, *values)
+
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Change the manifest: all of it or, if anything is raised, nothing.
+
+        Raises:
+            StoreError: if it cannot be written.
+        """
         with self._lock:
             try:
                 self._database.execute("BEGIN IMMEDIATE")
@@ -249,7 +270,7 @@ class Sources:
             except sqlite3.Error as error:
                 raise StoreError(f"cannot write the manifest of sources: {error}") from error
 
-    def _rows(self, statement: str, *values: str) -> list[tuple[str]]:
+    def _rows(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
         try:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:

@@ -9,6 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import InvalidTemplate, Prompt, PromptTemplate, Role, Segment
+from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.template import PromptBuilder
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
@@ -123,9 +124,9 @@ def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
     core = other.backend_tokenizer
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     builder = PromptBuilder(other, PromptTemplate())
-    assert builder.plain("The ferry").ids == tuple(other("The ferry")["input_ids"])
-    assert builder.plain("<s>The ferry").ids == builder.plain("The ferry").ids
-    assert builder.plain("The ferry").ids[0] == 1
+    assert flat_prompt(builder, "The ferry", begin=True).ids == tuple(other("The ferry")["input_ids"])
+    assert flat_prompt(builder, "<s>The ferry", begin=True).ids == flat_prompt(builder, "The ferry", begin=True).ids
+    assert flat_prompt(builder, "The ferry", begin=True).ids[0] == 1
 
 
 def test_a_prompt_must_end_in_something_to_compute() -> None:

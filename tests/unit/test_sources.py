@@ -162,7 +162,7 @@ def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
     store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking for what nobody wants and removing it."""
-    other, begin = Sources(store), sources._writing
+    other, begin = Sources(store), sources.writing
 
     def begin_late() -> object:
         if not other.names():
@@ -174,7 +174,7 @@ def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
         patch.setattr(sources, "collect", lambda: 0)
         sources.forget("a.md")
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "_writing", begin_late)
+        patch.setattr(sources, "writing", begin_late)
         assert sources.collect() == 0
     assert present(store, 1) == [0]
 

@@ -195,7 +195,7 @@ class ChatQCFuse(BaseChatModel):
     def _prompt(self, messages: list[BaseMessage], documents: Sequence[Document] | None) -> Prompt:
         turns = [(role_of(message), str(message.text)) for message in messages]
         if documents is None:
-            return self.engine.prompts.plain(turns)
+            return self.engine.plain(turns)
         *history, (_, question) = turns
         return self.engine.prompt(question, [document.page_content for document in documents], history)
 

@@ -160,10 +160,10 @@ class QCFuseLLM(CustomLLM):
 
     def _text(self, prompt: str, formatted: bool) -> Prompt:
         as_turn = not formatted and self.engine.lm.tokenizer.chat_template is not None
-        return self.engine.prompts.plain([("user", prompt)] if as_turn else prompt)
+        return self.engine.plain([("user", prompt)] if as_turn else prompt)
 
     def _conversation(self, messages: Sequence[ChatMessage]) -> Prompt:
-        return self.engine.prompts.plain([(message.role.value, message.content or "") for message in messages])
+        return self.engine.plain([(message.role.value, message.content or "") for message in messages])
 
     def _open(self, prompt: Prompt, kwargs: dict[str, Any]) -> TextStream:
         return self.engine.stream(prompt, self.sampling(**kwargs))

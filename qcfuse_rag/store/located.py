@@ -1,0 +1,86 @@
+"""By what warmed passages are recognised in a text, kept beside what is known of their sources.
+
+What is kept are hashes, as hard to guess as a chunk's address, and the whitespace of each passage. A passage that loses
+its last source is no longer recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from qcfuse_rag.model.fingerprint import Fingerprint
+from qcfuse_rag.prompt.locate import Found, Traits, locate, traits
+from qcfuse_rag.store.key import ChunkKey
+
+if TYPE_CHECKING:
+    from qcfuse_rag.store.sources import Sources
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS located (
+    name TEXT PRIMARY KEY, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS located_by_anchor ON located (anchor);
+CREATE INDEX IF NOT EXISTS located_by_passage ON located (passage);
+CREATE TRIGGER IF NOT EXISTS no_longer_located AFTER DELETE ON chunks
+WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
+BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
+"""
+
+
+class Located:
+    """Recognises the passages of a model's chunks.
+
+    Args:
+        sources: of the store.
+        fingerprint: the model.
+    """
+
+    def __init__(self, sources: Sources, fingerprint: Fingerprint) -> None:
+        self._sources, self._fingerprint = sources, fingerprint
+        self._seed = int(self._name("")[-16:], 16)
+        self._anchors: frozenset[int] = frozenset()
+        self._seen: tuple[int, int] | None = None
+
+    def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
+        """Recognise these from now on.
+
+        Args:
+            passages: texts, as they will stand in prompts, with a key of each under any base.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        rows = [
+            (self._name(one.name), one.anchor, one.atoms, one.gaps, self._sources.passage(key))
+            for text, key in passages
+            if (one := traits(text, self._seed)) is not None
+        ]
+        with self._sources.writing() as database:
+            database.executemany("INSERT OR REPLACE INTO located VALUES (?, ?, ?, ?, ?)", rows)
+
+    def find(self, text: str) -> list[Found]:
+        """Return the passages that stand in a text, in order.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        anchors = self._known_anchors()
+        if not anchors:
+            return []
+        return locate(text, self._seed, lambda anchor: self._of(anchor) if anchor in anchors else (), self._name)
+
+    def _of(self, anchor: int) -> list[Traits]:
+        rows = self._sources.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
+        return [Traits(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
+
+    def _known_anchors(self) -> frozenset[int]:
+        """Return all anchors, read again when somebody has written since."""
+        version = self._sources.version
+        if version != self._seen:
+            self._anchors = frozenset(row[0] for row in self._sources.read("SELECT anchor FROM located"))
+            self._seen = version
+        return self._anchors
+
+    def _name(self, digest: str) -> str:
+        return self._sources.passage(ChunkKey(self._fingerprint, "located", "", digest))
