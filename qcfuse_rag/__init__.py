@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
+    from qcfuse_rag.generate.served import ServedEngine
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -101,6 +102,7 @@ __all__ = [
     "SchedulerSettings",
     "Seal",
     "Segment",
+    "ServedEngine",
     "Shadow",
     "ShadowSettings",
     "Sources",
@@ -168,6 +170,7 @@ _HOMES = {
     "SchedulerSettings": "qcfuse_rag.generate.scheduler",
     "Seal": "qcfuse_rag.store.seal",
     "Segment": "qcfuse_rag.prompt.segments",
+    "ServedEngine": "qcfuse_rag.generate.served",
     "Sources": "qcfuse_rag.store.sources",
     "StoreError": "qcfuse_rag.errors",
     "StoreStats": "qcfuse_rag.store.contract",

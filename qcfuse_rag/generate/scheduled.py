@@ -20,6 +20,7 @@ from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import Sampler, SamplingParams
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.report.fusion import FusionReport
 
 
 class ScheduledAnswer(Iterator[str]):
@@ -29,11 +30,13 @@ class ScheduledAnswer(Iterator[str]):
 
     Attributes:
         prompt, params, method: as submitted.
+        report: what the prefill did; None before it is done.
         generation: the finished answer; None while it is not.
     """
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
         self.prompt, self.params, self.method = prompt, params, method
+        self.report: FusionReport | None = None
         self.generation: Generation | None = None
         self._answer = Answer(lm, params)
         self._sampler = Sampler(params, lm.device)
@@ -60,6 +63,17 @@ class ScheduledAnswer(Iterator[str]):
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"no answer after {timeout:g} seconds")
+        return self._outcome()
+
+    async def aresult(self) -> Generation:
+        """Wait for the whole answer without blocking the event loop; a cancelled task cancels the request.
+
+        Raises:
+            QCFuseError: whatever its prefill raised.
+            CancelledError: if it was cancelled before it began.
+        """
+        async for _ in self:
+            pass
         return self._outcome()
 
     def __next__(self) -> str:
@@ -126,7 +140,7 @@ class ScheduledAnswer(Iterator[str]):
 
     def begin(self, prefilled: Prefilled) -> None:
         """Go on from a prefilled prompt."""
-        self._prefilled, self._logits = prefilled, prefilled.logits
+        self._prefilled, self._logits, self.report = prefilled, prefilled.logits, prefilled.report
         self._started = time.perf_counter()
 
     def advance(self) -> bool:

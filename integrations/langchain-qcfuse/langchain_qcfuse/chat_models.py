@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
@@ -21,11 +20,13 @@ from qcfuse_rag import (
     Prompt,
     PromptTemplate,
     SamplingParams,
-    TextStream,
+    ScheduledAnswer,
+    ServedEngine,
     WarmSummary,
     choose_method,
 )
 
+Request = tuple[Callable[[FusionEngine], Prompt], SamplingParams]
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
@@ -47,9 +48,12 @@ ANSWER_SETTINGS = (
 class ChatQCFuse(BaseChatModel):
     """A transformers model in this process, with qcfuse-rag's engine around it.
 
-    Without documents it is a local chat model like any other. With `documents` as a keyword argument, the last message
-    is the question, the documents are put before it by the RAG prompt, and those that were warmed are not prefilled
-    again.
+    Documents that were warmed are found in whatever messages a chain makes of them, and not prefilled again. Given as
+    the keyword argument `documents`, or as `text-plain` blocks of the last message, they are put before its text by the
+    RAG prompt, and need not be found.
+
+    All calls, from any number of threads and event loops, are answered by one thread: prefilled in the order they came,
+    decoded together.
 
     Example:
         ```python
@@ -80,30 +84,38 @@ class ChatQCFuse(BaseChatModel):
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 
-    _engine: FusionEngine | None = PrivateAttr(default=None)
-    _loading: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _served: ServedEngine = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Prepare to load the model when it is first needed."""
+        super().model_post_init(context)
+        self._served = ServedEngine(self._load)
+
+    def _load(self) -> FusionEngine:
+        return FusionEngine.load(
+            self.model_name,
+            store=self.store,
+            template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
+            method=choose_method(self.method, ratio=self.ratio, base=self.base),
+            device=self.device,
+            dtype=self.dtype,
+        )
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> ChatQCFuse:
         """Wrap an engine that is already loaded; its method and prompt template are used."""
         chat = cls(model=engine.lm.name, **options)
-        chat._engine = engine
+        chat._served = ServedEngine.of(engine)
         return chat
 
     @property
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
-        with self._loading:
-            if self._engine is None:
-                self._engine = FusionEngine.load(
-                    self.model_name,
-                    store=self.store,
-                    template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
-                    method=choose_method(self.method, ratio=self.ratio, base=self.base),
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-            return self._engine
+        return self._served.engine
+
+    def close(self) -> None:
+        """Cancel what is being answered and free the model, unless the engine was given."""
+        self._served.close()
 
     @property
     def _llm_type(self) -> str:
@@ -146,13 +158,21 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        generation = self._open(messages, stop, kwargs).result()
-        message = AIMessage(
-            content=generation.text,
-            response_metadata=self._metadata(generation),
-            usage_metadata=usage_metadata(generation),
-        )
-        return ChatResult(generations=[ChatGeneration(message=message)])
+        answer = self._served.ask(*self._request(messages, stop, kwargs))
+        try:
+            return self._result(answer.result())
+        finally:
+            answer.cancel()
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        answer = await self._served.ask_aside(*self._request(messages, stop, kwargs))
+        return self._result(await answer.aresult())
 
     def _stream(
         self,
@@ -161,26 +181,43 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream = self._open(messages, stop, kwargs)
-        for piece in stream:
-            chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-            if run_manager is not None:
-                run_manager.on_llm_new_token(piece, chunk=chunk)
-            yield chunk
-        generation = stream.result()
-        last = ChatGenerationChunk(
-            message=AIMessageChunk(
-                content="",
-                response_metadata=self._metadata(generation),
-                usage_metadata=usage_metadata(generation),
-                chunk_position="last",
-            )
-        )
+        answer = self._served.ask(*self._request(messages, stop, kwargs))
+        try:
+            for piece in answer:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager is not None:
+                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        finally:
+            answer.cancel()
+        last = self._last(answer)
         if run_manager is not None:
             run_manager.on_llm_new_token("", chunk=last)
         yield last
 
-    def _open(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> TextStream:
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        answer = await self._served.ask_aside(*self._request(messages, stop, kwargs))
+        try:
+            async for piece in answer:
+                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
+                if run_manager is not None:
+                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                yield chunk
+        finally:
+            answer.cancel()
+        last = self._last(answer)
+        if run_manager is not None:
+            await run_manager.on_llm_new_token("", chunk=last)
+        yield last
+
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Request:
+        """Return what makes the prompt, and how to choose tokens."""
         documents: Sequence[Document] | None = kwargs.get("documents")
         ends = stop or self.stop or ()
         sampling = SamplingParams(
@@ -190,14 +227,31 @@ class ChatQCFuse(BaseChatModel):
             stop=(ends,) if isinstance(ends, str) else tuple(ends),
             seed=kwargs.get("seed"),
         )
-        return self.engine.stream(self._prompt(messages, documents), sampling)
-
-    def _prompt(self, messages: list[BaseMessage], documents: Sequence[Document] | None) -> Prompt:
         turns = [(role_of(message), str(message.text)) for message in messages]
-        if documents is None:
-            return self.engine.plain(turns)
+        given = documents_in(messages[-1]) if documents is None else [one.page_content for one in documents]
+        if given is None:
+            return lambda engine: engine.plain(turns), sampling
         *history, (_, question) = turns
-        return self.engine.prompt(question, [document.page_content for document in documents], history)
+        return lambda engine: engine.prompt(question, given, history), sampling
+
+    def _result(self, generation: Generation) -> ChatResult:
+        message = AIMessage(
+            content=generation.text,
+            response_metadata=self._metadata(generation),
+            usage_metadata=usage_metadata(generation),
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _last(self, answer: ScheduledAnswer) -> ChatGenerationChunk:
+        """Return the end of a stream: no text, but what the whole of it took."""
+        assert answer.generation is not None
+        message = AIMessageChunk(
+            content="",
+            response_metadata=self._metadata(answer.generation),
+            usage_metadata=usage_metadata(answer.generation),
+            chunk_position="last",
+        )
+        return ChatGenerationChunk(message=message)
 
     def _metadata(self, generation: Generation) -> dict[str, Any]:
         return {
@@ -210,6 +264,16 @@ class ChatQCFuse(BaseChatModel):
 def role_of(message: BaseMessage) -> str:
     """Return a message's role as chat templates name it."""
     return message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
+
+
+def documents_in(message: BaseMessage) -> list[str] | None:
+    """Return the documents a message carries as `text-plain` content blocks, in order; None if it carries none.
+
+    Their text is no part of the message's own, so models that do not know them do not see them.
+    """
+    blocks = message.content if isinstance(message.content, list) else []
+    texts = [str(one.get("text", "")) for one in blocks if isinstance(one, dict) and one.get("type") == "text-plain"]
+    return texts or None
 
 
 def usage_metadata(generation: Generation) -> UsageMetadata:

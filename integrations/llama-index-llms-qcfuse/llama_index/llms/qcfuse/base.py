@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -19,18 +17,34 @@ from llama_index.core.base.llms.types import (
     MessageRole,
 )
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 
-from llama_index.llms.qcfuse.streams import in_thread
-from qcfuse_rag import FusionEngine, Generation, Prompt, PromptTemplate, SamplingParams, TextStream, choose_method
+from llama_index.llms.qcfuse.events import FusionEndEvent
+from qcfuse_rag import (
+    FusionEngine,
+    Generation,
+    Prompt,
+    PromptTemplate,
+    SamplingParams,
+    ScheduledAnswer,
+    ServedEngine,
+    choose_method,
+)
+
+Build = Callable[[FusionEngine], Prompt]
+dispatcher = get_dispatcher(__name__)
 
 
 class QCFuseLLM(CustomLLM):
     """A transformers model in this process, with qcfuse-rag's engine around it.
 
-    Used in a query engine together with `QCFuseSynthesizer`, which hands nodes over one by one. Called directly it is
-    a local LLM like any other: a prompt without known passages is prefilled in full.
+    Nodes that were warmed are found in whatever prompt LlamaIndex makes of them, and not prefilled again; what is not
+    found is prefilled like any text. `QCFuseSynthesizer` hands nodes over one by one instead, which needs no finding.
+
+    All calls, from any number of threads and event loops, are answered by one thread: prefilled in the order they came,
+    decoded together.
 
     Example:
         ```python
@@ -58,8 +72,22 @@ class QCFuseLLM(CustomLLM):
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 
-    _engine: FusionEngine | None = PrivateAttr(default=None)
-    _loading: threading.Lock = PrivateAttr(default_factory=threading.Lock)
+    _served: ServedEngine = PrivateAttr()
+
+    def model_post_init(self, context: Any) -> None:
+        """Prepare to load the model when it is first needed."""
+        super().model_post_init(context)
+        self._served = ServedEngine(self._load)
+
+    def _load(self) -> FusionEngine:
+        return FusionEngine.load(
+            self.model,
+            store=self.store,
+            template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
+            method=choose_method(self.method, ratio=self.ratio, base=self.base),
+            device=self.device,
+            dtype=self.dtype,
+        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -70,23 +98,17 @@ class QCFuseLLM(CustomLLM):
     def from_engine(cls, engine: FusionEngine, **options: Any) -> QCFuseLLM:
         """Wrap an engine that is already loaded; its method and prompt template are used."""
         llm = cls(model=engine.lm.name, **options)
-        llm._engine = engine
+        llm._served = ServedEngine.of(engine)
         return llm
 
     @property
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
-        with self._loading:
-            if self._engine is None:
-                self._engine = FusionEngine.load(
-                    self.model,
-                    store=self.store,
-                    template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
-                    method=choose_method(self.method, ratio=self.ratio, base=self.base),
-                    device=self.device,
-                    dtype=self.dtype,
-                )
-            return self._engine
+        return self._served.engine
+
+    def close(self) -> None:
+        """Cancel what is being answered and free the model, unless the engine was given."""
+        self._served.close()
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -114,68 +136,109 @@ class QCFuseLLM(CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text; unless `formatted`, as a user's turn of the chat template."""
-        return self._completion(self._open(self._text(prompt, formatted), kwargs).result())
+        return self._completion(self.answer(self._text(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete a text piece by piece."""
-        return self._completions(self._open(self._text(prompt, formatted), kwargs))
+        return self._completions(self.ask(self._text(prompt, formatted), kwargs))
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return self._chat(self._completion(self._open(self._conversation(messages), kwargs).result()))
+        return self._chat(self._completion(self.answer(self._conversation(messages), kwargs)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        pieces = self._completions(self._open(self._conversation(messages), kwargs))
+        pieces = self._completions(self.ask(self._conversation(messages), kwargs))
         return (self._chat(piece) for piece in pieces)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text without blocking the event loop."""
-        return await asyncio.to_thread(
-            lambda: self._completion(self._open(self._text(prompt, formatted), kwargs).result())
-        )
+        return self._completion(await self.aanswer(self._text(prompt, formatted), kwargs))
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Complete a text piece by piece without blocking the event loop."""
-        stream = await asyncio.to_thread(lambda: self._open(self._text(prompt, formatted), kwargs))
-        return in_thread(iter(self._completions(stream)))
+        return self._acompletions(await self.aask(self._text(prompt, formatted), kwargs))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation without blocking the event loop."""
-        return await asyncio.to_thread(
-            lambda: self._chat(self._completion(self._open(self._conversation(messages), kwargs).result()))
-        )
+        return self._chat(self._completion(await self.aanswer(self._conversation(messages), kwargs)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece without blocking the event loop."""
-        stream = await asyncio.to_thread(lambda: self._open(self._conversation(messages), kwargs))
-        return in_thread(self._chat(piece) for piece in self._completions(stream))
+        pieces = self._acompletions(await self.aask(self._conversation(messages), kwargs))
+        return (self._chat(piece) async for piece in pieces)
 
-    def _text(self, prompt: str, formatted: bool) -> Prompt:
-        as_turn = not formatted and self.engine.lm.tokenizer.chat_template is not None
-        return self.engine.plain([("user", prompt)] if as_turn else prompt)
+    def ask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
+        """Queue a prompt; for whoever has nodes rather than text.
 
-    def _conversation(self, messages: Sequence[ChatMessage]) -> Prompt:
-        return self.engine.plain([(message.role.value, message.content or "") for message in messages])
+        Args:
+            build: makes the prompt.
+            kwargs: settings of this call, see `sampling`.
+        """
+        return self._served.ask(build, self.sampling(**kwargs))
 
-    def _open(self, prompt: Prompt, kwargs: dict[str, Any]) -> TextStream:
-        return self.engine.stream(prompt, self.sampling(**kwargs))
+    async def aask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
+        """Queue a prompt like `ask` without blocking the event loop."""
+        return await self._served.ask_aside(build, self.sampling(**kwargs))
 
-    def _completions(self, stream: TextStream) -> CompletionResponseGen:
+    def answer(self, build: Build, kwargs: dict[str, Any]) -> Generation:
+        """Answer a prompt, and tell LlamaIndex's instrumentation what the prefill did."""
+        answer = self.ask(build, kwargs)
+        try:
+            return answer.result()
+        finally:
+            over(answer)
+
+    async def aanswer(self, build: Build, kwargs: dict[str, Any]) -> Generation:
+        """Answer a prompt like `answer` without blocking the event loop; a cancelled task cancels it."""
+        answer = await self.aask(build, kwargs)
+        try:
+            return await answer.aresult()
+        finally:
+            over(answer)
+
+    def _text(self, prompt: str, formatted: bool) -> Build:
+        def build(engine: FusionEngine) -> Prompt:
+            as_turn = not formatted and engine.lm.tokenizer.chat_template is not None
+            return engine.plain([("user", prompt)] if as_turn else prompt)
+
+        return build
+
+    def _conversation(self, messages: Sequence[ChatMessage]) -> Build:
+        turns = [(message.role.value, message.content or "") for message in messages]
+        return lambda engine: engine.plain(turns)
+
+    def _completions(self, answer: ScheduledAnswer) -> CompletionResponseGen:
         text = ""
-        for piece in stream:
-            text += piece
-            yield CompletionResponse(text=text, delta=piece)
-        assert stream.generation is not None
-        final = self._completion(stream.generation)
-        yield CompletionResponse(text=text, delta="", raw=final.raw, additional_kwargs=final.additional_kwargs)
+        try:
+            for piece in answer:
+                text += piece
+                yield CompletionResponse(text=text, delta=piece)
+        finally:
+            over(answer)
+        yield self._last(answer)
+
+    async def _acompletions(self, answer: ScheduledAnswer) -> CompletionResponseAsyncGen:
+        text = ""
+        try:
+            async for piece in answer:
+                text += piece
+                yield CompletionResponse(text=text, delta=piece)
+        finally:
+            over(answer)
+        yield self._last(answer)
+
+    def _last(self, answer: ScheduledAnswer) -> CompletionResponse:
+        """Return the whole answer with its counts, as the last piece of a stream; it adds no text."""
+        assert answer.generation is not None
+        return self._completion(answer.generation).model_copy(update={"delta": ""})
 
     def _completion(self, generation: Generation) -> CompletionResponse:
         usage = generation.usage
@@ -193,3 +256,10 @@ class QCFuseLLM(CustomLLM):
             raw=completion.raw,
             additional_kwargs=completion.additional_kwargs,
         )
+
+
+def over(answer: ScheduledAnswer) -> None:
+    """End a request if it is not over, and tell LlamaIndex's instrumentation what its prefill did."""
+    answer.cancel()
+    if answer.report is not None:
+        dispatcher.event(FusionEndEvent(report=answer.report.to_dict()))

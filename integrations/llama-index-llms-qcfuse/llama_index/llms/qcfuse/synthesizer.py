@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.events import FusionEndEvent
-from llama_index.llms.qcfuse.streams import in_thread
-from qcfuse_rag import TextStream
-
-dispatcher = get_dispatcher(__name__)
+from llama_index.llms.qcfuse.base import QCFuseLLM, over
+from qcfuse_rag import FusionEngine, ScheduledAnswer
 
 
 class QCFuseSynthesizer(BaseSynthesizer):
     """Puts the retrieved nodes into one prompt, each as a segment of its own, and answers.
 
-    Other synthesizers join nodes into one text, strip and split it again, and the boundaries that stored caches need
-    are gone. Here a node's text stays what it was when it was warmed. A node that was not warmed is prefilled with
-    the question.
+    Other synthesizers join nodes into one text, strip and split it again; what was warmed is found there, but for its
+    edges and nodes that were split. Here a node stays what it was when it was warmed, and the wording of the prompt is
+    the one it was warmed for. A node that was not warmed is prefilled with the question.
 
     Args:
         llm: the LLM, whose `rag_messages` word the prompt.
@@ -44,23 +39,32 @@ class QCFuseSynthesizer(BaseSynthesizer):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer a question over the texts of nodes, in their order."""
-        stream = self._open(query_str, text_chunks, response_kwargs)
-        return (piece for piece in stream) if self._streaming else stream.result().text
+        build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
+        if self._streaming:
+            return self._pieces(self._qcfuse.ask(build, response_kwargs))
+        return self._qcfuse.answer(build, response_kwargs).text
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Answer without blocking the event loop."""
-        stream = await asyncio.to_thread(self._open, query_str, text_chunks, response_kwargs)
+        build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
         if self._streaming:
-            return in_thread(stream)  # type: ignore[return-value]
-        return (await asyncio.to_thread(stream.result)).text
+            return self._apieces(await self._qcfuse.aask(build, response_kwargs))  # type: ignore[return-value]
+        return (await self._qcfuse.aanswer(build, response_kwargs)).text
 
-    def _open(self, question: str, passages: Sequence[str], kwargs: dict[str, Any]) -> TextStream:
-        engine = self._qcfuse.engine
-        stream = engine.stream(engine.prompt(question, passages), self._qcfuse.sampling(**kwargs))
-        dispatcher.event(FusionEndEvent(report=stream.report.to_dict()))
-        return stream
+    def _pieces(self, answer: ScheduledAnswer) -> Iterator[str]:
+        try:
+            yield from answer
+        finally:
+            over(answer)
+
+    async def _apieces(self, answer: ScheduledAnswer) -> AsyncIterator[str]:
+        try:
+            async for piece in answer:
+                yield piece
+        finally:
+            over(answer)
 
     def _get_prompts(self) -> PromptDictType:
         return {}

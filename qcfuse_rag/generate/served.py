@@ -1,0 +1,81 @@
+"""An engine behind a scheduler, loaded when it is first needed: what the objects of a framework hold on to."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.generate.scheduled import ScheduledAnswer
+from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
+from qcfuse_rag.prompt.segments import Prompt
+
+SETTINGS = SchedulerSettings(waiting=1024)
+"""A framework's caller waits in line rather than handle a refusal."""
+
+
+class ServedEngine:
+    """Answers any number of threads and event loops with one model.
+
+    Args:
+        load: makes the engine; called once, by whoever comes first.
+        settings: of the scheduler.
+    """
+
+    def __init__(self, load: Callable[[], FusionEngine], settings: SchedulerSettings = SETTINGS) -> None:
+        self._load, self._settings = load, settings
+        self._engine: FusionEngine | None = None
+        self._given = False
+        self._scheduler: Scheduler | None = None
+        self._making = threading.Lock()
+
+    @classmethod
+    def of(cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS) -> ServedEngine:
+        """Serve an engine that is there already; closing this leaves it open."""
+        served = cls(lambda: engine, settings)
+        served._given = True
+        return served
+
+    @property
+    def engine(self) -> FusionEngine:
+        """The engine; the model is loaded on first use."""
+        with self._making:
+            self._engine = self._engine or self._load()
+            return self._engine
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What answers requests."""
+        engine = self.engine
+        with self._making:
+            self._scheduler = self._scheduler or Scheduler(engine, self._settings)
+            return self._scheduler
+
+    def ask(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
+        """Queue a question; returns at once, but for loading the model the first time.
+
+        Args:
+            build: makes the prompt.
+            sampling: how to choose tokens.
+
+        Raises:
+            QCFuseError: whatever loading the model raises, and see `Scheduler.submit`.
+        """
+        return self.scheduler.submit(build(self.engine), sampling)
+
+    async def ask_aside(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
+        """Queue a question like `ask`, without keeping the event loop from anything else."""
+        return await asyncio.to_thread(self.ask, build, sampling)
+
+    def close(self) -> None:
+        """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
+        with self._making:
+            scheduler, self._scheduler = self._scheduler, None
+            engine = None if self._given else self._engine
+            self._engine = self._engine if self._given else None
+        if scheduler is not None:
+            scheduler.close(drain=False)
+        if engine is not None:
+            engine.close()
