@@ -1,0 +1,45 @@
+"""LangChain's own tests of chat models: none skipped that the model can do, none overridden."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from typing import Any
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from langchain_tests.integration_tests import ChatModelIntegrationTests
+from langchain_tests.unit_tests import ChatModelUnitTests
+
+from langchain_qcfuse import ChatQCFuse
+from tests.families import build_model, build_tokenizer
+from tests.smollm2 import smollm2_folder
+
+
+@cache
+def tiny_model() -> str:
+    folder = tempfile.mkdtemp()
+    build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    build_tokenizer(lambda: ["Hello there."]).save_pretrained(folder)
+    return folder
+
+
+class TestUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatQCFuse
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": tiny_model()}
+
+
+@pytest.mark.real
+class TestIntegration(ChatModelIntegrationTests):
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatQCFuse
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": smollm2_folder(), "max_tokens": 24, "device": "cpu"}

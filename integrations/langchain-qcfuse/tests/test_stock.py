@@ -1,0 +1,151 @@
+"""LangChain's own chains, agents and graphs with nothing changed but the model: warmed documents are found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypedDict
+
+import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.chains.retrieval import create_retrieval_chain
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages.content import create_plaintext_block, create_text_block
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langgraph.graph import END, START, StateGraph
+
+from langchain_qcfuse import ChatQCFuse
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+
+DOCUMENTS = [Document(page_content=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
+INPUTS = {"input": QUESTION, "context": DOCUMENTS}
+PROMPT = ChatPromptTemplate.from_messages([("system", "Answer from the context.\n\n{context}"), ("human", "{input}")])
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    model = build_model("llama", max_position_embeddings=2048)
+    return LanguageModel.wrap(model, build_tokenizer(lambda: PASSAGES))
+
+
+@pytest.fixture
+def chat(lm: LanguageModel) -> ChatQCFuse:
+    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=8)
+    chat.warm(DOCUMENTS)
+    return chat
+
+
+def hits(message: Any) -> list[bool]:
+    """Return which documents of a message's prompt were reused."""
+    report = message.response_metadata["fusion"]
+    return [lookup["hit"] for lookup in report["lookups"] if lookup["role"] == "chunk"]
+
+
+def kept(seen: list[Any]) -> RunnableLambda[Any, Any]:
+    """Return a step of a chain that keeps the model's message."""
+
+    def keep(message: Any) -> str:
+        seen.append(message)
+        return str(message.content)
+
+    return RunnableLambda(keep)
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n---\n", " | "])
+def test_a_stuff_chain_reuses_every_document(chat: ChatQCFuse, separator: str) -> None:
+    seen: list[Any] = []
+    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen), document_separator=separator)
+    assert chain.invoke(INPUTS)
+    assert hits(seen[0]) == [True] * 3
+
+
+def test_documents_that_a_chain_decorates(chat: ChatQCFuse) -> None:
+    seen: list[Any] = []
+    decorated = PromptTemplate.from_template("[page {page}]\n{page_content}")
+    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen), document_prompt=decorated)
+    assert chain.invoke(INPUTS)
+    assert hits(seen[0]) == [True] * 3
+
+
+def test_a_retrieval_chain(chat: ChatQCFuse) -> None:
+    seen: list[Any] = []
+    retriever = RunnableLambda(lambda _: DOCUMENTS)
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen)))
+    assert chain.invoke({"input": QUESTION})["answer"]
+    assert hits(seen[0]) == [True] * 3
+
+
+def test_documents_as_content_blocks(chat: ChatQCFuse) -> None:
+    blocks = [create_plaintext_block(text=document.page_content) for document in DOCUMENTS]
+    message = chat.invoke([HumanMessage(content_blocks=[*blocks, create_text_block(QUESTION)])])
+    assert hits(message) == [True] * 3
+    assert message.content == chat.invoke(QUESTION, documents=DOCUMENTS).content
+
+
+async def test_batches_and_streams(chat: ChatQCFuse) -> None:
+    chain = create_stuff_documents_chain(chat, PROMPT)
+    answer = chain.invoke(INPUTS)
+    assert chain.batch([INPUTS] * 3) == [answer] * 3
+    assert await chain.abatch([INPUTS] * 3) == [answer] * 3
+    assert "".join(chain.stream(INPUTS)) == answer
+    assert "".join([piece async for piece in chain.astream(INPUTS)]) == answer
+    events = [event async for event in chat.astream_events("Why?", version="v2")]
+    assert {"on_chat_model_start", "on_chat_model_stream", "on_chat_model_end"} <= {one["event"] for one in events}
+
+
+async def test_a_graph(chat: ChatQCFuse) -> None:
+    class State(TypedDict, total=False):
+        question: str
+        answer: AIMessage
+
+    async def answer(state: State) -> State:
+        context = "\n\n".join(document.page_content for document in DOCUMENTS)
+        return {"answer": await chat.ainvoke(PROMPT.format_messages(context=context, input=state["question"]))}
+
+    graph = StateGraph(State)
+    graph.add_node("answer", answer)
+    graph.add_edge(START, "answer")
+    graph.add_edge("answer", END)
+    done = await graph.compile().ainvoke({"question": QUESTION})
+    assert hits(done["answer"]) == [True] * 3
+
+
+async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat: ChatQCFuse) -> None:
+    asked = [[HumanMessage(f"{text}\n\nQuestion {number}?")] for number, text in enumerate(PASSAGES * 11)][:32]
+    expected = [chat.invoke(messages).content for messages in asked]
+    lags: list[float] = []
+
+    async def clock() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - before - 0.005)
+
+    ticking = asyncio.create_task(clock())
+    answers = await asyncio.gather(*(chat.ainvoke(messages) for messages in asked))
+    ticking.cancel()
+    assert [answer.content for answer in answers] == expected
+    assert all(hits(answer) == [True] for answer in answers)
+    assert sorted(lags)[int(len(lags) * 0.99)] < 0.25  # a bound for machines with other work; see the benchmarks
+
+
+async def test_a_cancelled_task_ends_its_request_and_no_other(chat: ChatQCFuse) -> None:
+    long = chat.model_copy(update={"max_tokens": 400})
+    task = asyncio.create_task(long.ainvoke("The ferry"))
+    scheduler = chat._served.scheduler
+    while not scheduler.active:
+        await asyncio.sleep(0.001)
+    other = asyncio.create_task(chat.ainvoke("The mill"))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await other).content
+    for _ in range(2000):
+        if not scheduler.active and not scheduler.waiting:
+            break
+        await asyncio.sleep(0.002)
+    assert scheduler.active == 0

@@ -1,0 +1,63 @@
+"""In place of HuggingFaceLLM, on a real model: every node reused, and with all rows recomputed the same answers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.embeddings import resolve_embed_model
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from llama_index.llms.huggingface import HuggingFaceLLM
+
+from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
+from qcfuse_rag.demo.assets import corpus, default_embedder
+from tests.smollm2 import smollm2_folder, smollm2_questions
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+COUNT = 30 if os.environ.get("QCFUSE_STRESS") == "full" else 3
+
+
+class Hits(BaseEventHandler):
+    """Notes of every prompt which of its nodes were reused."""
+
+    seen: list[list[bool]] = []  # noqa: RUF012 - a field of a pydantic model
+
+    def handle(self, event: Any, **kwargs: Any) -> None:
+        if isinstance(event, FusionEndEvent):
+            self.seen.append([lookup["hit"] for lookup in event.report["lookups"]])
+
+
+def test_the_same_answers_as_huggingface_llm_and_every_node_reused() -> None:
+    folder = smollm2_folder()
+    theirs = HuggingFaceLLM(
+        model_name=folder,
+        tokenizer_name=folder,
+        device_map="cpu",
+        is_chat_model=True,
+        max_new_tokens=16,
+        context_window=8192,
+        generate_kwargs={"do_sample": False},
+        model_kwargs={"dtype": "float32"},
+    )
+    ours = QCFuseLLM(model=folder, device="cpu", method="qcfuse", ratio=1.0, max_new_tokens=16)
+
+    documents = [Document(text=text, id_=name) for name, text in corpus().items()]
+    nodes = SentenceSplitter(chunk_size=200, chunk_overlap=0)(documents)
+    index = VectorStoreIndex(nodes, embed_model=resolve_embed_model(HuggingFaceEmbedding(default_embedder())))
+    QCFuseWarmup(ours)(nodes)  # the warming line; the LLM line follows
+    engines = [index.as_query_engine(llm=llm, similarity_top_k=3) for llm in (theirs, ours)]
+
+    root, hits = get_dispatcher(), Hits()
+    root.add_event_handler(hits)
+    try:
+        answers = [[str(engine.query(question)) for engine in engines] for question in smollm2_questions(COUNT)]
+    finally:
+        root.event_handlers.remove(hits)
+        ours.close()
+    assert [mine for _, mine in answers] == [yours for yours, _ in answers]
+    assert hits.seen == [[True] * 3] * COUNT

@@ -1,0 +1,188 @@
+"""LlamaIndex's own engines with nothing changed but the LLM: warmed nodes are found in whatever prompts they make."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.tools import QueryEngineTool
+from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
+
+from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+
+Reports = list[dict[str, Any]]
+
+
+class LetterEmbedding(BaseEmbedding):
+    """Counts letters: enough to retrieve by, and no model."""
+
+    def _vector(self, text: str) -> list[float]:
+        return [float(text.lower().count(chr(ord("a") + i))) + 0.1 for i in range(26)]
+
+    def _get_query_embedding(self, query: str) -> list[float]:
+        return self._vector(query)
+
+    def _get_text_embedding(self, text: str) -> list[float]:
+        return self._vector(text)
+
+    async def _aget_query_embedding(self, query: str) -> list[float]:
+        return self._vector(query)
+
+
+class TwoQuestions(BaseQuestionGenerator):
+    """Asks the same of two tools, as a model of useful size might."""
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return {}
+
+    def _update_prompts(self, prompts: dict[str, Any]) -> None:
+        pass
+
+    def generate(self, tools: Any, query: Any) -> list[SubQuestion]:
+        return [SubQuestion(sub_question=str(query), tool_name=tool.name) for tool in tools]
+
+    async def agenerate(self, tools: Any, query: Any) -> list[SubQuestion]:
+        return self.generate(tools, query)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    model = build_model("llama", max_position_embeddings=8192)
+    return LanguageModel.wrap(model, build_tokenizer(lambda: PASSAGES))
+
+
+@pytest.fixture
+def llm(lm: LanguageModel) -> Iterator[QCFuseLLM]:
+    with FusionEngine(lm, MemoryStore()) as engine:
+        llm = QCFuseLLM.from_engine(engine, max_new_tokens=8)
+        yield llm
+        llm.close()
+
+
+@pytest.fixture
+def index(llm: QCFuseLLM) -> VectorStoreIndex:
+    documents = [Document(text=text, metadata={"page": number}) for number, text in enumerate(PASSAGES)]
+    steps = [SentenceSplitter(chunk_size=200, chunk_overlap=0), LetterEmbedding(), QCFuseWarmup(llm)]
+    nodes = IngestionPipeline(transformations=steps).run(documents=documents)
+    return VectorStoreIndex(nodes, embed_model=LetterEmbedding())
+
+
+@pytest.fixture
+def reports() -> Iterator[Reports]:
+    """Collect the reports of fused prefills from LlamaIndex's instrumentation."""
+    seen: Reports = []
+
+    class Collect(BaseEventHandler):
+        def handle(self, event: Any, **kwargs: Any) -> None:
+            if isinstance(event, FusionEndEvent):
+                seen.append(event.report)
+
+    root, handler = get_dispatcher(), Collect()
+    root.add_event_handler(handler)
+    yield seen
+    root.event_handlers.remove(handler)
+
+
+def hits(reports: Reports) -> list[int]:
+    """Return how many nodes each prompt reused; fails if there was one that could not be."""
+    assert all(lookup["hit"] for report in reports for lookup in report["lookups"])
+    return [len(report["lookups"]) for report in reports]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("compact", [3]),
+        ("tree_summarize", [3]),
+        ("simple_summarize", [3]),
+        ("refine", [1, 1, 1]),
+        ("compact_accumulate", [3]),
+        ("accumulate", [1, 1, 1]),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_every_synthesizer_reuses_every_retrieved_node(
+    llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports, mode: str, expected: list[int], streaming: bool
+) -> None:
+    if streaming and "accumulate" in mode:
+        pytest.skip("LlamaIndex does not stream it")
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode, streaming=streaming)
+    response = engine.query(QUESTION)
+    assert len(response.source_nodes) == 3
+    assert str(response)
+    assert hits(reports) == expected
+
+
+async def test_asynchronous_queries_too(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3)
+    answers = await asyncio.gather(*(engine.aquery(QUESTION) for _ in range(4)))
+    assert len({str(answer) for answer in answers}) == 1
+    assert hits(reports) == [3] * 4
+
+
+def test_a_retriever_query_engine(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
+    synthesizer = get_response_synthesizer(llm=llm)
+    engine = RetrieverQueryEngine(index.as_retriever(similarity_top_k=2), response_synthesizer=synthesizer)
+    assert str(engine.query(QUESTION))
+    assert hits(reports) == [2]
+
+
+@pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
+def test_chat_engines(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports, kind: Any) -> None:
+    engine = kind.from_defaults(index.as_retriever(similarity_top_k=3), llm=llm)
+    assert str(engine.chat(QUESTION))
+    assert hits(reports) == [3]
+    reports.clear()
+    assert "".join(engine.stream_chat("And who has the key?").response_gen)
+    assert hits(reports)[-1] == 3, "the turn before is in front of the nodes or behind them, and they are found"
+
+
+def test_a_sub_question_engine(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
+    tools = [
+        QueryEngineTool.from_defaults(index.as_query_engine(llm=llm, similarity_top_k=2), name=name, description=name)
+        for name in ("harbour", "council")
+    ]
+    synthesizer = get_response_synthesizer(llm=llm)
+    engine = SubQuestionQueryEngine(TwoQuestions(), synthesizer, tools, use_async=False, verbose=False)
+    assert str(engine.query(QUESTION))
+    assert hits(reports)[:2] == [2, 2]
+
+
+def test_a_citation_engine(llm: QCFuseLLM, reports: Reports) -> None:
+    """It shows the texts of nodes without their metadata, under headings of its own."""
+    nodes = QCFuseWarmup(llm)([Document(text=text) for text in PASSAGES])
+    index = VectorStoreIndex(nodes, embed_model=LetterEmbedding())
+    engine = CitationQueryEngine.from_args(index, llm=llm, similarity_top_k=3, citation_chunk_size=512)
+    assert str(engine.query(QUESTION))
+    assert hits(reports) == [3]
+
+
+async def test_a_workflow(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
+    class Answer(Workflow):
+        @step
+        async def answer(self, event: StartEvent) -> StopEvent:
+            response = await index.as_query_engine(llm=llm, similarity_top_k=3).aquery(event.question)
+            return StopEvent(result=str(response))
+
+    assert await Answer(timeout=60).run(question=QUESTION)
+    assert hits(reports) == [3]
+
+
+def test_prompts_without_nodes_are_ordinary(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
+    llm.complete(QUESTION)
+    assert [len(report["lookups"]) for report in reports] == [0]

@@ -1,0 +1,33 @@
+"""SmolLM2 as a folder, from which it loads in a second; taking a GGUF file apart takes half a minute."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import cache
+
+from transformers import AutoModelForCausalLM
+
+from qcfuse_rag import LanguageModel
+from qcfuse_rag.demo.assets import corpus, default_model, questions
+
+
+@cache
+def smollm2_folder() -> str:
+    """Return a folder with the real SmolLM2-135M-Instruct, made once in a process."""
+    folder = tempfile.mkdtemp(prefix="smollm2-")
+    lm = LanguageModel.load(default_model(), device="cpu")
+    config = copy.deepcopy(lm.model.config)
+    config.__dict__.pop("quantization_config", None)  # a model read from GGUF cannot be saved
+    plain = AutoModelForCausalLM.from_config(config, dtype=lm.dtype)
+    plain.load_state_dict(lm.model.state_dict())
+    plain.save_pretrained(folder)
+    lm.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def smollm2_questions(count: int) -> list[str]:
+    """Return questions about the demonstration's corpus: its own, then one about each document."""
+    own = [one.question for one in questions()]
+    about = [f"What is {text.splitlines()[0].strip('# ')} known for?" for text in corpus().values()]
+    return [*own, *about][:count]
