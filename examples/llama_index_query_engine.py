@@ -3,7 +3,7 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
-from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseWarmup
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
 
 llm = QCFuseLLM(model=default_model(), store="kv")  # or any Hugging Face id, folder or GGUF file
@@ -14,5 +14,5 @@ steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
 nodes = IngestionPipeline(transformations=steps).run(documents=documents)
 index = VectorStoreIndex(nodes, embed_model=embed)
 
-queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_synthesizer=QCFuseSynthesizer(llm))
+queries = index.as_query_engine(llm=llm, similarity_top_k=3)
 print(queries.query("What is the name of the ambulance boat of Merrin Hospital?"))

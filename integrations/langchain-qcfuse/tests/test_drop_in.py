@@ -1,0 +1,63 @@
+"""In place of ChatHuggingFace, on a real model: every document reused, and recomputing all rows the same answers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, HuggingFacePipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from langchain_qcfuse import ChatQCFuse
+from qcfuse_rag.demo.assets import corpus, default_embedder
+from tests.smollm2 import smollm2_folder, smollm2_questions
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+COUNT = 30 if os.environ.get("QCFUSE_STRESS") == "full" else 3
+PROMPT = ChatPromptTemplate.from_messages(
+    [("system", "Answer the question from the context, as short as you can.\n\n{context}"), ("human", "{input}")]
+)
+
+
+def test_the_same_answers_as_chat_huggingface_and_every_document_reused() -> None:
+    folder = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    generate = pipeline(
+        "text-generation",
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+        tokenizer=tokenizer,
+        max_new_tokens=16,
+        do_sample=False,
+        return_full_text=False,
+    )
+    theirs = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=generate), tokenizer=tokenizer)
+    ours = ChatQCFuse(model=folder, device="cpu", method="qcfuse", ratio=1.0, max_tokens=16)
+
+    documents = [
+        Document(part, id=name) for name, text in corpus().items() for part in text.split("\n\n") if len(part) > 80
+    ]
+    store = InMemoryVectorStore(HuggingFaceEmbeddings(model_name=default_embedder()))
+    store.add_documents(documents)
+    ours.warm(documents)  # the warming line; the model's line follows
+    hits: list[list[bool]] = []
+
+    def text_of(message: Any) -> str:
+        if "fusion" in message.response_metadata:
+            hits.append([lookup["hit"] for lookup in message.response_metadata["fusion"]["lookups"]])
+        return str(message.content).strip()
+
+    last = RunnableLambda(text_of)
+    chains = [create_stuff_documents_chain(chat, PROMPT, output_parser=last) for chat in (theirs, ours)]
+    answers = []
+    for question in smollm2_questions(COUNT):
+        inputs = {"input": question, "context": store.similarity_search(question, k=3)}
+        answers.append([chain.invoke(inputs) for chain in chains])
+    ours.close()
+    assert [mine for _, mine in answers] == [yours for yours, _ in answers]
+    assert hits == [[True] * 3] * COUNT
