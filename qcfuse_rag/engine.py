@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,7 @@ from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
+from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.located import Located
@@ -49,6 +51,7 @@ from qcfuse_rag.trust.shadow import Shadow, ShadowSettings
 from qcfuse_rag.trust.verdict import Verdict, look_up
 
 WARM_UP_TOKENS = 64
+LOG = logging.getLogger(__name__)
 
 
 class FusionEngine:
@@ -87,6 +90,7 @@ class FusionEngine:
         self.verdict: Verdict | None = None
         self._activity = Activity()
         self._shadow: Shadow | None = None
+        self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
         self._loading = Loading(lm, load_limit_s)
@@ -389,7 +393,19 @@ class FusionEngine:
             )
         if self._shadow is not None and method is None:
             self._shadow.note(done)
+        for observer in self._observers:
+            try:
+                observer(done.report)
+            except Exception:
+                LOG.exception("an observer of fused prefills failed; the answer is not affected")
         return done
+
+    def observe(self, observer: Callable[[FusionReport], None]) -> None:
+        """Have something called with the report of every prefill from now on, in the thread that computed it.
+
+        See `report.spans` for OpenTelemetry and `report.metrics` for Prometheus. What it raises is logged.
+        """
+        self._observers = (*self._observers, observer)
 
     def warm_up(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 import time
@@ -30,12 +31,14 @@ class ScheduledAnswer(Iterator[str]):
 
     Attributes:
         prompt, params, method: as submitted.
+        context: of whoever submitted it, in which it is prefilled, so that traces hang together.
         report: what the prefill did; None before it is done.
         generation: the finished answer; None while it is not.
     """
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
         self.prompt, self.params, self.method = prompt, params, method
+        self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
         self._answer = Answer(lm, params)

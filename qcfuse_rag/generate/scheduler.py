@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -164,7 +165,8 @@ class Scheduler:
         pause = Pause(self._settings.rows, self._step) if self._active else None
         room = request.params.max_new_tokens
         try:
-            done = self._engine.prefill(request.prompt, method=request.method, room=room, pause=pause)
+            prefill = partial(self._engine.prefill, request.prompt, method=request.method, room=room, pause=pause)
+            done = request.context.run(prefill)
         except Exception as error:
             request.fail(error)
         else:
