@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from qcfuse_rag.report.fusion import FusionReport
@@ -24,7 +26,7 @@ class Metrics:
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        about = {"registry": registry}
+        about: dict[str, Any] = {"registry": registry}
         self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **about)
         self._fallbacks = Counter("qcfuse_fallbacks", "Prompts with something stored not used", ["method"], **about)
         self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **about)
