@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench stress docs
+.PHONY: setup demo test lint bench stress drop-in oldest site docs
 
 setup: $(READY)
 
@@ -42,6 +42,20 @@ bench: setup
 # The campaigns of docs/reliability.md at full size; some 15 minutes.
 stress: setup
 	QCFUSE_STRESS=full $(BIN)/python -m pytest tests/stress -s --timeout=1800
+
+# The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions; some 10 minutes.
+drop-in: setup
+	QCFUSE_STRESS=full $(BIN)/python -m pytest -k drop_in integrations
+
+# The frameworks' objects over the oldest versions of the frameworks that are supported.
+oldest: setup
+	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.13.0 llama-index-workflows==1.3.0 \
+		llama-index-instrumentation==0.4.0 langchain-core==1.6.0
+	PYTHONPATH=.oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not real" -k "not standard" integrations
+
+# The documentation as a site, in site/; a link that leads nowhere is an error.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 
 # Writes the generated parts of docs/ anew.
 docs: setup
