@@ -202,6 +202,27 @@ def ask(
 
 
 @app.command()
+def explain(
+    question: Annotated[str, typer.Argument(help="The question.")],
+    store: Store,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explain.html"),
+    model: Model = None,
+    embedder: EmbedderName = None,
+    method: MethodName = None,
+    ratio: Ratio = None,
+    base: BaseName = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Passages to retrieve.")] = 6,
+    tenant: Tenant = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question and draw what became of every word of its prompt, as one page that can be sent around."""
+    how = (model, embedder, method, ratio, base, top_k, 128, out, tenant, device, dtype)
+    ask(question, store, *how, as_json=as_json)
+
+
+@app.command()
 def profile(
     model: Model = None,
     data: Annotated[Path | None, typer.Option(help="JSON lines of questions; the demo's own if not given.")] = None,

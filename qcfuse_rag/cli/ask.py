@@ -47,7 +47,9 @@ def ask_library(
         prompt = engine.prompt(question, [passage.text for passage in found])
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
         if explain is not None:
-            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report), "utf-8")
+            scores = stream.prefilled.scores
+            looked = None if scores is None else scores.mean
+            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report, looked), "utf-8")
         if as_json:
             answer = stream.result()
             sources = list(dict.fromkeys(passage.source for passage in found))

@@ -21,6 +21,7 @@ from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import outlook
 from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fuse.score import Scores
 from qcfuse_rag.fuse.select import Selection, inexact_chunks
 from qcfuse_rag.fuse.shared import SharedPrefix
 from qcfuse_rag.model.language_model import LanguageModel
@@ -38,12 +39,14 @@ class Prefilled:
         logits: `[vocabulary]` float32, scores of the first new token.
         buffer: keys and values of the whole prompt, with room for the answer.
         report: what was done.
+        scores: what the probe found, if there was one.
     """
 
     prompt: Prompt
     logits: Tensor
     buffer: KVBuffer
     report: FusionReport
+    scores: Scores | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,7 @@ def _attempt(
         ),
         fallback=refusal or describe_misses(assembly.lookups) or prompt.note,
     )
-    return Prefilled(prompt, logits, assembly.buffer, report)
+    return Prefilled(prompt, logits, assembly.buffer, report, scores)
 
 
 def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from html import escape
 from itertools import groupby
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.prompt.segments import Prompt, Span
-from qcfuse_rag.report.fusion import FusionReport
+from qcfuse_rag.report.fusion import FusionReport, Timings
 
 STYLE = """
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -16,16 +17,25 @@ section { white-space: pre-wrap; border-left: 4px solid #ddd; margin: .6rem 0; p
 section.question, section.text { border-color: #4a7fd6 } section.missing { border-color: #d64a4a }
 .reused { color: #888 } .recomputed { background: #ffd54a; color: #000 } .computed { color: #1c4fa3 }
 small { color: #666 }
+.timeline { display: flex; height: 1.6rem; font-size: 12px; line-height: 1.6rem; color: #fff; overflow: hidden }
+.timeline span { padding-left: .3rem; white-space: nowrap; overflow: hidden }
+.load { background: #3d7f77 } .probe { background: #4a7fd6 }
+.select { background: #888 } .recompute { background: #b5651d }
+.heat { display: inline-block; height: .6rem; background: #d64a4a; margin: 0 .4rem }
 """
+STAGES = ("load", "probe", "select", "recompute")
 
 
-def explain_html(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, report: FusionReport) -> str:
+def explain_html(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, report: FusionReport, scores: Tensor | None = None
+) -> str:
     """Draw which tokens were reused, which recomputed although stored, and which computed for lack of a cache.
 
     Args:
         tokenizer: the model's.
         prompt: the prompt.
         report: of its prefill.
+        scores: `[T]`, how much the probe looked at each token, to show each passage's share of it.
 
     Returns:
         One HTML page without scripts or references to anything outside it. It contains the question.
@@ -39,15 +49,42 @@ def explain_html(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, report: Fus
     legend = "".join(f'<span class="{name}">{name}</span> ' for name in ("reused", "recomputed", "computed"))
     hits = {lookup.start for lookup in report.lookups if lookup.hit}
     reasons = {lookup.start: lookup.reason for lookup in report.lookups if not lookup.hit}
-    body = "\n".join(_section(tokenizer, span, set(report.selected), hits, reasons) for span in prompt.spans)
+    heat = _heat(prompt, hits, scores)
+    body = "\n".join(
+        _section(tokenizer, span, set(report.selected), hits, reasons, heat.get(span.start)) for span in prompt.spans
+    )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>What was recomputed</title><style>{STYLE}</style>'
-        f"<p>{escape(summary)}</p><p>{legend}</p>\n{body}</html>\n"
+        f"<p>{escape(summary)}</p>{_timeline(timings)}<p>{legend}</p>\n{body}</html>\n"
     )
 
 
+def _timeline(timings: Timings) -> str:
+    """Draw the stages, each as wide as its share of the time."""
+    bars = "".join(
+        f'<span class="{stage}" style="width:{100 * getattr(timings, f"{stage}_s") / max(timings.ttft_s, 1e-9):.2f}%">'
+        f"{stage}</span>"
+        for stage in STAGES
+    )
+    return f'<div class="timeline">{bars}</div>'
+
+
+def _heat(prompt: Prompt, hits: set[int], scores: Tensor | None) -> dict[int, float]:
+    """Return for each reused passage, by its position, its share of what the probe looked at."""
+    if scores is None:
+        return {}
+    found = {span.start: float(scores[span.start : span.stop].sum()) for span in prompt.chunks if span.start in hits}
+    total = sum(found.values())
+    return {start: score / total for start, score in found.items()} if total > 0 else {}
+
+
 def _section(
-    tokenizer: PreTrainedTokenizerBase, span: Span, selected: set[int], hits: set[int], reasons: dict[int, str | None]
+    tokenizer: PreTrainedTokenizerBase,
+    span: Span,
+    selected: set[int],
+    hits: set[int],
+    reasons: dict[int, str | None],
+    heat: float | None,
 ) -> str:
     def fate(position: int) -> str:
         if span.start not in hits:
@@ -59,6 +96,8 @@ def _section(
         ids = [span.segment.ids[position - span.start] for position in positions]
         pieces.append(f'<span class="{name}">{escape(tokenizer.decode(ids))}</span>')
     reason = reasons.get(span.start)
-    note = f"<small>{escape(span.segment.role)}, {len(span)} tokens{': ' + escape(reason) if reason else ''}</small>\n"
+    bar = "" if heat is None else f', probed <span class="heat" style="width:{12 * heat:.2f}rem"></span>{heat:.0%}'
+    why = f": {escape(reason)}" if reason else ""
+    note = f"<small>{escape(span.segment.role)}, {len(span)} tokens{why}{bar}</small>\n"
     kind = "missing" if reason else str(span.segment.role)
     return f'<section class="{kind}">{note}{"".join(pieces)}</section>'

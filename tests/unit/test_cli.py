@@ -74,6 +74,10 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
     assert "recomputed" in page.read_text()
     assert len(answer["sources"]) == 3
 
+    drawn = tmp_path / "drawn.html"
+    code, _, _ = run("explain", *asking[1:-2], "--out", drawn, "--top-k", 2)
+    assert code == 0
+    assert drawn.read_text().count(", probed") == 2
     code, out, err = run(*asking, "--max-new-tokens", 8, "--method", "reuse", "--base", "framed")
     assert code == 0
     assert out.strip() != ""

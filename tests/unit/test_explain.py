@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from html import unescape
+from pathlib import Path
+
+import pytest
 
 from qcfuse_rag import BLIND, FusionEngine, make_method
 from qcfuse_rag.report.explain import explain_html
@@ -26,3 +31,37 @@ def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
     assert "1 &lt; 2 &amp; why?" in body
     assert "script" not in page
     assert "http" not in page
+
+
+def explained(engine: FusionEngine) -> str:
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompt = engine.prompt("Who keeps the paint?", PASSAGES)
+    done = engine.prefill(prompt, method=make_method("qcfuse", ratio=0.3))
+    assert done.scores is not None
+    return explain_html(engine.lm.tokenizer, prompt, done.report, done.scores.mean)
+
+
+def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
+    page = explained(engine)
+    widths = [float(width) for width in re.findall(r'class="\w+" style="width:([\d.]+)%"', page)]
+    assert len(widths) == 4
+    assert sum(widths) == pytest.approx(100, abs=0.1)
+    shares = [float(width) / 12 for width in re.findall(r'class="heat" style="width:([\d.]+)rem"', page)]
+    assert len(shares) == 3
+    assert sum(shares) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
+    from PIL import Image
+
+    (tmp_path / "page.html").write_text(explained(engine), "utf-8")
+    shot = tmp_path / "shot.png"
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--window-size=1000,1400")
+    address = (tmp_path / "page.html").as_uri()
+    subprocess.run(
+        ["chromium", *options, f"--screenshot={shot}", address], check=True, capture_output=True, timeout=120
+    )
+    with Image.open(shot) as image:
+        colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
+    assert {(0xFF, 0xD5, 0x4A), (0xB5, 0x65, 0x1D), (0xD6, 0x4A, 0x4A)} <= colours  # recomputed, its stage, heat
