@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import METHODS, Method
+from qcfuse_rag import METHODS, LanguageModel, Method
+from qcfuse_rag.demo.assets import default_model
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +24,14 @@ def test_the_readme_shows_the_examples_as_they_are(example: str) -> None:
     assert (ROOT / "examples" / example).read_text("utf-8") in blocks, "run `make docs`"
 
 
+@pytest.fixture
+def loaded_once(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have everybody who loads the default model get the one that is there: taking the file apart takes half a minute."""
+    load = LanguageModel.load
+    quick = lambda name, **rest: smollm2 if name == default_model() else load(name, **rest)  # noqa: E731
+    monkeypatch.setattr(LanguageModel, "load", quick)
+
+
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
@@ -32,6 +41,7 @@ def test_examples_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     real_default: Method,
+    loaded_once: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -68,7 +78,9 @@ def test_the_readmes_commands_are_targets_of_the_makefile() -> None:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_run_and_carry_their_outputs(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebooks_run_and_carry_their_outputs(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch, real_default: Method, loaded_once: None
+) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = [cell for cell in json.loads(notebook.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells)
