@@ -90,6 +90,8 @@ class FusionEngine:
         self.verdict: Verdict | None = None
         self._activity = Activity()
         self._shadow: Shadow | None = None
+        self._sources: Sources | None = None
+        self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
@@ -301,10 +303,16 @@ class FusionEngine:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
         return [base.key(self.lm.fingerprint, self.prompts.frame, ids) for base in bases] if ids else []
 
-    @cached_property
+    @property
     def sources(self) -> Sources:
-        """Which document's passages are in the store."""
-        return Sources(self.store)
+        """Which document's passages are in the store.
+
+        Raises:
+            StoreError: if the manifest cannot be opened.
+        """
+        with self._opening:
+            self._sources = self._sources or Sources(self.store)
+            return self._sources
 
     @cached_property
     def located(self) -> Located:
@@ -403,7 +411,8 @@ class FusionEngine:
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
         """Have something called with the report of every prefill from now on, in the thread that computed it.
 
-        See `report.spans` for OpenTelemetry and `report.metrics` for Prometheus. What it raises is logged.
+        Not of those in `answer_many` and `generate_verified`, whose reports are in what they return. See `report.spans`
+        for OpenTelemetry and `report.metrics` for Prometheus. What it raises is logged.
         """
         self._observers = (*self._observers, observer)
 
@@ -488,6 +497,8 @@ class FusionEngine:
         """
         generation = stream.result()
         passage = generation.text if text is None else text
+        if stream.prefilled.prompt.joined and self.sources.restricted:
+            return Kept(None, reason="it was given over a text that may hold passages not everybody may read")
         given = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
         answer = self.prompts.chunk_ids(passage)
         if len(self._company.rememberable([*given, answer])) <= len(given):
@@ -520,8 +531,8 @@ class FusionEngine:
         """Stop watching and close the store."""
         if self._shadow is not None:
             self._shadow.close()
-        if "sources" in self.__dict__:
-            self.sources.close()
+        if self._sources is not None:
+            self._sources.close()
         self.store.close()
 
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ def test_the_readme_shows_the_examples_as_they_are(example: str) -> None:
 
 @pytest.fixture
 def loaded_once(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have everybody who loads the default model get the one that is there: taking the file apart takes half a minute."""
+    """Have everybody who loads the default model get the one that is there, as taking its file apart takes long."""
     load = LanguageModel.load
     quick = lambda name, **rest: smollm2 if name == default_model() else load(name, **rest)  # noqa: E731
     monkeypatch.setattr(LanguageModel, "load", quick)

@@ -10,9 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +18,13 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place
+from qcfuse_rag.fuse.patience import Patience
 from qcfuse_rag.fuse.place import Tables, copy_layer, stage_layer
 from qcfuse_rag.fuse.transfer import Transfer
 from qcfuse_rag.model.rope import LayerRope
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
 
-T = TypeVar("T")
 AHEAD_BYTES = 256 << 20
 """What may be on a device beside the buffer before it is placed."""
 
@@ -63,7 +61,7 @@ class Arrival:
         ropes: rotation of each layer.
         parts: the chunks.
         transfer: takes what is read to the buffer's device; None leaves that to placing.
-        limit_s: most seconds to wait, in all; None waits as long as it takes.
+        patience: of the request.
 
     Attributes:
         waited_s: seconds the computing thread has waited and placed so far.
@@ -77,10 +75,11 @@ class Arrival:
         parts: Sequence[Coming],
         *,
         transfer: Transfer | None,
-        limit_s: float | None,
+        patience: Patience,
     ) -> None:
-        self._buffer, self._ropes, self._parts = buffer, ropes, parts
-        self._transfer, self._limit_s = transfer, limit_s
+        self._buffer: KVBuffer | None = buffer
+        self._ropes, self._parts = ropes, parts
+        self._transfer, self._patience = transfer, patience
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
         self._layers: queue.SimpleQueue[LateMiss | Callable[[], None]] = queue.SimpleQueue()
         self._tables: list[Tables] = [{} for _ in parts]
@@ -100,32 +99,34 @@ class Arrival:
         last = len(self._ropes) - 1 if layer is None else layer
         if self._placed > last:
             return
-        began = time.perf_counter()
+        before = self._patience.waited_s
         try:
-            while self._placed <= last:
-                self._place(self._placed, self._next(began))
-                self._placed += 1
+            with self._patience.waiting():
+                left = self._patience.left_s
+                deadline = None if left is None else time.monotonic() + left
+                while self._placed <= last:
+                    self._place(self._placed, self._next(deadline))
+                    self._placed += 1
         except LateMiss:
             self.stop()
             raise
         finally:
-            self.waited_s += time.perf_counter() - began
+            self.waited_s += self._patience.waited_s - before
 
     def stop(self) -> None:
-        """Read no more; safe to call again."""
+        """Read no more, and hold nothing that a thread which hangs would keep; safe to call again."""
         with self._room:
             self._stopped = True
             self._room.notify()
+        self._buffer = None
 
-    def _next(self, began: float) -> Callable[[], None]:
+    def _next(self, deadline: float | None) -> Callable[[], None]:
         """Return what makes the next layer's blocks safe to use here."""
-        left = None
-        if self._limit_s is not None:
-            left = max(0.0, self._limit_s - self.waited_s - (time.perf_counter() - began))
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             item = self._layers.get(timeout=left)
         except queue.Empty:
-            late = Miss(f"not read within {self._limit_s:g} s")
+            late = Miss(self._patience.exhausted)
             raise LateMiss({part.start: late for part in self._parts}) from None
         if isinstance(item, LateMiss):
             raise item
@@ -133,13 +134,14 @@ class Arrival:
 
     def _place(self, layer: int, receive: Callable[[], None]) -> None:
         receive()
-        staged, freed = [], 0
+        buffer, staged, freed = self._buffer, [], 0
+        assert buffer is not None
         for part, view, tables in zip(self._parts, self._views, self._tables, strict=True):
             try:
                 if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
-                    staged += stage_layer(self._buffer, part.start, view, layer, rope=self._ropes[layer])
+                    staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
                 else:
-                    copy_layer(self._buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
+                    copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
             except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
                 raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
             freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
@@ -185,32 +187,6 @@ class Arrival:
             self._ahead += more
             while self._ahead > AHEAD_BYTES and not self._stopped:
                 self._room.wait()
-
-
-def within(limit_s: float | None, call: Callable[[], T]) -> T:
-    """Call something that may hang, in a thread of its own.
-
-    Raises:
-        TimeoutError: if it has not returned by then; its thread is left to itself.
-    """
-    if limit_s is None:
-        return call()
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            with torch.inference_mode():
-                outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="qcfuse-lookup", daemon=True).start()
-    try:
-        return outcome.result(limit_s)
-    except TimeoutError:
-        if outcome.done():  # the call's own
-            raise
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
 
 def _nothing() -> None:

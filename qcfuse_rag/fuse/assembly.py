@@ -11,10 +11,11 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
-from qcfuse_rag.fuse.arrival import Arrival, Coming, within
+from qcfuse_rag.fuse.arrival import Arrival, Coming
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, widest_head
 from qcfuse_rag.fuse.loading import Loading
+from qcfuse_rag.fuse.patience import Patience
 from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
@@ -97,6 +98,7 @@ class Assembly:
         *,
         start: int = 0,
         loading: Loading | None = None,
+        patience: Patience | None = None,
         refused: Mapping[int, Miss] | None = None,
     ) -> None:
         """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
@@ -107,6 +109,7 @@ class Assembly:
             adapter: alters or replaces chunks before they are placed.
             start: where to begin; the segments in front have been placed.
             loading: how to go on loading while passes run, over `arriving`; None is done when this returns.
+            patience: how long to wait for the store; None as long as it takes.
             refused: chunks not to look for, by their positions, and why.
         """
         refused = refused or {}
@@ -120,10 +123,11 @@ class Assembly:
         def look() -> list[Adapted | Miss]:
             return [refused.get(span.start) or self._look(store, span, base, by) for span, base, by in sought]
 
+        patience = patience or Patience(None)
         try:
-            found = within(None if loading is None else loading.limit_s, look)
-        except TimeoutError as error:
-            found = [Miss(str(error)) for _ in sought]
+            found = patience.call(look)
+        except TimeoutError:
+            found = [refused.get(span.start) or Miss(patience.exhausted) for span, _, _ in sought]
         kernels = kernels_run_on(self.lm.device, self.lm.dtype, widest_head(self.lm))
         self.staged = [] if kernels else None
         coming = []
@@ -134,9 +138,7 @@ class Assembly:
         self._place()
         self.staged = None
         if loading is not None and coming:
-            self.arrival = Arrival(
-                self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), limit_s=loading.limit_s
-            )
+            self.arrival = Arrival(self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), patience=patience)
             self.arriving = replace(self.arriving, arrive=self.arrival.wait)
 
     @property
@@ -198,10 +200,21 @@ class Assembly:
         if found == Miss("absent"):
             found = self._absence(store, span, base)
         if adapter is not None:
-            return adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
-        if isinstance(found, ChunkKV):
-            return Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
-        return found
+            adapted = adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
+        elif isinstance(found, ChunkKV):
+            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
+        else:
+            adapted = found
+        if isinstance(adapted, Adapted):
+            key = adapted.key or base.key(self.lm.fingerprint, frame, span.segment.stored_ids)
+            try:
+                adapted.chunk.anchors(0, 1.0)  # a probe reads the ranking when it is too late to fall back
+            except CorruptEntry as error:
+                store.discard(key, str(error))
+                return Miss(str(error))
+            except (OSError, RuntimeError, KeyError, ValueError) as error:
+                return Miss(f"cannot be read: {error}")
+        return adapted
 
     def _load(
         self, store: KVStore, span: Span, key: ChunkKey, found: Adapted | Miss, *, at_once: bool
@@ -243,7 +256,6 @@ class Assembly:
             return Miss(reason)
         try:
             if not at_once:
-                chunk.anchors(0, 1.0)  # a probe reads the ranking when it is too late to fall back
                 return 0
             if self.staged is None or not kernels_place(chunk.numbers, self.lm.device):
                 return copy_chunk(self.arriving, span.start, chunk, ropes=self.lm.ropes)

@@ -20,6 +20,7 @@ from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import outlook
+from qcfuse_rag.fuse.patience import Patience, within
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import Scores
 from qcfuse_rag.fuse.select import Selection, inexact_chunks
@@ -93,24 +94,39 @@ def prefill(
     """
     require_room(lm, prompt, room)
     begun = time.perf_counter()
-    refusal = None
-    if method.guard is not None and method.base is not None and costs is not None:
-        ahead = outlook(lm, store, prompt, method)
-        if ahead.stored_tokens:  # else there is nothing to load: fusing is full prefill
-            refusal = method.guard.refusal(ahead, costs())
-            method = method if refusal is None else method.in_full
+    patience = Patience(None if loading is None else loading.limit_s)
+    refusal = None if costs is None else _refusal(lm, store, prompt, method, costs, patience)
+    method = method if refusal is None else method.in_full
     refused: dict[int, Miss] = {}
-    assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+    while True:  # each time around without another chunk at least
+        assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+        try:
+            return _attempt(
+                assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, patience, refused, pause
+            )
+        except LateMiss as late:  # found out while computing
+            for start in late.corrupt:
+                store.discard(assembly.keys[start], late.misses[start].reason)
+            refused |= {one.start: Miss(one.reason or "absent") for one in assembly.lookups if not one.hit}
+            refused |= late.misses
+        finally:
+            assembly.stop()
+        del assembly  # before there is another
+
+
+def _refusal(
+    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, costs: Callable[[], Costs], patience: Patience
+) -> str | None:
+    """Return why a method's guard would rather compute everything; None if it would not, or there is none."""
+    if method.guard is None or method.base is None:
+        return None
     try:
-        return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, refused, pause)
-    except LateMiss as late:  # found out while computing: begin again without those chunks, loading the others first
-        for start in late.corrupt:
-            store.discard(assembly.keys[start], late.misses[start].reason)
-        refused = late.misses
-    finally:
-        assembly.stop()
-    assembly = Assembly.empty(lm, prompt, len(prompt) + room)
-    return _attempt(assembly, store, method, shared or SharedPrefix(), begun, refusal, None, refused, pause)
+        ahead = patience.call(lambda: outlook(lm, store, prompt, method))
+        if not ahead.stored_tokens:  # then there is nothing to load: fusing is full prefill
+            return None
+        return method.guard.refusal(ahead, within(patience.left_s, costs))
+    except TimeoutError as error:
+        return f"everything is computed: the store gave {error}"
 
 
 def _attempt(
@@ -121,6 +137,7 @@ def _attempt(
     begun: float,
     refusal: str | None,
     loading: Loading | None,
+    patience: Patience,
     refused: dict[int, Miss],
     pause: Pause | None,
 ) -> Prefilled:
@@ -128,7 +145,17 @@ def _attempt(
     lm, prompt = assembly.lm, assembly.prompt
     shared.give(assembly)
     if method.base is not None:
-        assembly.load(store, method.base, method.adapter, start=shared.held, loading=loading, refused=refused)
+        assembly.load(
+            store,
+            method.base,
+            method.adapter,
+            start=shared.held,
+            loading=loading,
+            patience=patience,
+            refused=refused,
+        )
+        if refused and assembly.arrival is not None:
+            assembly.arrival.wait()  # after one surprise nothing is computed before everything is there
         if shared.keep or shared.held:
             shared.take(assembly, assembly.known)
     _synchronize(lm)

@@ -68,6 +68,7 @@ class Scheduler:
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
         self._engine, self._settings = engine, settings or SchedulerSettings()
         self._waiting: deque[ScheduledAnswer] = deque()
+        self._beginning: ScheduledAnswer | None = None
         self._active: list[ScheduledAnswer] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -95,7 +96,8 @@ class Scheduler:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the scheduler is closed")
-            self._waiting = deque(one for one in self._waiting if not one.abandoned())
+            if len(self._waiting) >= self._settings.waiting:
+                self._waiting = deque(one for one in self._waiting if not one.abandoned())
             if len(self._waiting) >= self._settings.waiting:
                 raise Busy(f"{len(self._waiting)} requests are waiting already; ask again later")
             self._waiting.append(answer)
@@ -112,19 +114,22 @@ class Scheduler:
         """Answers in the making."""
         return len(self._active)
 
-    def close(self, *, drain: bool = True) -> None:
+    def close(self, *, drain: bool = True, wait: bool = True) -> None:
         """Take no more requests and end the thread.
 
         Args:
             drain: answer what was submitted; else it is cancelled.
+            wait: until it has ended.
         """
         with self._changed:
             self._closed = True
             if not drain:
-                for one in (*self._waiting, *self._active):
+                beginning = () if self._beginning is None else (self._beginning,)
+                for one in (*self._waiting, *beginning, *self._active):
                     one.cancel()
             self._changed.notify()
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -141,10 +146,10 @@ class Scheduler:
                     if self._closed:
                         return
                     self._changed.wait()
-                following = self._next()
-            if following is not None:
-                self._begin(following)
-                following = None  # nothing of a request is held once it is over
+                self._beginning = self._next()
+            if self._beginning is not None:
+                self._begin(self._beginning)
+                self._beginning = None  # nothing of a request is held once it is over
             for _ in range(self._settings.steps):
                 self._step()
                 if not self._active:

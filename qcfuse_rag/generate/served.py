@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -12,7 +15,7 @@ from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
 from qcfuse_rag.prompt.segments import Prompt
 
-SETTINGS = SchedulerSettings(waiting=1024)
+SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's caller waits in line rather than handle a refusal."""
 
 
@@ -50,7 +53,10 @@ class ServedEngine:
         """What answers requests."""
         engine = self.engine
         with self._making:
-            self._scheduler = self._scheduler or Scheduler(engine, self._settings)
+            if self._scheduler is None:
+                self._scheduler = Scheduler(engine, self._settings)
+                # Whoever lets go of this lets go of the model: the scheduler's thread must not keep it.
+                weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
             return self._scheduler
 
     def ask(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
@@ -67,7 +73,16 @@ class ServedEngine:
 
     async def ask_aside(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
         """Queue a question like `ask`, without keeping the event loop from anything else."""
-        return await asyncio.to_thread(self.ask, build, sampling)
+        asking = asyncio.ensure_future(asyncio.to_thread(self.ask, build, sampling))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(_cancel)  # the thread cannot be stopped before it has submitted
+            raise
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return itself: copies of a framework's object share the model."""
+        return self
 
     def close(self) -> None:
         """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
@@ -79,3 +94,9 @@ class ServedEngine:
             scheduler.close(drain=False)
         if engine is not None:
             engine.close()
+
+
+def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:
+    """Cancel a request whose asker has gone."""
+    if not asked.cancelled() and asked.exception() is None:
+        asked.result().cancel()

@@ -8,9 +8,8 @@ prompt that the model's own pipeline has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 
-from qcfuse_rag.prompt.locate import Found
+from qcfuse_rag.prompt.locate import Found, places
 from qcfuse_rag.prompt.segments import Part, Prompt, Role, Segment
 from qcfuse_rag.prompt.template import PromptBuilder
 
@@ -28,16 +27,18 @@ def flat_prompt(builder: PromptBuilder, text: str, found: Sequence[Found] = (), 
         begin: put the tokenizer's start token in front.
     """
     ids, offsets = builder.encode_whole(text, begin=begin)
+    if not ids:
+        return Prompt((Segment(Role.TEXT, (), text),), frame=builder.frame, joined=True)  # which says that it is none
     segments: list[Segment] = []
     at = 0
-    for start, stop, part in _parts(builder, ids, offsets, found):
+    for start, stop, part in _parts(builder, text, ids, offsets, found):
         stop = min(stop, len(ids) - 1)  # something must be computed to answer
         if at < start:
             segments.append(_segment(Role.TEXT, ids, offsets, text, at, start))
         segments.append(_segment(Role.CHUNK, ids, offsets, text, start, stop, part))
         at = stop
     segments.append(_segment(Role.TEXT, ids, offsets, text, at, len(ids)))
-    return Prompt(tuple(segments), frame=builder.frame)
+    return Prompt(tuple(segments), frame=builder.frame, joined=True)
 
 
 def _segment(
@@ -53,7 +54,11 @@ def _segment(
 
 
 def _parts(
-    builder: PromptBuilder, ids: tuple[int, ...], offsets: Sequence[tuple[int, int]], found: Sequence[Found]
+    builder: PromptBuilder,
+    text: str,
+    ids: tuple[int, ...],
+    offsets: Sequence[tuple[int, int]],
+    found: Sequence[Found],
 ) -> Iterator[tuple[int, int, Part]]:
     """Yield where parts of passages stand, token `start` to `stop`, in order."""
     token = 0
@@ -64,8 +69,40 @@ def _parts(
         while last < len(ids) and offsets[last][0] < passage.stop:
             last += 1
         stored = builder.chunk_ids(passage.text)
-        # Of as many tokens that a popular one could hide everything else: no heuristics.
-        for block in SequenceMatcher(None, stored, ids[token:last], autojunk=False).get_matching_blocks():
-            if block.size >= FEWEST:
-                yield token + block.b, token + block.b + block.size, Part(stored, block.a)
+        mine = _placed(text[passage.start : passage.stop], ids[token:last], offsets[token:last], passage.start)
+        theirs = _placed(passage.text, stored, builder.chunk_offsets(passage.text), builder.chunk_lead)
+        for there, here, size in _equal_runs(theirs, mine):
+            if size >= FEWEST:
+                yield token + here, token + here + size, Part(stored, there)
         token = last
+
+
+PlacedToken = tuple[int, int, int]
+"""Where a token begins and ends in its text without whitespace, and its id."""
+
+
+def _placed(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], lead: int) -> list[PlacedToken]:
+    """Return where tokens stand in a text, which begins at offset `lead`, whatever its whitespace."""
+    at = places(text)
+    last = len(text)
+    inside = [(min(max(start - lead, 0), last), min(max(stop - lead, 0), last)) for start, stop in offsets]
+    return [(at[start], at[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]
+
+
+def _equal_runs(one: list[PlacedToken], other: list[PlacedToken]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of equal tokens at equal places: where each begins in both, and its length. Takes linear time."""
+    i = j = size = 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            i, j, size = i + 1, j + 1, size + 1
+            continue
+        if size:
+            yield i - size, j - size, size
+            size = 0
+        # behind is whoever begins earlier; of tokens that begin alike, whoever ends earlier, as whitespace does
+        if one[i][:2] <= other[j][:2]:
+            i += 1
+        else:
+            j += 1
+    if size:
+        yield i - size, j - size, size

@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import xxhash
 
@@ -90,6 +91,14 @@ def locate(
         found.append(Found(atoms[at][1], atoms[last - 1][2], warmed))
         at = last
     return found
+
+
+def places(text: str) -> list[int]:
+    """Return for each place in a text, its end included, how many characters before it belong to atoms."""
+    counts = [0] * (len(text) + 1)
+    for _, start, stop in _atoms(text):
+        counts[start + 1 : stop + 1] = [1] * (stop - start)
+    return list(accumulate(counts))
 
 
 def _atoms(text: str) -> Iterator[tuple[str, int, int]]:

@@ -71,6 +71,7 @@ class Prompt:
     Attributes:
         segments: not empty; the last one is text, since something must be computed afresh to answer.
         frame: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
+        joined: whether it was put together elsewhere, so that its text may hold passages nobody knows of.
         note: what kept passages from being found while it was put together, for the report; None if nothing did.
 
     Raises:
@@ -80,6 +81,7 @@ class Prompt:
     segments: tuple[Segment, ...]
     frame: tuple[int, ...] = ()
     note: str | None = None
+    joined: bool = False
 
     def __post_init__(self) -> None:
         kept = tuple(segment for segment in self.segments if segment.ids)

@@ -84,6 +84,11 @@ class PromptBuilder:
         """Return the token ids of a passage as it stands in every prompt."""
         return self._encode(self.template.format_chunk(text), special=False)
 
+    @property
+    def chunk_lead(self) -> int:
+        """How many characters a chunk has in front of its passage's text."""
+        return len(self.template.chunk.partition("{text}")[0].format())
+
     def chunk_offsets(self, text: str) -> tuple[tuple[int, int], ...]:
         """Return for each of a passage's token ids which characters `start <= c < stop` of its chunk it stands for.
 

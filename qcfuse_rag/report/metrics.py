@@ -28,7 +28,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         about: dict[str, Any] = {"registry": registry}
         self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **about)
-        self._fallbacks = Counter("qcfuse_fallbacks", "Prompts with something stored not used", ["method"], **about)
+        self._fallbacks = Counter("qcfuse_fallbacks", "Prompts not fused as asked, with a reason", ["method"], **about)
         self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **about)
         self._tokens = Counter("qcfuse_prompt_tokens", "Tokens of prompts, by what became of them", ["fate"], **about)
         self._bytes = Counter("qcfuse_loaded_bytes", "Bytes read from the store", **about)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS located (
-    name TEXT PRIMARY KEY, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT
+    name TEXT, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT, PRIMARY KEY (name, passage)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS located_by_anchor ON located (anchor);
 CREATE INDEX IF NOT EXISTS located_by_passage ON located (passage);
@@ -39,8 +39,7 @@ class Located:
     def __init__(self, sources: Sources, fingerprint: Fingerprint) -> None:
         self._sources, self._fingerprint = sources, fingerprint
         self._seed = int(self._name("")[-16:], 16)
-        self._anchors: frozenset[int] = frozenset()
-        self._seen: tuple[int, int] | None = None
+        self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
 
     def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
         """Recognise these from now on.
@@ -76,11 +75,11 @@ class Located:
 
     def _known_anchors(self) -> frozenset[int]:
         """Return all anchors, read again when somebody has written since."""
-        version = self._sources.version
-        if version != self._seen:
-            self._anchors = frozenset(row[0] for row in self._sources.read("SELECT anchor FROM located"))
-            self._seen = version
-        return self._anchors
+        version, (seen, anchors) = self._sources.version, self._anchors
+        if version != seen:
+            anchors = frozenset(row[0] for row in self._sources.read("SELECT anchor FROM located"))
+            self._anchors = (version, anchors)
+        return anchors
 
     def _name(self, digest: str) -> str:
         return self._sources.passage(ChunkKey(self._fingerprint, "located", "", digest))

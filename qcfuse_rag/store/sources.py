@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,12 @@ class Sources:
                 self._database.execute("PRAGMA journal_mode = WAL")
             _bring_up_to_date(self._database)
             self._database.executescript(SCHEMA + access.SCHEMA + located.SCHEMA)
+            # Answers read beside whoever removes chunks, which may take as long as a remote takes.
+            self._reader, self._reading = self._database, self._lock
+            if store.folder is not None:
+                self._reader = sqlite3.connect(place, timeout=1, isolation_level=None, check_same_thread=False)
+                self._reader.execute("PRAGMA query_only = 1")
+                self._reading = threading.Lock()
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot open {place}: {error}") from error
 
@@ -202,8 +208,9 @@ class Sources:
 
     def close(self) -> None:
         """Close the manifest."""
-        with self._lock:
+        with self._lock, nullcontext() if self._reading is self._lock else self._reading:
             self._database.close()
+            self._reader.close()
 
     def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         wanted = {self._store.address(key): key for key in keys}
@@ -240,7 +247,7 @@ class Sources:
     def version(self) -> tuple[int, int]:
         """What changes whenever somebody has written to the manifest, in this process or another."""
         [(version,)] = self.read("PRAGMA data_version")
-        return version, self._database.total_changes
+        return version, self._reader.total_changes
 
     def read(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
         """Return the rows of a query.
@@ -248,8 +255,11 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        with self._lock:
-            return self._rows(statement, *values)
+        with self._reading:
+            try:
+                return self._reader.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot read the manifest of sources: {error}") from error
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:

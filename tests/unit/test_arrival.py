@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fuse.arrival import within
+from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
+from qcfuse_rag.fuse.patience import within
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.transfer import Ring
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
@@ -178,14 +180,14 @@ def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
     assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
 
 
-@pytest.mark.parametrize("where", ["lookup", "first layer", "last layer"])
+@pytest.mark.parametrize("where", ["lookup", "ranking", "first layer", "last layer"])
 def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     llama: LanguageModel, store: WatchedStore, where: str
 ) -> None:
     engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    stuck = {"first layer": "key.0", "last layer": f"key.{llama.n_layers - 1}"}.get(where)
+    stuck = {"ranking": "ranking", "first layer": "key.0", "last layer": f"key.{llama.n_layers - 1}"}.get(where)
 
     def hang() -> None:
         released.wait(30)
@@ -205,6 +207,61 @@ def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     assert done.report.fallback is not None
     assert done.report.fallback.startswith("3 of 3 passages computed in full: ")
     assert done.report.fallback.endswith("within 0.5 s")
+
+
+def test_the_default_methods_guard_waits_no_longer_either(
+    llama: LanguageModel, store: WatchedStore, real_default: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    monkeypatch.setattr(WatchedStore, "__contains__", lambda store, key: released.wait(30))
+    try:
+        began = time.perf_counter()
+        done = engine.prefill(prompt)
+        took = time.perf_counter() - began
+    finally:
+        released.set()
+    assert took < 10
+    assert done.report.fallback == "everything is computed: the store gave no answer within 0.5 s"
+
+
+def test_what_is_slow_after_damage_has_what_is_left_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
+    impatient, damaged = FusionEngine(engine.lm, store, load_limit_s=0.6), []
+
+    def before(name: str) -> None:
+        if damaged:
+            time.sleep(0.3)
+        if name == "value.2" and not damaged:
+            damaged.append(name)
+            raise CorruptEntry("checksum differs")
+
+    store.before = before
+    prompt = impatient.prompt(QUESTION, PASSAGES)
+    began = time.perf_counter()
+    done = impatient.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+    assert time.perf_counter() - began < 10
+    assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
+    assert "checksum differs" in str([lookup.reason for lookup in done.report.lookups])
+    assert "not there within 0.6 s" in str(done.report.fallback)
+
+
+def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
+    engine, released = FusionEngine(llama, store, load_limit_s=0.2), threading.Event()
+    engine.warm(PASSAGES)
+    store.before = lambda name: released.wait(30) if name == "key.1" else None  # type: ignore[func-returns-value]
+    gc.collect()
+    prompt, before = engine.prompt(QUESTION, PASSAGES), len(buffers())
+    try:
+        engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
+        gc.collect()
+        assert len(buffers()) == before
+    finally:
+        released.set()
+
+
+def buffers() -> list[KVBuffer]:
+    return [one for one in gc.get_objects() if isinstance(one, KVBuffer)]
 
 
 def test_what_fails_while_computing_leaves_no_thread_behind(engine: FusionEngine, store: WatchedStore) -> None:

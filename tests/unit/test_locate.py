@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import sqlite3
+import threading
+import time
+import zlib
+from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
@@ -10,7 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import BLIND, FRAMED, DiskStore, FusionEngine, LanguageModel, MemoryStore, Role, make_method, open_store
+from qcfuse_rag import (
+    BLIND,
+    FRAMED,
+    ChunkKey,
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    PromptTemplate,
+    Role,
+    make_method,
+    open_store,
+)
 from qcfuse_rag.prompt.locate import ANCHOR, Found, Traits, locate, traits
 from qcfuse_rag.store.chunk import RANKING, ChunkKV
 from qcfuse_rag.store.cut import cut
@@ -152,6 +169,26 @@ def test_every_family_finds_and_fuses(family: LanguageModel) -> None:
     assert done.logits.isfinite().all()
 
 
+def test_passages_of_a_few_words_repeated_take_no_longer_than_others(engine: FusionEngine) -> None:
+    """Number tables, whose line breaks a framework rewrote."""
+    table = "\n".join(" ".join(str((row * column) % 10) for column in range(1, 40)) for row in range(150))
+    engine.warm([table])
+    text = "Rows:\n" + table.replace("\n", "\n  ") + "\nWhich is largest?"
+    began = time.perf_counter()
+    prompt = engine.plain(text)
+    assert time.perf_counter() - began < 5
+    stored = engine.prompts.chunk_ids(table)
+    expected = SequenceMatcher(None, stored[:400], prompt.ids[:400], autojunk=False).get_matching_blocks()
+    found = [(span.segment.part.start, span.start) for span in prompt.chunks if span.segment.part is not None]
+    assert found[0] == next((block.a, block.b) for block in expected if block.size >= 16)
+    assert sum(len(span) for span in prompt.chunks) > 0.5 * len(stored)
+
+
+def test_nothing_is_no_prompt(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="must end with text"):
+        engine.plain("")
+
+
 def test_text_that_ends_with_a_passage_still_leaves_something_to_compute(engine: FusionEngine) -> None:
     prompt = engine.plain(f"Repeat: {PASSAGES[0]}")
     assert prompt.segments[-1].role is Role.TEXT
@@ -180,12 +217,46 @@ def test_what_another_process_warms_is_recognised(llama: LanguageModel, tmp_path
         assert len(here.plain(flat(PASSAGES)).chunks) == 3
 
 
+def test_texts_are_read_while_a_slow_store_forgets(llama: LanguageModel, tmp_path: Path) -> None:
+    class Slow(DiskStore):
+        def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
+            removing.set()
+            go_on.wait(10)
+            return super().discard(key, reason)
+
+    removing, go_on = threading.Event(), threading.Event()
+    with Slow(tmp_path) as store:
+        engine = FusionEngine(llama, store, method=QCFUSE)
+        engine.warm(PASSAGES, sources=["a", "b", "c"])
+        forgetting = threading.Thread(target=engine.forget, args=("a",))
+        forgetting.start()
+        assert removing.wait(10)
+        assert len(engine.plain(flat(PASSAGES)).chunks) == 2
+        assert not go_on.is_set()
+        go_on.set()
+        forgetting.join()
+
+
+def test_two_wordings_over_one_store_do_not_take_each_others_passages(llama: LanguageModel, tmp_path: Path) -> None:
+    other = PromptTemplate(chunk="- {text}\n")
+    with DiskStore(tmp_path) as store:
+        mine, theirs = FusionEngine(llama, store, method=QCFUSE), FusionEngine(llama, store, template=other)
+        mine.warm(PASSAGES, sources=["a", "b", "c"])
+        theirs.warm(PASSAGES, sources=["x", "y", "z"])
+        theirs.forget("x")
+        assert len(mine.plain(flat(PASSAGES)).chunks) == 3
+
+
 def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES, sources=["a", "b", "c"])
         engine.plain(flat(PASSAGES))
         engine.close()
+    rows = sqlite3.connect(tmp_path / "sources.db").execute("SELECT gaps FROM located").fetchall()
+    gaps = b"".join(zlib.decompress(row[0]) for row in rows)
+    assert len(rows) == 3
+    assert re.fullmatch(rb"[\s\0]*", gaps)
     kept = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     for word in ("captain", "Orla", "council", "paint"):
         assert word.encode() not in kept
@@ -206,7 +277,7 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: Langua
     with DiskStore(tmp_path) as store:
         engine = FusionEngine(llama, store, method=QCFUSE)
         engine.warm(PASSAGES)
-        engine.sources._database.close()
+        engine.sources.close()
         prompt = engine.plain(flat(PASSAGES))
         done = engine.prefill(prompt)
     assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)

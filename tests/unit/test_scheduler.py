@@ -340,6 +340,23 @@ def test_closing_answers_what_was_submitted_or_cancels_it(engine: FusionEngine) 
     assert answer.result().finish_reason == "cancelled"
 
 
+def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, plain = threading.Event(), threading.Event(), engine.prefill
+
+    def prefill(*given: Any, **rest: Any) -> Any:
+        begun.set()
+        go_on.wait(10)
+        return plain(*given, **rest)
+
+    monkeypatch.setattr(engine, "prefill", prefill)
+    scheduler = Scheduler(engine)
+    answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG)
+    assert begun.wait(10)
+    scheduler.close(drain=False, wait=False)
+    go_on.set()
+    assert answer.result(20).finish_reason == "cancelled"
+
+
 def test_methods_are_each_requests_own(engine: FusionEngine, scheduler: Scheduler) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     full = scheduler.submit(prompt, LONG, method=make_method("full"))

@@ -49,8 +49,8 @@ class ChatQCFuse(BaseChatModel):
     """A transformers model in this process, with qcfuse-rag's engine around it.
 
     Documents that were warmed are found in whatever messages a chain makes of them, and not prefilled again. Given as
-    the keyword argument `documents`, or as `text-plain` blocks of the last message, they are put before its text by the
-    RAG prompt, and need not be found.
+    the keyword argument `documents`, or as `text-plain` blocks of messages, they are put before the last message's text
+    by the RAG prompt, and need not be found.
 
     All calls, from any number of threads and event loops, are answered by one thread: prefilled in the order they came,
     decoded together.
@@ -228,8 +228,9 @@ class ChatQCFuse(BaseChatModel):
             seed=kwargs.get("seed"),
         )
         turns = [(role_of(message), str(message.text)) for message in messages]
-        given = documents_in(messages[-1]) if documents is None else [one.page_content for one in documents]
-        if given is None:
+        shown = [text for message in messages for text in documents_in(message)]
+        given = [*shown, *(one.page_content for one in documents or ())]
+        if documents is None and not shown:
             return lambda engine: engine.plain(turns), sampling
         *history, (_, question) = turns
         return lambda engine: engine.prompt(question, given, history), sampling
@@ -266,14 +267,19 @@ def role_of(message: BaseMessage) -> str:
     return message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
 
 
-def documents_in(message: BaseMessage) -> list[str] | None:
-    """Return the documents a message carries as `text-plain` content blocks, in order; None if it carries none.
+def documents_in(message: BaseMessage) -> list[str]:
+    """Return the documents a message carries as `text-plain` content blocks, in order.
 
     Their text is no part of the message's own, so models that do not know them do not see them.
+
+    Raises:
+        ValueError: if a block has no text, such as one that names a file or an address.
     """
     blocks = message.content if isinstance(message.content, list) else []
-    texts = [str(one.get("text", "")) for one in blocks if isinstance(one, dict) and one.get("type") == "text-plain"]
-    return texts or None
+    plain = [one for one in blocks if isinstance(one, dict) and one.get("type") == "text-plain"]
+    if any(not one.get("text") for one in plain):
+        raise ValueError("a text-plain block needs its text: read what it refers to and give that")
+    return [str(one["text"]) for one in plain]
 
 
 def usage_metadata(generation: Generation) -> UsageMetadata:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import gc
+import threading
 import time
+import weakref
 from typing import Any, TypedDict
 
 import pytest
@@ -86,6 +90,13 @@ def test_documents_as_content_blocks(chat: ChatQCFuse) -> None:
     assert message.content == chat.invoke(QUESTION, documents=DOCUMENTS).content
 
 
+def test_documents_of_an_earlier_turn_are_still_shown(chat: ChatQCFuse) -> None:
+    first = HumanMessage(content_blocks=[create_plaintext_block(text=PASSAGES[0]), create_text_block(QUESTION)])
+    assert hits(chat.invoke([first, AIMessage("The school."), HumanMessage("And where?")])) == [True]
+    with pytest.raises(ValueError, match="needs its text"):
+        chat.invoke([HumanMessage(content=[{"type": "text-plain", "url": "https://example.com/a.txt"}])])
+
+
 async def test_batches_and_streams(chat: ChatQCFuse) -> None:
     chain = create_stuff_documents_chain(chat, PROMPT)
     answer = chain.invoke(INPUTS)
@@ -131,6 +142,51 @@ async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat
     assert [answer.content for answer in answers] == expected
     assert all(hits(answer) == [True] for answer in answers)
     assert sorted(lags)[int(len(lags) * 0.99)] < 0.25  # a bound for machines with other work; see the benchmarks
+
+
+async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behind(
+    chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, plain = threading.Event(), threading.Event(), chat.engine.plain
+
+    def slow(conversation: Any) -> Any:
+        begun.set()
+        go_on.wait(10)
+        return plain(conversation)
+
+    monkeypatch.setattr(chat.engine, "plain", slow)
+    prefilled: list[Any] = []
+    chat.engine.observe(prefilled.append)
+    task = asyncio.create_task(chat.model_copy(update={"max_tokens": 400}).ainvoke("The ferry"))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    go_on.set()
+    scheduler = chat._served.scheduler
+    for _ in range(400):
+        await asyncio.sleep(0.005)
+        if not scheduler.active and not scheduler.waiting:
+            break
+    assert scheduler.active == scheduler.waiting == 0
+
+
+def test_what_is_let_go_of_lets_go_of_the_model(lm: LanguageModel) -> None:
+    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=2)
+    chat.invoke("The ferry")
+    engine, scheduler = weakref.ref(chat.engine), chat._served.scheduler
+    thread = scheduler._thread
+    del chat, scheduler
+    gc.collect()
+    thread.join(10)
+    gc.collect()
+    assert not thread.is_alive()
+    assert engine() is None
+
+
+def test_copies_share_the_model(chat: ChatQCFuse) -> None:
+    assert copy.deepcopy(chat).engine is chat.engine
 
 
 async def test_a_cancelled_task_ends_its_request_and_no_other(chat: ChatQCFuse) -> None:

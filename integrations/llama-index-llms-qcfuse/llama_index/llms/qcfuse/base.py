@@ -141,7 +141,7 @@ class QCFuseLLM(CustomLLM):
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete a text piece by piece."""
-        return self._completions(self.ask(self._text(prompt, formatted), kwargs))
+        return self._completions(self._text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -151,7 +151,7 @@ class QCFuseLLM(CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        pieces = self._completions(self.ask(self._conversation(messages), kwargs))
+        pieces = self._completions(self._conversation(messages), kwargs)
         return (self._chat(piece) for piece in pieces)
 
     @llm_completion_callback()
@@ -162,7 +162,7 @@ class QCFuseLLM(CustomLLM):
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Complete a text piece by piece without blocking the event loop."""
-        return self._acompletions(await self.aask(self._text(prompt, formatted), kwargs))
+        return self._acompletions(self._text(prompt, formatted), kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -172,7 +172,7 @@ class QCFuseLLM(CustomLLM):
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece without blocking the event loop."""
-        pieces = self._acompletions(await self.aask(self._conversation(messages), kwargs))
+        pieces = self._acompletions(self._conversation(messages), kwargs)
         return (self._chat(piece) async for piece in pieces)
 
     def ask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
@@ -215,8 +215,8 @@ class QCFuseLLM(CustomLLM):
         turns = [(message.role.value, message.content or "") for message in messages]
         return lambda engine: engine.plain(turns)
 
-    def _completions(self, answer: ScheduledAnswer) -> CompletionResponseGen:
-        text = ""
+    def _completions(self, build: Build, kwargs: dict[str, Any]) -> CompletionResponseGen:
+        answer, text = self.ask(build, kwargs), ""
         try:
             for piece in answer:
                 text += piece
@@ -225,8 +225,8 @@ class QCFuseLLM(CustomLLM):
             over(answer)
         yield self._last(answer)
 
-    async def _acompletions(self, answer: ScheduledAnswer) -> CompletionResponseAsyncGen:
-        text = ""
+    async def _acompletions(self, build: Build, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
+        answer, text = await self.aask(build, kwargs), ""
         try:
             async for piece in answer:
                 text += piece

@@ -10,8 +10,8 @@ from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from llama_index.llms.qcfuse.base import QCFuseLLM, over
-from qcfuse_rag import FusionEngine, ScheduledAnswer
+from llama_index.llms.qcfuse.base import Build, QCFuseLLM, over
+from qcfuse_rag import FusionEngine
 
 
 class QCFuseSynthesizer(BaseSynthesizer):
@@ -41,7 +41,7 @@ class QCFuseSynthesizer(BaseSynthesizer):
         """Answer a question over the texts of nodes, in their order."""
         build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
         if self._streaming:
-            return self._pieces(self._qcfuse.ask(build, response_kwargs))
+            return self._pieces(build, response_kwargs)
         return self._qcfuse.answer(build, response_kwargs).text
 
     async def aget_response(
@@ -50,16 +50,18 @@ class QCFuseSynthesizer(BaseSynthesizer):
         """Answer without blocking the event loop."""
         build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
         if self._streaming:
-            return self._apieces(await self._qcfuse.aask(build, response_kwargs))  # type: ignore[return-value]
+            return self._apieces(build, response_kwargs)  # type: ignore[return-value]
         return (await self._qcfuse.aanswer(build, response_kwargs)).text
 
-    def _pieces(self, answer: ScheduledAnswer) -> Iterator[str]:
+    def _pieces(self, build: Build, kwargs: dict[str, Any]) -> Iterator[str]:
+        answer = self._qcfuse.ask(build, kwargs)
         try:
             yield from answer
         finally:
             over(answer)
 
-    async def _apieces(self, answer: ScheduledAnswer) -> AsyncIterator[str]:
+    async def _apieces(self, build: Build, kwargs: dict[str, Any]) -> AsyncIterator[str]:
+        answer = await self._qcfuse.aask(build, kwargs)
         try:
             async for piece in answer:
                 yield piece
