@@ -13,7 +13,7 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from pydantic import ConfigDict, Field, PrivateAttr
 
-from langchain_qcfuse.sources import SOURCE_KEY, source_of
+from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
 from qcfuse_rag import (
     FusionEngine,
     Generation,
@@ -133,7 +133,12 @@ class ChatQCFuse(BaseChatModel):
         return params
 
     def warm(
-        self, documents: Iterable[Document], *, source_key: str | None = SOURCE_KEY, replace: bool = False
+        self,
+        documents: Iterable[Document],
+        *,
+        source_key: str | None = SOURCE_KEY,
+        replace: bool = False,
+        access_key: str | None = None,
     ) -> WarmSummary:
         """Prefill documents into the store; those that are there cost nothing.
 
@@ -146,10 +151,13 @@ class ChatQCFuse(BaseChatModel):
                 none. None: always the id, as in `QCFuseVectorStore`.
             replace: the documents are all there is of their sources: what those had besides is removed, unless another
                 source has it.
+            access_key: metadata key that says who may read a document's source, so that no cache of a passage remembers
+                what its readers may not see; those without it are everybody's. None: nothing is said of that.
         """
         given = list(documents)
         texts, sources = [d.page_content for d in given], [source_of(d, source_key) for d in given]
-        return self.engine.warm(texts, sources=sources, replace=replace)
+        access = access_of(given, sources, access_key)
+        return self.engine.warm(texts, sources=sources, replace=replace, access=access)
 
     def _generate(
         self,

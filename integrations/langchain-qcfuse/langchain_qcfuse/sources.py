@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from langchain_core.documents import Document
+
+Access = dict[str, str | None]
 
 SOURCE_KEY = "source"
 """Metadata key under which LangChain's loaders say what a document was read from."""
@@ -13,3 +17,15 @@ def source_of(document: Document, source_key: str | None) -> str | None:
     named = document.metadata.get(source_key) if source_key is not None else None
     source = document.id if named in (None, "") else named
     return None if source is None else str(source)
+
+
+def access_of(documents: Iterable[Document], sources: Iterable[str | None], key: str | None) -> Access | None:
+    """Return who may read each source by a metadata key of its documents; None if no key is given.
+
+    A source whose documents do not have the key may be read by everybody.
+    """
+    if key is None:
+        return None
+    pairs = zip(sources, documents, strict=True)
+    tags = ((source, document.metadata.get(key)) for source, document in pairs if source is not None)
+    return {source: None if tag in (None, "") else str(tag) for source, tag in tags}

@@ -11,6 +11,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_qcfuse.chat_models import ChatQCFuse
+from langchain_qcfuse.sources import access_of
 from qcfuse_rag import QCFuseError
 
 
@@ -47,11 +48,13 @@ class QCFuseVectorStore(VectorStore):
     Args:
         vector_store: the wrapped one; what only it can do is done there.
         chat: the chat model that will answer.
+        access_key: metadata key that says who may read a document; see `ChatQCFuse.warm`.
     """
 
-    def __init__(self, vector_store: VectorStore, chat: ChatQCFuse) -> None:
+    def __init__(self, vector_store: VectorStore, chat: ChatQCFuse, access_key: str | None = None) -> None:
         self.vector_store = vector_store
         self.chat = chat
+        self.access_key = access_key
 
     @classmethod
     def from_texts(
@@ -133,7 +136,8 @@ class QCFuseVectorStore(VectorStore):
         ids = given or [document.id for document in documents]
         known = [name for name in ids if name]  # what `index` will delete by, whatever the wrapped store returns
         texts = [document.page_content for document in documents]
-        self.chat.engine.warm(texts, sources=known if len(known) == len(texts) else returned)
+        sources = known if len(known) == len(texts) else returned
+        self.chat.engine.warm(texts, sources=sources, access=access_of(documents, sources, self.access_key))
 
     def _forget(self, ids: list[str] | None) -> None:
         if ids is None:

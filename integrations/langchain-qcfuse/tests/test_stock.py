@@ -13,15 +13,18 @@ from typing import Any, TypedDict
 import pytest
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_classic.chains.retrieval import create_retrieval_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.content import create_plaintext_block, create_text_block
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import RunnableLambda
+from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.graph import END, START, StateGraph
 
-from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -106,6 +109,33 @@ async def test_batches_and_streams(chat: ChatQCFuse) -> None:
     assert "".join([piece async for piece in chain.astream(INPUTS)]) == answer
     events = [event async for event in chat.astream_events("Why?", version="v2")]
     assert {"on_chat_model_start", "on_chat_model_stream", "on_chat_model_end"} <= {one["event"] for one in events}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_a_retriever_that_prefetches(
+    chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    begun: list[list[str]] = []
+    monkeypatch.setattr(chat.engine, "prefetch", begun.append)
+    base = InMemoryVectorStore.from_documents(DOCUMENTS, DeterministicFakeEmbedding(size=4)).as_retriever()
+    retriever = ContextualCompressionRetriever(base_compressor=QCFusePrefetch(chat=chat), base_retriever=base)
+    found = await retriever.ainvoke(QUESTION) if asynchronous else retriever.invoke(QUESTION)
+    assert [document.page_content for document in found] == begun[0]
+    assert sorted(begun[0]) == sorted(PASSAGES)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, wrapped: bool) -> None:
+    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()))
+    given = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
+    if wrapped:
+        store = QCFuseVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=4)), chat, access_key="group")
+        store.add_documents(given)
+    else:
+        chat.warm(given, access_key="group")
+    engine = chat.engine
+    readers = [engine.sources.readers(*engine.keys(engine.prompts.chunk_ids(text), (FRAMED,))) for text in PASSAGES]
+    assert readers == [{"board"}, {""}, {""}]
 
 
 async def test_a_graph(chat: ChatQCFuse) -> None:

@@ -18,10 +18,11 @@ from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEng
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.tools import QueryEngineTool
+from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
-from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -186,3 +187,21 @@ async def test_a_workflow(llm: QCFuseLLM, index: VectorStoreIndex, reports: Repo
 def test_prompts_without_nodes_are_ordinary(llm: QCFuseLLM, index: VectorStoreIndex, reports: Reports) -> None:
     llm.complete(QUESTION)
     assert [len(report["lookups"]) for report in reports] == [0]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_who_may_read_a_document_is_said_by_its_metadata(llm: QCFuseLLM, wrapped: bool) -> None:
+    given = [
+        Document(text=text, id_=f"{i}", metadata={"group": "" if i else "board"}) for i, text in enumerate(PASSAGES)
+    ]
+    for document in given:
+        document.excluded_llm_metadata_keys = ["group"]
+    if wrapped:
+        for document in given:
+            document.embedding = [1.0, 0.0]
+        QCFuseVectorStore(SimpleVectorStore(), llm, access_key="group").add(given)
+    else:
+        QCFuseWarmup(llm, access_key="group")(given)
+    engine = llm.engine
+    readers = [engine.sources.readers(*engine.keys(engine.prompts.chunk_ids(text), (FRAMED,))) for text in PASSAGES]
+    assert readers == [{"board"}, {""}, {""}]

@@ -14,7 +14,7 @@ from llama_index.core.vector_stores import MetadataFilters, SimpleVectorStore, V
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.nodes import passage_of, source_of
+from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
 from qcfuse_rag import BASES, QCFuseError
 
 
@@ -40,15 +40,18 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     Args:
         vector_store: the wrapped one.
         llm: the LLM that will answer.
+        access_key: metadata key that says who may read a document; see `QCFuseWarmup`.
     """
 
     vector_store: BasePydanticVectorStore = Field(description="The wrapped vector store.", exclude=True)
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
+    access_key: str | None = Field(default=None, description="Metadata key that says who may read a document.")
 
-    def __init__(self, vector_store: BasePydanticVectorStore, llm: QCFuseLLM) -> None:
+    def __init__(self, vector_store: BasePydanticVectorStore, llm: QCFuseLLM, access_key: str | None = None) -> None:
         super().__init__(
             vector_store=vector_store,
             llm=llm,
+            access_key=access_key,
             stores_text=vector_store.stores_text,
             is_embedding_query=vector_store.is_embedding_query,
         )
@@ -150,7 +153,8 @@ class QCFuseVectorStore(BasePydanticVectorStore):
 
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
         texts, sources = [passage_of(node) for node in nodes], [source_of(node) for node in nodes]
-        self.llm.engine.warm(texts, sources=sources, replace=False)
+        access = access_of(nodes, self.access_key)
+        self.llm.engine.warm(texts, sources=sources, replace=False, access=access)
 
     def _leave(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine

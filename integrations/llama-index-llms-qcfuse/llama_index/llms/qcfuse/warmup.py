@@ -12,7 +12,7 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.nodes import passage_of, source_of
+from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
 from qcfuse_rag import BASES, WarmSummary
 
 
@@ -32,6 +32,11 @@ class QCFuseWarmup(TransformComponent):
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
     bases: list[str] | None = Field(
         default=None, description="How to store nodes; None: as the LLM's method reads them."
+    )
+    access_key: str | None = Field(
+        default=None,
+        description="Metadata key that says who may read a document, so that no cache of a passage remembers what its "
+        "readers may not see; documents without it are everybody's. None: nothing is said of that.",
     )
     fingerprint: str = Field(
         default="", description="Changes with what is stored, so that the pipeline's own cache lets nodes pass again."
@@ -64,6 +69,7 @@ class QCFuseWarmup(TransformComponent):
             sources=[source_of(node) for node in nodes],
             bases=[BASES[name] for name in self.bases] if self.bases else None,
             vectors=np.array(embeddings, np.float32) if embeddings and len(embeddings) == len(nodes) else None,
+            access=access_of(nodes, self.access_key),
             progress=self._progress,
         )
         self._renew()
