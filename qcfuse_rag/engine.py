@@ -19,7 +19,8 @@ from qcfuse_rag.errors import StoreError, Unverified
 from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import Pause, Prefilled, prefill
+from qcfuse_rag.fuse.prefill import Prefilled, prefill
+from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.many import answer_many

@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.arrival import LateMiss
-from qcfuse_rag.fuse.assembly import Assembly, Placed
+from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.costs import Costs
-from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
-from qcfuse_rag.fuse.layerwise import NestedRows, SteeredPass, Steering
+from qcfuse_rag.fuse.layerwise import NestedRows, Steering
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import outlook
 from qcfuse_rag.fuse.patience import Patience, within
-from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fuse.recompute import Pause, recompute
 from qcfuse_rag.fuse.score import Scores
 from qcfuse_rag.fuse.select import Selection, inexact_chunks
 from qcfuse_rag.fuse.shared import SharedPrefix
@@ -48,19 +46,6 @@ class Prefilled:
     buffer: KVBuffer
     report: FusionReport
     scores: Scores | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Lets others compute in the midst of a prefill.
-
-    Attributes:
-        rows: how many to compute before each pause.
-        call: what is called then, in the thread that computes.
-    """
-
-    rows: int
-    call: Callable[[], None]
 
 
 @torch.inference_mode()
@@ -176,7 +161,7 @@ def _attempt(
             steering = NestedRows(selection.positions, selection.until)
         elif method.layerwise is not None:
             steering = method.layerwise.steer(assembly, candidates, selection, scores, budget)
-    logits, selected = _recompute(assembly, candidates, selection, steering, method.context, pause)
+    logits, selected = recompute(assembly, candidates, selection, steering, method.context, pause)
     if method.base is None:
         shared.take(assembly, torch.ones_like(assembly.known))
     _synchronize(lm)
@@ -219,84 +204,6 @@ def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:
             f"{len(prompt):,} prompt tokens and {room:,} for the answer exceed the context window of "
             f"{lm.window.tokens:,} ({lm.window.reason}); retrieve fewer passages or generate less"
         )
-
-
-def _recompute(
-    assembly: Assembly,
-    candidates: list[Placed],
-    selection: Selection,
-    steering: Steering | None,
-    context: Literal["all", "selected"],
-    pause: Pause | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the rows; return the first token's logits and the reused positions that were recomputed.
-
-    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
-    which count; sets known to be nested beforehand count whole.
-    """
-    is_row = ~assembly.known
-    selected = selection.positions
-    if context == "selected" and len(selected):
-        _recompute_apart(assembly, candidates, selected, steering)
-        steering = None
-    else:
-        is_row[selected] = True
-    rows = is_row.nonzero()[:, 0]
-    if pause is not None and steering is None:
-        rows = _in_parts(assembly, rows, pause)
-    course, plan = _course(assembly, rows, steering)
-    buffer = assembly.arriving if course is None else assembly.buffer
-    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, buffer, course)
-    assembly.row_layers += _paid(assembly, rows, course)
-    if course is not None and selection.until is None:
-        selected = selected[torch.isin(selected, course.chosen)]
-    return logits, selected
-
-
-def _in_parts(assembly: Assembly, rows: Tensor, pause: Pause) -> Tensor:
-    """Compute all rows but the last part of them, pausing after each; return the rest.
-
-    A row sees none behind it, so parts one after the other give what one pass gives.
-    """
-    lm = assembly.lm
-    while len(rows) > pause.rows:
-        part, rows = rows[: pause.rows], rows[pause.rows :]
-        plan = RowsPlan.of(part, lm.sliding)
-        forward_hidden(lm, assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
-        assembly.row_layers += len(part) * lm.n_layers
-        pause.call()
-    return rows
-
-
-def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:
-    """Compute the selected tokens, and what the store lacks in front of them, seeing no reused token but themselves.
-
-    What is exact, and what is no passage, is seen as ever.
-    """
-    outside = torch.ones_like(assembly.known)
-    for placed in candidates:
-        outside[placed.span.start : placed.span.stop] = False
-    outside[selected] = True
-    is_row = ~assembly.known
-    is_row[selected] = True
-    is_row[int(selected[-1]) + 1 :] = False
-    rows = is_row.nonzero()[:, 0]
-    visible = [outside[: int(rows[-1]) + 1].nonzero()[:, 0]] * assembly.lm.n_layers
-    course, plan = _course(assembly, rows, steering, visible)
-    depth = assembly.lm.n_layers
-    forward_hidden(assembly.lm, assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
-    assembly.row_layers += _paid(assembly, rows, course)
-
-
-def _course(
-    assembly: Assembly, rows: Tensor, steering: Steering | None, visible: list[Tensor] | None = None
-) -> tuple[SteeredPass | None, RowsPlan]:
-    plan = RowsPlan(rows, int(rows[-1]) + 1, visible=visible, windows=assembly.lm.sliding)
-    return None if steering is None else SteeredPass(plan, steering, assembly.buffer), plan
-
-
-def _paid(assembly: Assembly, rows: Tensor, course: SteeredPass | None) -> int:
-    return len(rows) * assembly.lm.n_layers if course is None else course.row_layers
 
 
 def _synchronize(lm: LanguageModel) -> None:

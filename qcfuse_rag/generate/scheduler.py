@@ -18,7 +18,8 @@ from typing import Self
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import Busy
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.prefill import Pause, require_room
+from qcfuse_rag.fuse.prefill import require_room
+from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer

@@ -30,7 +30,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fuse.forward import forward_rows
-from qcfuse_rag.fuse.prefill import Pause
+from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate import scheduler as module

@@ -1,0 +1,107 @@
+"""Recompute: run the rows of a prompt over what is placed, in one pass or in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.assembly import Assembly, Placed
+from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.layerwise import SteeredPass, Steering
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fuse.select import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Lets others compute in the midst of a prefill.
+
+    Attributes:
+        rows: how many to compute before each pause.
+        call: what is called then, in the thread that computes.
+    """
+
+    rows: int
+    call: Callable[[], None]
+
+
+def recompute(
+    assembly: Assembly,
+    candidates: list[Placed],
+    selection: Selection,
+    steering: Steering | None,
+    context: Literal["all", "selected"],
+    pause: Pause | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the rows; return the first token's logits and the reused positions that were recomputed.
+
+    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
+    which count; sets known to be nested beforehand count whole.
+    """
+    is_row = ~assembly.known
+    selected = selection.positions
+    if context == "selected" and len(selected):
+        _recompute_apart(assembly, candidates, selected, steering)
+        steering = None
+    else:
+        is_row[selected] = True
+    rows = is_row.nonzero()[:, 0]
+    if pause is not None and steering is None:
+        rows = _in_parts(assembly, rows, pause)
+    course, plan = _course(assembly, rows, steering)
+    buffer = assembly.arriving if course is None else assembly.buffer
+    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, buffer, course)
+    assembly.row_layers += _paid(assembly, rows, course)
+    if course is not None and selection.until is None:
+        selected = selected[torch.isin(selected, course.chosen)]
+    return logits, selected
+
+
+def _in_parts(assembly: Assembly, rows: Tensor, pause: Pause) -> Tensor:
+    """Compute all rows but the last part of them, pausing after each; return the rest.
+
+    A row sees none behind it, so parts one after the other give what one pass gives.
+    """
+    lm = assembly.lm
+    while len(rows) > pause.rows:
+        part, rows = rows[: pause.rows], rows[pause.rows :]
+        plan = RowsPlan.of(part, lm.sliding)
+        forward_hidden(lm, assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
+        assembly.row_layers += len(part) * lm.n_layers
+        pause.call()
+    return rows
+
+
+def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:
+    """Compute the selected tokens, and what the store lacks in front of them, seeing no reused token but themselves.
+
+    What is exact, and what is no passage, is seen as ever.
+    """
+    outside = torch.ones_like(assembly.known)
+    for placed in candidates:
+        outside[placed.span.start : placed.span.stop] = False
+    outside[selected] = True
+    is_row = ~assembly.known
+    is_row[selected] = True
+    is_row[int(selected[-1]) + 1 :] = False
+    rows = is_row.nonzero()[:, 0]
+    visible = [outside[: int(rows[-1]) + 1].nonzero()[:, 0]] * assembly.lm.n_layers
+    course, plan = _course(assembly, rows, steering, visible)
+    depth = assembly.lm.n_layers
+    forward_hidden(assembly.lm, assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
+    assembly.row_layers += _paid(assembly, rows, course)
+
+
+def _course(
+    assembly: Assembly, rows: Tensor, steering: Steering | None, visible: list[Tensor] | None = None
+) -> tuple[SteeredPass | None, RowsPlan]:
+    plan = RowsPlan(rows, int(rows[-1]) + 1, visible=visible, windows=assembly.lm.sliding)
+    return None if steering is None else SteeredPass(plan, steering, assembly.buffer), plan
+
+
+def _paid(assembly: Assembly, rows: Tensor, course: SteeredPass | None) -> int:
+    return len(rows) * assembly.lm.n_layers if course is None else course.row_layers
