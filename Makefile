@@ -22,9 +22,9 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
-# A file of tests is one worker's, a core is one worker's. ARGS="-m 'not real'" and others are passed on.
+# A core is one worker's. ARGS="-m 'not real'" and others are passed on.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,9 +43,9 @@ bench: setup
 stress: setup
 	QCFUSE_STRESS=full $(BIN)/python -m pytest tests/stress -s --timeout=1800
 
-# The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions; some 10 minutes.
+# The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions, and all notebooks; some 15 minutes.
 drop-in: setup
-	QCFUSE_STRESS=full $(BIN)/python -m pytest -k drop_in integrations
+	QCFUSE_STRESS=full $(BIN)/python -m pytest -k "drop_in or notebooks" integrations tests/test_docs.py
 
 # The frameworks' objects over the oldest versions of the frameworks that are supported.
 oldest: setup

@@ -227,7 +227,11 @@ class FusionEngine:
             else:
                 self.sources.add(source, own)
         named = [(text, self.keys(chunk, chosen[:1])) for text, chunk in zip(texts, ids, strict=True)]
-        self.located.add((text, own[0]) for text, own in named if own)
+        try:
+            self.located.add((text, own[0]) for text, own in named if own)
+        except StoreError:
+            if summary.warmed:  # else a library that cannot be written is as warm as it was
+                raise
         return summary
 
     def warm_job(

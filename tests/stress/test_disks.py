@@ -154,7 +154,7 @@ def test_a_disk_that_becomes_read_only(llama: LanguageModel, tmp_path: Path) -> 
         assert not store.health()[0].ok
         with DiskStore(ext4.place / "kv") as again:
             answers_from_store(FusionEngine(llama, again), tally)
-        store.close()
+        engine.close()
         ext4.unmount()
         ext4.mount()
         with DiskStore(ext4.place / "kv") as after:

@@ -18,8 +18,13 @@ from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.demo.assets import corpus, default_embedder
 from tests.smollm2 import smollm2_folder, smollm2_questions
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
-COUNT = 30 if os.environ.get("QCFUSE_STRESS") == "full" else 3
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(os.environ.get("QCFUSE_STRESS") != "full", reason="takes minutes: make drop-in"),
+]
+COUNT = 30
 
 
 class Hits(BaseEventHandler):
