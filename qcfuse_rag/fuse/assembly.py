@@ -115,24 +115,25 @@ class Assembly:
         refused = refused or {}
         # At position 0 with nothing before it, blind is exact.
         sought = [
-            (span, BLIND, None) if span.segment.role is Role.HEAD else (span, base, adapter)
+            (span, self._key(span, BLIND), BLIND, None)
+            if span.segment.role is Role.HEAD
+            else (span, self._key(span, base), base, adapter)
             for span in self.prompt.spans
             if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
         ]
 
         def look() -> list[Adapted | Miss]:
-            return [refused.get(span.start) or self._look(store, span, base, by) for span, base, by in sought]
+            return [refused.get(span.start) or self._look(store, span, key, base, by) for span, key, base, by in sought]
 
         patience = patience or Patience(None)
         try:
             found = patience.call(look)
         except TimeoutError:
-            found = [refused.get(span.start) or Miss(patience.exhausted) for span, _, _ in sought]
+            found = [refused.get(span.start) or Miss(patience.exhausted) for span, _, _, _ in sought]
         kernels = kernels_run_on(self.lm.device, self.lm.dtype, widest_head(self.lm))
         self.staged = [] if kernels else None
         coming = []
-        for (span, its_base, _), one in zip(sought, found, strict=True):
-            key = its_base.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids)
+        for (span, key, _, _), one in zip(sought, found, strict=True):
             placed = self._load(store, span, key, one, at_once=loading is None)
             coming += [] if placed is None else [Coming(span.start, placed.chunk)]
         self._place()
@@ -194,23 +195,24 @@ class Assembly:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
 
-    def _look(self, store: KVStore, span: Span, base: Base, adapter: Adapter | None) -> Adapted | Miss:
-        frame = self.prompt.frame
-        found = store.get(base.key(self.lm.fingerprint, frame, span.segment.stored_ids))
+    def _key(self, span: Span, base: Base) -> ChunkKey:
+        return base.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids)
+
+    def _look(self, store: KVStore, span: Span, key: ChunkKey, base: Base, adapter: Adapter | None) -> Adapted | Miss:
+        found = store.get(key)
         if found == Miss("absent"):
             found = self._absence(store, span, base)
         if adapter is not None:
             adapted = adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
         elif isinstance(found, ChunkKV):
-            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], frame))
+            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], self.prompt.frame))
         else:
             adapted = found
         if isinstance(adapted, Adapted):
-            key = adapted.key or base.key(self.lm.fingerprint, frame, span.segment.stored_ids)
             try:
                 adapted.chunk.anchors(0, 1.0)  # a probe reads the ranking when it is too late to fall back
             except CorruptEntry as error:
-                store.discard(key, str(error))
+                store.discard(adapted.key or key, str(error))
                 return Miss(str(error))
             except (OSError, RuntimeError, KeyError, ValueError) as error:
                 return Miss(f"cannot be read: {error}")
@@ -242,9 +244,7 @@ class Assembly:
         others = [
             other.name
             for other in BASES.values()
-            if other is not base
-            and span.segment.role is Role.CHUNK
-            and other.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids) in store
+            if other is not base and span.segment.role is Role.CHUNK and self._key(span, other) in store
         ]
         return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
 

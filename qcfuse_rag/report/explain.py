@@ -23,7 +23,6 @@ small { color: #666 }
 .select { background: #888 } .recompute { background: #b5651d }
 .heat { display: inline-block; height: .6rem; background: #d64a4a; margin: 0 .4rem }
 """
-STAGES = ("load", "probe", "select", "recompute")
 
 
 def explain_html(
@@ -62,9 +61,8 @@ def explain_html(
 def _timeline(timings: Timings) -> str:
     """Draw the stages, each as wide as its share of the time."""
     bars = "".join(
-        f'<span class="{stage}" style="width:{100 * getattr(timings, f"{stage}_s") / max(timings.ttft_s, 1e-9):.2f}%">'
-        f"{stage}</span>"
-        for stage in STAGES
+        f'<span class="{stage}" style="width:{100 * seconds / max(timings.ttft_s, 1e-9):.2f}%">{stage}</span>'
+        for stage, seconds in timings.stages.items()
     )
     return f'<div class="timeline">{bars}</div>'
 

@@ -45,9 +45,14 @@ class Timings:
     recompute_s: float = 0.0
 
     @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in order."""
+        return {"load": self.load_s, "probe": self.probe_s, "select": self.select_s, "recompute": self.recompute_s}
+
+    @property
     def ttft_s(self) -> float:
         """Seconds from the finished prompt to the first token's logits."""
-        return self.load_s + self.probe_s + self.select_s + self.recompute_s
+        return sum(self.stages.values())
 
 
 @dataclass(frozen=True, slots=True)

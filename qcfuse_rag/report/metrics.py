@@ -52,6 +52,6 @@ class Metrics:
         self._tokens.labels("recomputed").inc(recomputed)
         self._tokens.labels("new").inc(report.prompt_tokens - report.reused_tokens - recomputed)
         self._bytes.inc(report.bytes_loaded)
-        for stage in ("load", "probe", "select", "recompute", "ttft"):
-            self._seconds.labels(stage).observe(getattr(report.timings, f"{stage}_s"))
+        for stage, seconds in (report.timings.stages | {"ttft": report.timings.ttft_s}).items():
+            self._seconds.labels(stage).observe(seconds)
         self._work.labels(report.method).observe(report.work)

@@ -9,7 +9,6 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from qcfuse_rag.report.fusion import FusionReport
 
-STAGES = ("load", "probe", "select", "recompute")
 NANOSECONDS = 1_000_000_000
 
 
@@ -29,13 +28,13 @@ class Spans:
     def __call__(self, report: FusionReport) -> None:
         """Record one prefill."""
         end = time.time_ns()
-        taken = [int(getattr(report.timings, f"{stage}_s") * NANOSECONDS) for stage in STAGES]
-        start = end - sum(taken)
+        taken = {stage: int(seconds * NANOSECONDS) for stage, seconds in report.timings.stages.items()}
+        start = end - sum(taken.values())
         whole = self._tracer.start_span("qcfuse.prefill", start_time=start, attributes=attributes(report))
         if report.fallback is not None:
             whole.add_event("qcfuse.fallback", {"reason": report.fallback}, timestamp=end)
         inside = trace.set_span_in_context(whole)
-        for stage, duration in zip(STAGES, taken, strict=True):
+        for stage, duration in taken.items():
             span = self._tracer.start_span(f"qcfuse.{stage}", context=inside, start_time=start)
             start += duration
             span.end(start)

@@ -13,9 +13,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from qcfuse_rag import FRAMED, FusionEngine, FusionReport, SamplingParams, ServedEngine, make_method
 from qcfuse_rag.report.metrics import Metrics
-from qcfuse_rag.report.spans import STAGES, Spans
+from qcfuse_rag.report.spans import Spans
 from tests.conftest import PASSAGES, QUESTION
 
+STAGES = ("load", "probe", "select", "recompute")
 METHOD = make_method("qcfuse", ratio=0.3, base=FRAMED)
 
 
