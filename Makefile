@@ -45,7 +45,7 @@ stress: setup
 
 # The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions, and all notebooks; some 15 minutes.
 drop-in: setup
-	QCFUSE_STRESS=full $(BIN)/python -m pytest -k "drop_in or notebooks" integrations tests/test_docs.py
+	QCFUSE_STRESS=full $(BIN)/python -m pytest -k "drop_in or notebooks or structured" integrations tests/test_docs.py
 
 # The frameworks' objects over the oldest versions of the frameworks that are supported.
 oldest: setup

@@ -41,7 +41,7 @@ async def measure(engine: FusionEngine, requests: int, params: SamplingParams) -
 
     async def one(number: int, settings: SamplingParams = params) -> tuple[int, ...]:
         question, passages = asked[number]
-        answer = await served.ask_aside(lambda own: own.prompt(f"{question} ({number})", passages), settings)
+        answer = await served.ask_aside(lambda own: (own.prompt(f"{question} ({number})", passages), settings))
         return (await answer.aresult()).ids
 
     await one(0)

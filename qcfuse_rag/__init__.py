@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.errors import (
         Busy,
         CorruptEntry,
+        InvalidGrammar,
         InvalidTemplate,
         ModelNotFound,
         ProfileError,
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
     )
     from qcfuse_rag.fuse.method import Method
     from qcfuse_rag.fuse.prefill import Prefilled
+    from qcfuse_rag.generate.answer_form import AnswerForm, AnswerReader
+    from qcfuse_rag.generate.call_syntax import ToolCall, ToolReply
     from qcfuse_rag.generate.decode import Generation, TextStream, Usage
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import ServedEngine
+    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.profile.measure import profile_layers
     from qcfuse_rag.profile.profile import Profile
     from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-    from qcfuse_rag.prompt.template import PromptTemplate
+    from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
     from qcfuse_rag.report.fusion import FusionReport
     from qcfuse_rag.store.chunk import ChunkKV
     from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
@@ -66,6 +69,9 @@ __all__ = [
     "FRAMED",
     "METHODS",
     "PRIMED",
+    "AnswerForm",
+    "AnswerReader",
+    "AnswerRequest",
     "Base",
     "Busy",
     "CaptureSummary",
@@ -79,6 +85,7 @@ __all__ = [
     "FusionReport",
     "Generation",
     "Health",
+    "InvalidGrammar",
     "InvalidTemplate",
     "KVStore",
     "Kept",
@@ -111,6 +118,10 @@ __all__ = [
     "TenantStore",
     "TextStream",
     "TieredStore",
+    "Tool",
+    "ToolCall",
+    "ToolReply",
+    "Turn",
     "UnknownMethod",
     "UnsupportedModel",
     "Unverified",
@@ -128,6 +139,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AnswerRequest": "qcfuse_rag.generate.served",
+    "AnswerForm": "qcfuse_rag.generate.answer_form",
+    "AnswerReader": "qcfuse_rag.generate.answer_form",
+    "ToolCall": "qcfuse_rag.generate.call_syntax",
+    "ToolReply": "qcfuse_rag.generate.call_syntax",
+    "InvalidGrammar": "qcfuse_rag.errors",
+    "Tool": "qcfuse_rag.prompt.template",
+    "Turn": "qcfuse_rag.prompt.template",
     "BASES": "qcfuse_rag.ingest.base",
     "BEGUN": "qcfuse_rag.ingest.base",
     "ENRICHED": "qcfuse_rag.ingest.base",

@@ -24,7 +24,7 @@ from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.many import answer_many
-from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.generate.sampling import Sampler, SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.company import Company
@@ -39,7 +39,7 @@ from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-from qcfuse_rag.prompt.template import Message, PromptBuilder, PromptTemplate
+from qcfuse_rag.prompt.template import PromptBuilder, PromptTemplate, Tool, Turn
 from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
@@ -358,11 +358,17 @@ class FusionEngine:
             for key in self.keys(self.prompts.chunk_ids(text), bases if place == 0 else bases[:1])
         ]
 
-    def prompt(self, question: str, passages: Sequence[str] = (), history: Sequence[Message] = ()) -> Prompt:
-        """Assemble a prompt from a question, retrieved passages in order, and earlier turns of the conversation."""
-        return self.prompts.build(question, passages, history)
+    def prompt(
+        self,
+        question: str,
+        passages: Sequence[str] = (),
+        history: Sequence[Turn] = (),
+        tools: Sequence[Tool] = (),
+    ) -> Prompt:
+        """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called."""
+        return self.prompts.build(question, passages, history, tools)
 
-    def plain(self, conversation: Sequence[Message] | str) -> Prompt:
+    def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
 
         The token ids are those of the model's own pipeline. Passages may have been stripped, joined or indented; what
@@ -370,12 +376,13 @@ class FusionEngine:
 
         Args:
             conversation: chat messages, or finished text, which gets its start token.
+            tools: what the model may call, for chat messages; see `generate.tool_calls`.
 
         Raises:
-            InvalidTemplate: if the tokenizer's chat template does not take the messages.
+            InvalidTemplate: if the tokenizer's chat template does not take the messages or shows no tools.
         """
         finished = isinstance(conversation, str)
-        text = conversation if isinstance(conversation, str) else self.prompts.render(conversation)
+        text = conversation if isinstance(conversation, str) else self.prompts.render(conversation, tools)
         try:
             return flat_prompt(self.prompts, text, self.located.find(text), begin=finished)
         except StoreError as error:
@@ -469,9 +476,12 @@ class FusionEngine:
 
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.
+            InvalidGrammar: if there is a grammar and it cannot be followed.
         """
         params = sampling or SamplingParams()
-        return TextStream(self.lm, self.prefill(prompt, method=method, room=params.max_new_tokens), params, cancel)
+        sampler = Sampler(params, self.lm)  # a grammar that cannot be followed is known before anything is computed
+        prefilled = self.prefill(prompt, method=method, room=params.max_new_tokens)
+        return TextStream(self.lm, prefilled, params, cancel, sampler)
 
     def generate(
         self,

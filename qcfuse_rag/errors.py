@@ -27,6 +27,10 @@ class InvalidTemplate(QCFuseError):
     """A prompt template from which the fixed head, the passages and the question cannot be told apart."""
 
 
+class InvalidGrammar(QCFuseError):
+    """A grammar or JSON schema that no answer can be made to follow."""
+
+
 class UnknownMethod(QCFuseError):
     """No method of that name, or it does not take that parameter."""
 

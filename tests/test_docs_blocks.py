@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from qcfuse_rag import (
 )
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
+from tests.tool_templates import teach
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = {f"report-{number}.pdf": text for number, text in enumerate(PASSAGES)}
@@ -103,7 +105,8 @@ def presumed(page: Path) -> Callable[[LanguageModel], Names]:
 
 @pytest.fixture
 def lm(llama: LanguageModel) -> LanguageModel:
-    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), llama.tokenizer)
+    tokenizer = teach(copy.deepcopy(llama.tokenizer), "hermes")  # a page offers tools
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -115,7 +118,7 @@ def test_the_blocks_of_a_page_run_in_order(
     monkeypatch.setattr("qcfuse_rag.engine.look_up", lambda *given, **rest: None)
     names = presumed(page)(lm)
     for block in blocks(page):
-        exec(compile(block, str(page), "exec"), names)
+        exec(compile(block, str(page), "exec", dont_inherit=True), names)
 
 
 def test_pages_are_among_those_that_run() -> None:

@@ -82,11 +82,12 @@ class TextStream(Iterator[str]):
         prefilled: Prefilled,
         params: SamplingParams,
         cancel: threading.Event | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.report = prefilled.report
         self.prefilled = prefilled
         self.generation: Generation | None = None
-        self._pieces = self._decode(lm, prefilled, params, cancel or threading.Event())
+        self._pieces = self._decode(lm, prefilled, params, sampler or Sampler(params, lm), cancel or threading.Event())
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -99,10 +100,14 @@ class TextStream(Iterator[str]):
         return self.generation
 
     def _decode(
-        self, lm: LanguageModel, prefilled: Prefilled, params: SamplingParams, cancel: threading.Event
+        self,
+        lm: LanguageModel,
+        prefilled: Prefilled,
+        params: SamplingParams,
+        sampler: Sampler,
+        cancel: threading.Event,
     ) -> Iterator[str]:
         started = time.perf_counter()
-        sampler = Sampler(params, lm.device)
         answer = Answer(lm, params)
         logits, position = prefilled.logits, prefilled.report.prompt_tokens
         while True:

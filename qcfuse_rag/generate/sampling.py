@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from qcfuse_rag.generate.constrain import Constraint
+from qcfuse_rag.model.language_model import LanguageModel
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -20,6 +23,7 @@ class SamplingParams:
         top_k: keep this many likeliest tokens; 0 keeps all.
         stop: strings that end the answer and are not part of it.
         seed: makes sampling repeatable; None draws anew each time.
+        grammar: what the answer has to follow, see `generate.constrain`; None lets it be anything.
     """
 
     max_new_tokens: int = 256
@@ -28,6 +32,7 @@ class SamplingParams:
     top_k: int = 0
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -43,11 +48,17 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws tokens by the settings; keeps the state of the random numbers between them."""
+    """Draws tokens by the settings; keeps the state of random numbers and grammar between them.
 
-    def __init__(self, params: SamplingParams, device: torch.device) -> None:
+    Raises:
+        InvalidGrammar: if there is a grammar and it cannot be followed.
+        QCFuseError: if there is one and llguidance is not installed.
+    """
+
+    def __init__(self, params: SamplingParams, lm: LanguageModel) -> None:
         self._greedy = params.temperature == 0
-        self._generator = torch.Generator(device=device)
+        self._constraint = None if params.grammar is None else Constraint(lm.grammar_vocabulary, params.grammar)
+        self._generator = torch.Generator(device=lm.device)
         if params.seed is None:
             self._generator.seed()
         else:
@@ -62,6 +73,13 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """Choose a token from `[vocabulary]` float32 logits."""
+        if self._constraint is None:
+            return self._choose(logits)
+        token = self._choose(self._constraint.mask(logits))
+        self._constraint.take(token)
+        return token
+
+    def _choose(self, logits: Tensor) -> int:
         if self._greedy:
             return int(logits.argmax())
         empty = torch.empty(1, 0, dtype=torch.int64, device=logits.device)

@@ -42,7 +42,7 @@ class ScheduledAnswer(Iterator[str]):
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
         self._answer = Answer(lm, params)
-        self._sampler = Sampler(params, lm.device)
+        self._sampler = Sampler(params, lm)
         self._prefilled: Prefilled | None = None
         self._logits: Tensor | None = None
         self._started = 0.0

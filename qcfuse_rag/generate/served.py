@@ -15,6 +15,9 @@ from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
 from qcfuse_rag.prompt.segments import Prompt
 
+AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
+"""What to ask, once the engine is there to build it."""
+
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's caller waits in line rather than handle a refusal."""
 
@@ -59,21 +62,20 @@ class ServedEngine:
                 weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
             return self._scheduler
 
-    def ask(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
+    def ask(self, request: AnswerRequest) -> ScheduledAnswer:
         """Queue a question; returns at once, but for loading the model the first time.
 
         Args:
-            build: makes the prompt.
-            sampling: how to choose tokens.
+            request: makes the prompt, and says how to choose tokens.
 
         Raises:
             QCFuseError: whatever loading the model raises, and see `Scheduler.submit`.
         """
-        return self.scheduler.submit(build(self.engine), sampling)
+        return self.scheduler.submit(*request(self.engine))
 
-    async def ask_aside(self, build: Callable[[FusionEngine], Prompt], sampling: SamplingParams) -> ScheduledAnswer:
+    async def ask_aside(self, request: AnswerRequest) -> ScheduledAnswer:
         """Queue a question like `ask`, without keeping the event loop from anything else."""
-        asking = asyncio.ensure_future(asyncio.to_thread(self.ask, build, sampling))
+        asking = asyncio.ensure_future(asyncio.to_thread(self.ask, request))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:

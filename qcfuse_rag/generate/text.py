@@ -30,7 +30,7 @@ class TextAssembler:
         if ends:
             self.stopped = True
             return self._release(min(ends))
-        return self._release(len(self._held) - self._beginning_of_stop())
+        return self._release(len(self._held) - unfinished(self._held, self._stop))
 
     def flush(self) -> str:
         """Return what was held back, at the end of the answer; an unfinished character is dropped."""
@@ -40,10 +40,11 @@ class TextAssembler:
         text, self._held = self._held[:count], self._held[count:]
         return text
 
-    def _beginning_of_stop(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-size:]) for stop in self._stop):
-                return size
-        return 0
+
+def unfinished(text: str, marks: tuple[str, ...]) -> int:
+    """Return the length of the longest end of a text that may become one of these marks."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0

@@ -127,6 +127,8 @@ def generate_verified(
         ValueError: if the answer is not to be greedy, or a draft has no tokens.
         PromptTooLong: if prompt and answer do not fit the model's context window.
     """
+    if params.grammar is not None:
+        raise ValueError("a verified answer follows the model alone, not a grammar; leave `grammar` out")
     if params.temperature:
         raise ValueError(f"only greedy answers can be verified, not temperature {params.temperature}; set it to 0")
     if draft < 1:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +15,10 @@ from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
 from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows
+from qcfuse_rag.model.vocabulary import grammar_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +99,11 @@ class LanguageModel:
         """Dtype that keys and values are computed and stored in."""
         dtype: torch.dtype = self.model.dtype
         return dtype
+
+    @cached_property
+    def grammar_vocabulary(self) -> LLTokenizer:
+        """The vocabulary as grammars need it; made when the first answer has to follow one."""
+        return grammar_vocabulary(self.model, self.tokenizer)
 
     @property
     def kv_bytes_per_token(self) -> int:

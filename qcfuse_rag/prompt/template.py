@@ -7,9 +7,10 @@ tokenised apart and no boundary is ever searched for in tokens.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
@@ -26,6 +27,12 @@ MARKERS = {"context": "[[qcfuse:context]]", "question": "[[qcfuse:question]]"}
 
 Message = tuple[str, str]
 """`(role, content)` of a chat message; roles as in chat templates: system, user, assistant."""
+
+Turn = Message | Mapping[str, Any]
+"""A message, or all that a chat template may read of one: `role`, `content`, `tool_calls`, `tool_call_id`, `name`."""
+
+Tool = Mapping[str, Any]
+"""A tool as chat templates read it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 @dataclass(frozen=True)
@@ -97,20 +104,23 @@ class PromptBuilder:
         written = self.template.format_chunk(text)
         return tuple(self._without_special.encode(written, add_special_tokens=False).offsets)
 
-    def build(self, question: str, chunks: Sequence[str], history: Sequence[Message] = ()) -> Prompt:
+    def build(
+        self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
+    ) -> Prompt:
         """Assemble a prompt.
 
         Args:
             question: the user's question.
             chunks: retrieved passages, in the order they shall have; may be empty.
             history: earlier turns of the conversation, placed after a leading system message; never stored.
+            tools: what the model may call, shown where its chat template shows them; never stored.
 
         Returns:
             Segments: head, chunks, question, answer header, in the template's order.
         """
-        parts = self._parts(history) if history else self._fixed_parts
+        parts = self._parts(history, tools) if history or tools else self._fixed_parts
         segments: list[Segment] = []
-        fixed = not history and parts[1][0] == "context"
+        fixed = not history and not tools and parts[1][0] == "context"
         for index, (kind, text) in enumerate(parts):
             if kind == "context":
                 segments += [
@@ -122,6 +132,11 @@ class PromptBuilder:
                 role = Role.HEAD if index == 0 and fixed else Role.TEXT
                 segments.append(Segment(role, self._encode(text, special=True), text))
         return Prompt(tuple(segments), frame=self.frame)
+
+    def turns(self, question: str, chunks: Sequence[str], history: Sequence[Turn] = ()) -> list[Turn]:
+        """Return the messages that `build` makes a prompt of, for conversations that go on after the question."""
+        context = "".join(self.template.format_chunk(chunk) for chunk in chunks)
+        return self._messages(question, context, history)
 
     def encode_whole(self, text: str, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Tokenise finished text as the model's own pipeline does, special tokens in it included.
@@ -139,13 +154,11 @@ class PromptBuilder:
 
     @cached_property
     def _fixed_parts(self) -> list[tuple[str, str]]:
-        return self._parts(())
+        return self._parts((), ())
 
-    def _parts(self, history: Sequence[Message]) -> list[tuple[str, str]]:
+    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, str]]:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
-        messages = [(role, content.format(**MARKERS)) for role, content in self.template.messages]
-        lead = 1 if messages[0][0] == "system" else 0
-        rendered = self.render([*messages[:lead], *history, *messages[lead:]])
+        rendered = self.render(self._messages(MARKERS["question"], MARKERS["context"], history), tools)
         places = sorted((rendered.find(marker), name) for name, marker in MARKERS.items())
         if any(rendered.count(marker) != 1 for marker in MARKERS.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -155,32 +168,51 @@ class PromptBuilder:
             at = place + len(MARKERS[name])
         return [*parts, ("literal", rendered[at:])]
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def _messages(self, question: str, context: str, history: Sequence[Turn]) -> list[Turn]:
+        asked = [(role, content.format(context=context, question=question)) for role, content in self.template.messages]
+        lead = 1 if asked[0][0] == "system" else 0
+        return [*asked[:lead], *history, *asked[lead:]]
+
+    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> str:
         """Return a conversation as the chat template writes it, up to where the answer begins.
 
         Raises:
-            InvalidTemplate: if the chat template does not take these messages.
+            InvalidTemplate: if the chat template does not take these messages, or shows no tools and there are some.
         """
+        turns = [turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]} for turn in messages]
+        if tools and not self.shows_tools:
+            raise InvalidTemplate(
+                "the tokenizer's chat template has no place for tools: take a model that was taught tools, or ask for "
+                "JSON by a schema, which any model can give"
+            )
         if self.tokenizer.chat_template is None:
             start = self.tokenizer.bos_token or ""
-            return start + "\n\n".join(content for _, content in messages)
+            return start + "\n\n".join(turn["content"] for turn in turns)
         try:
-            return self._apply(messages)
+            return self._apply(turns, tools)
         except TemplateError as error:
-            if messages[0][0] != "system" or len(messages) < 2:
+            if turns[0]["role"] != "system" or len(turns) < 2:
                 raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
         # Some chat templates know no system role: its text goes to the head of the first turn.
-        (_, system), (role, first), *rest = messages
+        system, first, *rest = turns
         try:
-            return self._apply([(role, f"{system}\n\n{first}"), *rest])
+            return self._apply([{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest], tools)
         except TemplateError as error:
             raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
 
-    def _apply(self, messages: Sequence[Message]) -> str:
-        turns = [{"role": role, "content": content} for role, content in messages]
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the tokenizer's chat template has a place for tools."""
+        if self.tokenizer.chat_template is None:
+            return False
+        return "tools" in str(self.tokenizer.get_chat_template(tools=[{}]))
+
+    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
+        given = list(tools) or None
         rendered = self.tokenizer.apply_chat_template(
             turns,
-            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(),
+            tools=given,
+            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=given),
             tokenize=False,
             add_generation_prompt=True,
             date_string=TEMPLATE_DATE,

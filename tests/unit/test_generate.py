@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import FusionEngine, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
 from qcfuse_rag.generate.sampling import Sampler
 from qcfuse_rag.generate.text import TextAssembler
 from tests.conftest import PASSAGES, QUESTION
@@ -94,12 +94,12 @@ def test_sampling_follows_its_seed(engine: FusionEngine) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_sampling_draws_by_the_tempered_distribution() -> None:
+def test_sampling_draws_by_the_tempered_distribution(llama: LanguageModel) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    sampler = Sampler(SamplingParams(temperature=2.0, seed=0), torch.device("cpu"))
+    sampler = Sampler(SamplingParams(temperature=2.0, seed=0), llama)
     counts = torch.bincount(torch.tensor([sampler(logits) for _ in range(4000)]), minlength=4) / 4000
     assert torch.allclose(counts, (logits / 2).softmax(-1), atol=0.03)
-    narrow = Sampler(SamplingParams(temperature=2.0, top_k=2, seed=0), torch.device("cpu"))
+    narrow = Sampler(SamplingParams(temperature=2.0, top_k=2, seed=0), llama)
     assert {narrow(logits) for _ in range(200)} == {0, 1}
 
 

@@ -76,7 +76,7 @@ async def test_it_belongs_to_the_trace_of_whoever_asked(
 
     async def ask(number: int) -> None:
         with tracer.start_as_current_span(f"request {number}"):
-            answer = await served.ask_aside(lambda one: one.prompt(QUESTION, PASSAGES), params)
+            answer = await served.ask_aside(lambda one: (one.prompt(QUESTION, PASSAGES), params))
             await answer.aresult()
 
     await asyncio.gather(*(ask(number) for number in range(3)))

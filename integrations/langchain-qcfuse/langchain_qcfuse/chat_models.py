@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
-from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr
+from langchain_core.runnables import Runnable
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
+from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, turn_of
 from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
+from langchain_qcfuse.structured import structured
 from qcfuse_rag import (
+    AnswerForm,
+    AnswerReader,
+    AnswerRequest,
     FusionEngine,
     Generation,
     Prompt,
@@ -25,10 +33,6 @@ from qcfuse_rag import (
     WarmSummary,
     choose_method,
 )
-
-Request = tuple[Callable[[FusionEngine], Prompt], SamplingParams]
-ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
-
 
 ANSWER_SETTINGS = (
     "model_name",
@@ -159,6 +163,46 @@ class ChatQCFuse(BaseChatModel):
         access = access_of(given, sources, access_key)
         return self.engine.warm(texts, sources=sources, replace=replace, access=access)
 
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Offer tools, in the words of the model's own chat template; one that has none for tools says so when asked.
+
+        Args:
+            tools: functions, models, tools or their schemas.
+            tool_choice: `auto` or None as the model likes, `any` for one of them, or a tool's name. What must be called
+                is called rightly, by its schema; that needs `qcfuse-rag[structured]`.
+            **kwargs: of the calls.
+        """
+        given = [convert_to_openai_tool(tool) for tool in tools]
+        return self.bind(tools=given, tool_choice=tool_choice, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """Have answers that are objects of a schema.
+
+        Args:
+            schema: a pydantic class, a typed dictionary or a JSON schema.
+            include_raw: return `raw`, `parsed` and `parsing_error` rather than raise.
+            method: `json_schema` tells the model the schema and lets it write nothing else, which any model can;
+                `function_calling` does so by a tool of that shape, if its chat template knows tools; `json_mode` lets
+                it write any object, so tell it which. All need `qcfuse-rag[structured]`.
+            **kwargs: of the calls.
+        """
+        if method == "function_calling":
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        return structured(self, schema, include_raw=include_raw, any_object=method == "json_mode", options=kwargs)
+
     def _generate(
         self,
         messages: list[BaseMessage],
@@ -166,9 +210,9 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self._served.ask(*self._request(messages, stop, kwargs))
+        answer = self._served.ask(self._request(messages, stop, kwargs))
         try:
-            return self._result(answer.result())
+            return self._result(answer.result(), kwargs)
         finally:
             answer.cancel()
 
@@ -179,8 +223,8 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = await self._served.ask_aside(*self._request(messages, stop, kwargs))
-        return self._result(await answer.aresult())
+        answer = await self._served.ask_aside(self._request(messages, stop, kwargs))
+        return self._result(await answer.aresult(), kwargs)
 
     def _stream(
         self,
@@ -189,18 +233,21 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        answer = self._served.ask(*self._request(messages, stop, kwargs))
+        answer = self._served.ask(self._request(messages, stop, kwargs))
+        reader = self._reader(kwargs)
         try:
             for piece in answer:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
+                text = reader.show(piece)
+                if text:
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(text, chunk=chunk)
+                    yield chunk
         finally:
             answer.cancel()
-        last = self._last(answer)
+        last = self._last(answer, reader)
         if run_manager is not None:
-            run_manager.on_llm_new_token("", chunk=last)
+            run_manager.on_llm_new_token(last.text, chunk=last)
         yield last
 
     async def _astream(
@@ -210,24 +257,28 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await self._served.ask_aside(*self._request(messages, stop, kwargs))
+        answer = await self._served.ask_aside(self._request(messages, stop, kwargs))
+        reader = self._reader(kwargs)
         try:
             async for piece in answer:
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
+                text = reader.show(piece)
+                if text:
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(text, chunk=chunk)
+                    yield chunk
         finally:
             answer.cancel()
-        last = self._last(answer)
+        last = self._last(answer, reader)
         if run_manager is not None:
-            await run_manager.on_llm_new_token("", chunk=last)
+            await run_manager.on_llm_new_token(last.text, chunk=last)
         yield last
 
-    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Request:
-        """Return what makes the prompt, and how to choose tokens."""
+    def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerRequest:
+        """Return what makes the prompt and says how to choose tokens."""
         documents: Sequence[Document] | None = kwargs.get("documents")
         ends = stop or self.stop or ()
+        form = form_of(kwargs)
         sampling = SamplingParams(
             max_new_tokens=kwargs.get("max_tokens", self.max_tokens),
             temperature=kwargs.get("temperature", self.temperature),
@@ -235,31 +286,39 @@ class ChatQCFuse(BaseChatModel):
             stop=(ends,) if isinstance(ends, str) else tuple(ends),
             seed=kwargs.get("seed"),
         )
-        turns = [(role_of(message), str(message.text)) for message in messages]
+        turns = [turn_of(message) for message in messages]
+        if form.schema is not None and "properties" in form.schema:
+            told = f"{turns[-1]['content']}\n\nAnswer with JSON that follows this schema: {json.dumps(form.schema)}"
+            turns[-1] = {**turns[-1], "content": told}
         shown = [text for message in messages for text in documents_in(message)]
         given = [*shown, *(one.page_content for one in documents or ())]
-        if documents is None and not shown:
-            return lambda engine: engine.plain(turns), sampling
-        *history, (_, question) = turns
-        return lambda engine: engine.prompt(question, given, history), sampling
 
-    def _result(self, generation: Generation) -> ChatResult:
-        message = AIMessage(
-            content=generation.text,
-            response_metadata=self._metadata(generation),
-            usage_metadata=usage_metadata(generation),
-        )
+        def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
+            settings = form.sampling(sampling, engine.lm.tokenizer)
+            if documents is None and not shown:
+                return engine.plain(turns, form.tools), settings
+            asked = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1)
+            history, question, since = turns[:asked], turns[asked]["content"], turns[asked + 1 :]
+            if since:  # such as what tools have said
+                return engine.plain([*engine.prompts.turns(question, given, history), *since], form.tools), settings
+            return engine.prompt(question, given, history, form.tools), settings
+
+        return request
+
+    def _reader(self, kwargs: dict[str, Any]) -> AnswerReader:
+        """Return what takes the answer apart; the model is loaded by now."""
+        return AnswerReader(self.engine.lm.tokenizer, form_of(kwargs))
+
+    def _result(self, generation: Generation, kwargs: dict[str, Any]) -> ChatResult:
+        _, reply = self._reader(kwargs).end(generation)
+        message = answer_message(reply, generation, self._metadata(generation))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last(self, answer: ScheduledAnswer) -> ChatGenerationChunk:
-        """Return the end of a stream: no text, but what the whole of it took."""
+    def _last(self, answer: ScheduledAnswer, reader: AnswerReader) -> ChatGenerationChunk:
+        """Return the end of a stream."""
         assert answer.generation is not None
-        message = AIMessageChunk(
-            content="",
-            response_metadata=self._metadata(answer.generation),
-            usage_metadata=usage_metadata(answer.generation),
-            chunk_position="last",
-        )
+        rest, reply = reader.end(answer.generation)
+        message = last_chunk(rest, reply, answer.generation, self._metadata(answer.generation))
         return ChatGenerationChunk(message=message)
 
     def _metadata(self, generation: Generation) -> dict[str, Any]:
@@ -270,34 +329,6 @@ class ChatQCFuse(BaseChatModel):
         }
 
 
-def role_of(message: BaseMessage) -> str:
-    """Return a message's role as chat templates name it."""
-    return message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
-
-
-def documents_in(message: BaseMessage) -> list[str]:
-    """Return the documents a message carries as `text-plain` content blocks, in order.
-
-    Their text is no part of the message's own, so models that do not know them do not see them.
-
-    Raises:
-        ValueError: if a block has no text, such as one that names a file or an address.
-    """
-    blocks = message.content if isinstance(message.content, list) else []
-    plain = [one for one in blocks if isinstance(one, dict) and one.get("type") == "text-plain"]
-    if any(not one.get("text") for one in plain):
-        raise ValueError("a text-plain block needs its text: read what it refers to and give that")
-    return [str(one["text"]) for one in plain]
-
-
-def usage_metadata(generation: Generation) -> UsageMetadata:
-    """Return token counts: `cache_read` are reused prompt tokens, `cache_creation` those computed."""
-    usage = generation.usage
-    return UsageMetadata(
-        input_tokens=usage.input_tokens,
-        output_tokens=usage.output_tokens,
-        total_tokens=usage.input_tokens + usage.output_tokens,
-        input_token_details=InputTokenDetails(
-            cache_read=usage.reused_tokens, cache_creation=usage.input_tokens - usage.reused_tokens
-        ),
-    )
+def form_of(kwargs: dict[str, Any]) -> AnswerForm:
+    """Return what form a call's keyword arguments give its answer."""
+    return AnswerForm(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))

@@ -179,10 +179,10 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
 ) -> None:
     begun, go_on, plain = threading.Event(), threading.Event(), chat.engine.plain
 
-    def slow(conversation: Any) -> Any:
+    def slow(*given: Any) -> Any:
         begun.set()
         go_on.wait(10)
-        return plain(conversation)
+        return plain(*given)
 
     monkeypatch.setattr(chat.engine, "plain", slow)
     prefilled: list[Any] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,7 +16,10 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage
 from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.prompts import ChatPromptTemplate
+from llama_index.core.prompts import PromptTemplate as Wording
 from llama_index.core.schema import MetadataMode
+from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
 from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, open_store
@@ -218,3 +221,34 @@ def test_changing_the_wording_says_how(llm: QCFuseLLM) -> None:
     synthesizer = QCFuseSynthesizer(llm)
     with pytest.raises(ValueError, match="give QCFuseLLM other `rag_messages` and warm anew"):
         synthesizer.update_prompts({"text_qa_template": MockLLM()})
+
+
+class Boat(BaseModel):
+    """A boat."""
+
+    afloat: bool
+    berth: Literal["north", "south"]
+
+
+async def test_structured_answers_follow_their_schema(llm: QCFuseLLM) -> None:
+    patient = llm.model_copy(update={"max_new_tokens": 60})
+    wording = ChatPromptTemplate([ChatMessage("Describe the {boat}.")])
+    boat = patient.structured_predict(Boat, wording, boat="ferry")
+    assert isinstance(boat, Boat)
+    assert await patient.astructured_predict(Boat, wording, boat="ferry") == boat
+    queries = ingest(llm).as_query_engine(llm=patient.as_structured_llm(Boat), similarity_top_k=3)
+    assert isinstance(queries.query(QUESTION).response, Boat)
+
+
+async def test_the_methods_that_llama_index_derives_agree(llm: QCFuseLLM) -> None:
+    """What its own tests of LLMs ask: chat, completion and their streams, awaited or not, say the same."""
+    message = [ChatMessage(QUESTION)]
+    said = llm.chat(message).message.content
+    assert said == llm.complete(QUESTION).text == (await llm.acomplete(QUESTION)).text
+    assert said == (await llm.achat(message)).message.content
+    assert said == list(llm.stream_chat(message))[-1].message.content
+    assert said == [piece async for piece in await llm.astream_chat(message)][-1].message.content
+    assert said == "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION))
+    assert said == llm.predict(Wording(QUESTION)) == await llm.apredict(Wording(QUESTION))
+    assert said == "".join(llm.stream(Wording(QUESTION)))
+    assert QCFuseLLM.class_name() == type(llm).class_name() == llm.to_dict()["class_name"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -16,13 +17,16 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import FusionEndEvent
 from qcfuse_rag import (
+    AnswerForm,
+    AnswerRequest,
     FusionEngine,
     Generation,
     Prompt,
@@ -175,6 +179,26 @@ class QCFuseLLM(CustomLLM):
         pieces = self._acompletions(self._conversation(messages), kwargs)
         return (self._chat(piece) async for piece in pieces)
 
+    def structured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> BaseModel:
+        """Answer with an object, and with `qcfuse-rag[structured]` write nothing that does not follow its schema."""
+        return super().structured_predict(output_cls, prompt, follow(output_cls, llm_kwargs), **prompt_args)
+
+    async def astructured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> BaseModel:
+        """Answer with an object like `structured_predict` without blocking the event loop."""
+        return await super().astructured_predict(output_cls, prompt, follow(output_cls, llm_kwargs), **prompt_args)
+
     def ask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
         """Queue a prompt; for whoever has nodes rather than text.
 
@@ -182,11 +206,11 @@ class QCFuseLLM(CustomLLM):
             build: makes the prompt.
             kwargs: settings of this call, see `sampling`.
         """
-        return self._served.ask(build, self.sampling(**kwargs))
+        return self._served.ask(self._request(build, kwargs))
 
     async def aask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
         """Queue a prompt like `ask` without blocking the event loop."""
-        return await self._served.ask_aside(build, self.sampling(**kwargs))
+        return await self._served.ask_aside(self._request(build, kwargs))
 
     def answer(self, build: Build, kwargs: dict[str, Any]) -> Generation:
         """Answer a prompt, and tell LlamaIndex's instrumentation what the prefill did."""
@@ -203,6 +227,10 @@ class QCFuseLLM(CustomLLM):
             return await answer.aresult()
         finally:
             over(answer)
+
+    def _request(self, build: Build, kwargs: dict[str, Any]) -> AnswerRequest:
+        sampling, form = self.sampling(**kwargs), AnswerForm(response_format=kwargs.get("response_format"))
+        return lambda engine: (build(engine), form.sampling(sampling, engine.lm.tokenizer))
 
     def _text(self, prompt: str, formatted: bool) -> Build:
         def build(engine: FusionEngine) -> Prompt:
@@ -256,6 +284,14 @@ class QCFuseLLM(CustomLLM):
             raw=completion.raw,
             additional_kwargs=completion.additional_kwargs,
         )
+
+
+def follow(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a call's settings with the schema of its answer, if llguidance is there to follow it."""
+    if find_spec("llguidance") is None:
+        return llm_kwargs or {}
+    schema = {"name": output_cls.__name__, "schema": output_cls.model_json_schema()}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}, **(llm_kwargs or {})}
 
 
 def over(answer: ScheduledAnswer) -> None:

@@ -1,0 +1,151 @@
+"""Tools, agents and structured answers, over a tiny model whose chat template shows tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, wrap_model_call
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from langchain_qcfuse import ChatQCFuse
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+from tests.tool_templates import LOOK_UP, teach
+
+DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
+
+
+class Boat(BaseModel):
+    """A boat."""
+
+    afloat: bool
+    masts: int | None = Field(ge=0, le=3)
+
+
+class BoatDict(TypedDict):
+    """A boat."""
+
+    afloat: bool
+
+
+@tool
+def search_harbour(dry: bool) -> str:
+    """Search what the harbour has written."""
+    return "\n\n".join(PASSAGES)
+
+
+@pytest.fixture
+def chat() -> ChatQCFuse:
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
+    return ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=120)
+
+
+def reused(message: Any) -> int:
+    count: int = message.response_metadata["fusion"]["reused_tokens"]
+    return count
+
+
+async def test_a_demanded_call_all_four_ways(chat: ChatQCFuse) -> None:
+    bound = chat.bind_tools([LOOK_UP], tool_choice="look_up")
+    invoked, awaited = bound.invoke(QUESTION), await bound.ainvoke(QUESTION)
+    streamed = list(bound.stream(QUESTION))
+    astreamed = [chunk async for chunk in bound.astream(QUESTION)]
+    messages = [invoked, awaited, sum(streamed[1:], streamed[0]), sum(astreamed[1:], astreamed[0])]
+    for message in messages:
+        assert message.content == ""
+        (call,) = message.tool_calls
+        assert call["name"] == "look_up"
+        assert call["args"] == messages[0].tool_calls[0]["args"]  # type: ignore[union-attr]
+        assert call["id"].startswith("call_")
+        assert message.usage_metadata["output_tokens"] > 0  # type: ignore[index]
+
+
+def test_documents_stay_with_their_question_when_tools_have_answered(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    call = AIMessage("", tool_calls=[{"name": "look_up", "args": {"boat": "tug", "year": 1990}, "id": "1"}])
+    asked = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
+    first = chat.bind_tools([LOOK_UP]).invoke(asked, documents=DOCUMENTS)
+    then = chat.bind_tools([LOOK_UP]).invoke(
+        [*asked, call, ToolMessage("It sank.", tool_call_id="1")], documents=DOCUMENTS
+    )
+    assert reused(first) > 0
+    assert reused(then) > 0.8 * reused(first)
+
+
+def test_an_agent_answers_from_what_its_tool_found_and_the_store_has(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+
+    @wrap_model_call
+    def search_once(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+        searched = any(isinstance(message, ToolMessage) for message in request.messages)
+        return handler(request.override(tool_choice="none" if searched else "any"))
+
+    agent = create_agent(chat, [search_harbour], middleware=[search_once])
+    messages = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"]
+    assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    assert reused(messages[1]) == 0
+    assert reused(messages[3]) > 0.8 * len(chat.engine.prompts.chunk_ids("\n\n".join(PASSAGES)))
+
+
+class Retrieve(AgentMiddleware):
+    """Retrieves for every question, without a tool."""
+
+    def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+        return handler(request.override(model_settings={"documents": DOCUMENTS}))
+
+
+def test_a_middleware_hands_documents_over(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    agent = create_agent(chat, [], middleware=[Retrieve()])
+    answer = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1]
+    assert answer.content == chat.invoke(QUESTION, documents=DOCUMENTS).content
+    assert all(lookup["hit"] for lookup in answer.response_metadata["fusion"]["lookups"])
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+async def test_structured_answers(chat: ChatQCFuse, method: Any) -> None:
+    boat = chat.with_structured_output(Boat, method=method)
+    assert isinstance(boat.invoke(QUESTION), Boat)
+    assert isinstance(await boat.ainvoke(QUESTION), Boat)
+    assert set(chat.with_structured_output(BoatDict, method=method).invoke(QUESTION)) == {"afloat"}
+    raw = chat.with_structured_output(BoatDict, method=method, include_raw=True).invoke(QUESTION)
+    assert raw["parsed"]["afloat"] in (True, False)
+    assert isinstance(raw["raw"], AIMessage)
+    assert raw["parsing_error"] is None
+
+
+def test_structured_answers_are_given_from_documents(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    raw = chat.with_structured_output(BoatDict, include_raw=True).invoke(QUESTION, documents=DOCUMENTS)
+    assert all(lookup["hit"] for lookup in raw["raw"].response_metadata["fusion"]["lookups"])
+
+
+def test_what_was_cut_off_is_an_error_with_its_text(chat: ChatQCFuse) -> None:
+    raw = chat.with_structured_output(BoatDict, include_raw=True, max_tokens=2).invoke(QUESTION)
+    assert raw["parsed"] is None
+    assert "raise max_tokens" in str(raw["parsing_error"])
+    assert raw["raw"].response_metadata["finish_reason"] == "length"
+    cut = chat.bind_tools([LOOK_UP], tool_choice="any").invoke(QUESTION, max_tokens=40)
+    assert cut.tool_calls == []
+    assert "not JSON" in str(cut.invalid_tool_calls[0]["error"])
+
+
+def test_free_text_is_streamed_though_tools_are_offered(chat: ChatQCFuse) -> None:
+    chunks = list(chat.bind_tools([LOOK_UP]).stream(QUESTION, max_tokens=24))
+    assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks)
+    whole = chat.bind_tools([LOOK_UP]).invoke(QUESTION, max_tokens=24)
+    assert "".join(str(chunk.content) for chunk in chunks) == whole.content
+    assert len(chunks) > 4
+
+
+def test_choosing_a_tool_that_was_not_given(chat: ChatQCFuse) -> None:
+    with pytest.raises(QCFuseError, match="no tool that was given"):
+        chat.bind_tools([LOOK_UP], tool_choice="sink").invoke(QUESTION)

@@ -1,0 +1,137 @@
+"""What form a chat API's request gives an answer: calls of tools, JSON by a schema, or text as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.generate.call_syntax import ToolReply, call_syntax
+from qcfuse_rag.generate.constrain import json_grammar
+from qcfuse_rag.generate.decode import Generation
+from qcfuse_rag.generate.sampling import SamplingParams
+from qcfuse_rag.generate.text import unfinished
+from qcfuse_rag.prompt.template import Tool
+
+ToolChoice = str | bool | Mapping[str, Any] | None
+"""Which tool to call: `auto` or None as the model likes, `none`, `required` or `any` for one of them, a tool's name, or
+`{"type": "function", "function": {"name": ...}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """What an answer may be, as OpenAI's chat API says it and other APIs do after it.
+
+    Attributes:
+        given: tools, as `{"type": "function", "function": {...}}`.
+        choice: which of them to call.
+        response_format: `{"type": "text"}`, `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema":
+            {"schema": ...}}`; None is text.
+
+    Raises:
+        QCFuseError: if the choice names none of the tools, or the format is of no known type.
+    """
+
+    given: Sequence[Tool] = ()
+    choice: ToolChoice = None
+    response_format: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.demanded, self.schema
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools to show the model."""
+        return () if self.choice == "none" else self.given
+
+    @property
+    def demanded(self) -> Sequence[Tool]:
+        """Of which tools one must be called; none if the model may do as it likes."""
+        if self.choice in (None, False, "auto", "none"):
+            return ()
+        if self.choice in (True, "any", "required"):
+            return self.given
+        name = self.choice["function"]["name"] if isinstance(self.choice, Mapping) else self.choice
+        found = [tool for tool in self.given if tool["function"]["name"] == name]
+        if not found:
+            names = ", ".join(tool["function"]["name"] for tool in self.given) or "none"
+            raise QCFuseError(f"tool_choice names {name!r}, which is no tool that was given; there are: {names}")
+        return found
+
+    @property
+    def schema(self) -> Mapping[str, Any] | None:
+        """The JSON schema that the answer has to follow; None if it need be no JSON."""
+        wanted = self.response_format or {"type": "text"}
+        if wanted.get("type") in ("text", "json_object"):
+            return {"type": "object"} if wanted["type"] == "json_object" else None
+        try:
+            if wanted["type"] == "json_schema":
+                schema: Mapping[str, Any] = wanted["json_schema"]["schema"]
+                return schema
+        except (KeyError, TypeError):
+            pass
+        raise QCFuseError(
+            'response_format has to be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
+            f'"json_schema": {{"schema": ...}}}}, not {dict(wanted)}'
+        )
+
+    def sampling(self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+        """Return settings by which the answer takes this form.
+
+        Raises:
+            UnsupportedModel: if a call is demanded and it is not known how the model writes calls.
+        """
+        if self.demanded:
+            grammar = call_syntax(tokenizer, self.given).grammar(tokenizer, self.demanded)
+        elif self.schema is not None:
+            grammar = json_grammar(self.schema)
+        else:
+            return params
+        return replace(params, grammar=grammar)
+
+
+class AnswerReader:
+    """Reads one answer of a model that may have been offered tools.
+
+    Args:
+        tokenizer: the model's.
+        form: what it may be.
+
+    Raises:
+        UnsupportedModel: if it is not known how the model writes calls.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: AnswerForm) -> None:
+        self._tokenizer, self._tools = tokenizer, form.tools
+        self._syntax = call_syntax(tokenizer, form.tools) if form.tools else None
+        self._text = ""
+        self._shown = 0
+
+    def show(self, piece: str) -> str:
+        """Take a piece of the answer; return what is no part of a call, often nothing."""
+        self._text += piece
+        if self._syntax is None:
+            return self._upto(len(self._text))
+        if self._text.lstrip()[:1] in ("", "{", "[", "`"):  # it may all be a call
+            return ""
+        at = self._text.find(self._syntax.opens)
+        return self._upto(at if at >= 0 else len(self._text) - unfinished(self._text, (self._syntax.opens,)))
+
+    def end(self, generation: Generation) -> tuple[str, ToolReply]:
+        """Take the finished answer; return what of its content was not shown yet, and all of it."""
+        if self._syntax is None or generation.finish_reason == "stop":
+            text = generation.text
+        else:  # with the special tokens that open a call
+            ids = generation.ids[:-1] if generation.finish_reason == "end" else generation.ids
+            text = self._tokenizer.decode(ids)
+        reply = ToolReply(text) if self._syntax is None else self._syntax.read(text, self._tools)
+        if not reply.calls and not reply.broken:
+            reply = ToolReply(generation.text)
+        return reply.content[self._shown :], reply
+
+    def _upto(self, stop: int) -> str:
+        shown, self._shown = self._text[self._shown : stop], max(self._shown, stop)
+        return shown
