@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qcfuse_rag.cluster.workers import RayWorkers
     from qcfuse_rag.engine import FusionEngine
     from qcfuse_rag.errors import (
         Busy,
@@ -101,6 +102,7 @@ __all__ = [
     "PromptTemplate",
     "PromptTooLong",
     "QCFuseError",
+    "RayWorkers",
     "RemoteStore",
     "Role",
     "SamplingParams",
@@ -181,6 +183,7 @@ _HOMES = {
     "PromptTemplate": "qcfuse_rag.prompt.template",
     "PromptTooLong": "qcfuse_rag.errors",
     "QCFuseError": "qcfuse_rag.errors",
+    "RayWorkers": "qcfuse_rag.cluster.workers",
     "RemoteStore": "qcfuse_rag.store.remote",
     "Role": "qcfuse_rag.prompt.segments",
     "SamplingParams": "qcfuse_rag.generate.sampling",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ from qcfuse_rag.trust.shadow import Shadow, ShadowSettings
 from qcfuse_rag.trust.verdict import Verdict, look_up
 
 WARM_UP_TOKENS = 64
+if TYPE_CHECKING:
+    from qcfuse_rag.cluster.workers import RayWorkers
+
 LOG = logging.getLogger(__name__)
 
 
@@ -171,6 +174,7 @@ class FusionEngine:
         access: Mapping[str, str | None] | None = None,
         batch_tokens: int | None = None,
         progress: Progress | None = None,
+        workers: RayWorkers | None = None,
     ) -> WarmSummary:
         """Prefill passages into the store, leaving alone those that are there.
 
@@ -191,6 +195,7 @@ class FusionEngine:
                 are not named keep what they had. A passage is enriched by those only that all its readers may read.
             batch_tokens: most tokens to compute in one pass; see `ingest.warm.WarmJob`.
             progress: called with tokens `(done, total)` after every batch.
+            workers: of a Ray cluster, which prefill instead of this process; see `WarmJob.on_ray`.
 
         Raises:
             StoreError: if the store cannot be written.
@@ -220,7 +225,7 @@ class FusionEngine:
             others=[self.prompts.chunk_ids(text) for text in others],
             batch_tokens=batch_tokens,
         )
-        summary = job.run(progress)
+        summary = job.run(progress) if workers is None else job.on_ray(workers, progress)
         for source, own in keys.items():
             if replace:
                 self.sources.replace(source, own)

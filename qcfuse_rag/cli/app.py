@@ -48,6 +48,7 @@ NumbersName = Annotated[str | None, typer.Option("--numbers", help="How to store
 LimitGB = Annotated[float | None, typer.Option(min=0.0, help="Most the store may take, in GB; 68.7 if never given.")]
 Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
 Access = Annotated[str | None, typer.Option(help="Tag of who may read these documents; '' is everybody.")]
+Remote = Annotated[str | None, typer.Option(help="URL of a bucket or server behind the folder, which machines share.")]
 Encrypt = Annotated[bool, typer.Option("--encrypt", help="Encrypt a new store; the secret is in QCFUSE_SECRET.")]
 
 
@@ -84,6 +85,11 @@ def warm_run(
     tenant: Tenant = None,
     encrypt: Encrypt = False,
     access: Access = None,
+    remote: Remote = None,
+    ray: Annotated[str | None, typer.Option(help="Warm on this Ray cluster: auto, local, or an address.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Workers on Ray.")] = 2,
+    cpus_per_worker: Annotated[float, typer.Option(min=0.0, help="Cores of each.")] = 1.0,
+    gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="GPUs of each.")] = 0.0,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
@@ -93,7 +99,8 @@ def warm_run(
 
     given = tuple(str(path) for path in paths)
     about = (reader, model, embedder, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, encrypt, device, dtype)
-    run_warming(store, WarmOptions(given, *about, access), as_json=as_json)
+    on_ray = (ray, workers, cpus_per_worker, gpus_per_worker)
+    run_warming(store, WarmOptions(given, *about, access, remote, *on_ray), as_json=as_json)
 
 
 @warm_app.command("plan")

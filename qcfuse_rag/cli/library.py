@@ -33,6 +33,7 @@ def open_kv(
     limit_gb: float | None = None,
     tenant: str | None = None,
     encrypt: bool = False,
+    remote: str | None = None,
 ) -> KVStore:
     """Open a library's store; a secret comes from the environment variable QCFUSE_SECRET.
 
@@ -42,12 +43,12 @@ def open_kv(
         limit_gb: most bytes on disk, in units of 10^9.
         tenant: whose view to open.
         encrypt: encrypt a new store; one that is encrypted is opened as such anyway.
+        remote: URL of a bucket or server behind it, see `open_store`.
 
     Raises:
         StoreError: if it cannot be opened.
     """
-    kept = kept_settings(library / KV_FOLDER)
-    encrypted = encrypt or (kept is not None and kept.encrypted)
+    encrypted = encrypt or is_encrypted(library)
     return open_store(
         library / KV_FOLDER,
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
@@ -55,7 +56,14 @@ def open_kv(
         secret=_secret() if encrypted or tenant is not None else None,
         tenant=tenant,
         encrypt=encrypted,
+        remote=remote,
     )
+
+
+def is_encrypted(library: Path) -> bool:
+    """Return whether a library's store is there and encrypted."""
+    kept = kept_settings(library / KV_FOLDER)
+    return kept is not None and kept.encrypted
 
 
 def open_disk(folder: Path) -> DiskStore:

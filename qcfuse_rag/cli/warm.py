@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
 from qcfuse_rag.cli.job import JobRecord
-from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, KV_FOLDER, index_folder, needing_extra, open_engine, open_kv
-from qcfuse_rag.demo.assets import default_embedder
+from qcfuse_rag.cli.library import (
+    DEFAULT_EMBEDDER,
+    KV_FOLDER,
+    index_folder,
+    is_encrypted,
+    needing_extra,
+    open_engine,
+    open_kv,
+)
+from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.demo.assets import default_embedder, default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
@@ -42,6 +56,11 @@ class WarmOptions:
     device: str | None
     dtype: str | None
     access: str | None = None
+    remote: str | None = None
+    ray: str | None = None
+    workers: int = 2
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.0
 
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
@@ -146,13 +165,14 @@ def show_status(library: Path, *, as_json: bool) -> None:
 def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, Any]:
     with _open(library, options) as store:
         engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
-        passages = _read(engine, options)
+        workers = _workers(engine, library, options)
+        passages = _read(engine, options, workers)
         record.save()
         place, name = index_folder(library, store), options.embedder or DEFAULT_EMBEDDER
         index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
         vanished = _vanished(index, options)
         index.remove(vanished)
-        _index_passages(index, place, passages, options)
+        _index_passages(index, place, passages, options, workers)
         for source in vanished:
             engine.forget(source)
         enriched = any(base.enriched for base in engine.bases)
@@ -176,17 +196,52 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 access=None if options.access is None else dict.fromkeys(passages, options.access),
                 batch_tokens=options.batch_tokens,
                 progress=note,
+                workers=workers,
             )
         engine.sources.close()
     return {"documents": len(documents), "passages": len(texts), **summary.to_dict()}
 
 
-def _index_passages(index: PassageIndex, place: Path, passages: dict[str, list[str]], options: WarmOptions) -> None:
+def _workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWorkers | None:
+    """Return the workers that were asked for; each opens the store as this process did."""
+    if options.ray is None:
+        return None
+    if options.tenant is not None or options.encrypt or is_encrypted(library):
+        raise QCFuseError("secrets do not leave this machine: a tenant's or an encrypted store is warmed without --ray")
+    shared: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve())}
+    if options.remote is not None:
+        shared = {"remote": options.remote, "numbers": engine.store.numbers}
+    return RayWorkers(
+        model=options.model or default_model(),
+        store=shared,
+        address=options.ray,
+        count=options.workers,
+        cpus=options.cpus_per_worker,
+        gpus=options.gpus_per_worker,
+        device=options.device if options.gpus_per_worker == 0 else "cuda",
+        dtype=str(engine.lm.dtype).removeprefix("torch."),
+    )
+
+
+def _index_passages(
+    index: PassageIndex,
+    place: Path,
+    passages: dict[str, list[str]],
+    options: WarmOptions,
+    workers: RayWorkers | None = None,
+) -> None:
     """Embed the passages of new and changed documents, saving the index now and then."""
     with needing_extra():
         from qcfuse_rag.retrieve.embed import Embedder
 
-    embed = Embedder(options.embedder or default_embedder())
+    at_once, name = EMBEDDED_AT_ONCE, options.embedder or default_embedder()
+    embed: Callable[[Sequence[str]], NDArray[np.float32]]
+    if workers is None:
+        embed = Embedder(name)
+    else:
+        from qcfuse_rag.cluster.read import embed_on_ray
+
+        at_once, embed = EMBEDDED_AT_ONCE * 16 * workers.count, partial(embed_on_ray, workers, name)
     had = index.by_source()
     changed = {source: texts for source, texts in passages.items() if had.get(source) != texts}
     saved = time.monotonic()
@@ -194,7 +249,7 @@ def _index_passages(index: PassageIndex, place: Path, passages: dict[str, list[s
         done, total = 0, sum(len(texts) for texts in changed.values())
         while changed:
             group: dict[str, list[str]] = {}
-            while changed and sum(map(len, group.values())) < EMBEDDED_AT_ONCE:
+            while changed and sum(map(len, group.values())) < at_once:
                 source = next(iter(changed))
                 group[source] = changed.pop(source)
             index.replace(group, embed([text for texts in group.values() for text in texts]))
@@ -224,14 +279,20 @@ def _open(library: Path, options: WarmOptions) -> KVStore:
         limit_gb=options.limit_gb,
         tenant=options.tenant,
         encrypt=options.encrypt,
+        remote=options.remote,
     )
 
 
-def _read(engine: FusionEngine, options: WarmOptions) -> dict[str, list[str]]:
+def _read(engine: FusionEngine, options: WarmOptions, workers: RayWorkers | None = None) -> dict[str, list[str]]:
     with needing_extra():
-        from qcfuse_rag.ingest.read import read_passages
+        from qcfuse_rag.ingest.read import FILES, read_passages
 
     with progress_bar("reading documents", "files") as advance:
+        if workers is not None and options.reader == FILES:
+            from qcfuse_rag.cluster.read import read_on_ray
+
+            paths = [Path(path) for path in options.paths]
+            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance)
         return read_passages(
             [Path(path) for path in options.paths],
             engine.lm.tokenizer,

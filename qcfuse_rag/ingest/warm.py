@@ -6,20 +6,22 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingest.anchors import instruction_ids
-from qcfuse_rag.ingest.base import BLIND, FRAMED, Base
+from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
-from qcfuse_rag.ingest.enrich import Before, enrich_chunks, what_fits
-from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingest.enrich import Before, what_fits
+from qcfuse_rag.ingest.prefiller import Batch, Done, Prefiller
 from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
-from qcfuse_rag.store.key import ChunkKey, hash_ids
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.layout import entry_bytes
-from qcfuse_rag.store.numbers import LOSSLESS
+
+if TYPE_CHECKING:
+    from qcfuse_rag.cluster.workers import RayWorkers
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -31,6 +33,9 @@ Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
 
 Stale = Callable[[ChunkKey, Sequence[tuple[int, ...]]], float]
 """`(key, neighbours) -> share`: how many of a passage's present neighbours its enriched entry has not met."""
+
+Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[Done]]
+"""Computes and stores batches behind the prompt's head, which is stored, and says of each what it took."""
 
 REFRESH_ABOVE = 0.5
 """Share of neighbours a stored enriched passage may not have met before it is prefilled anew."""
@@ -109,7 +114,7 @@ class WarmJob:
         self._lm, self._store, self._frame, self._told = lm, store, frame, told
         self._stale, self._refresh_above = stale, refresh_above
         self._primer = primer
-        self._primed_head: ChunkKV | None = None
+        self._prefiller = Prefiller(lm, store, frame, primer)
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
         chosen, seen = with_first_pass(bases), set()
@@ -166,42 +171,63 @@ class WarmJob:
         Raises:
             StoreError: if the store cannot be written.
         """
+        return self._run(progress, lambda batches, head: (self._prefiller.run(batch, head) for batch in batches))
+
+    def on_ray(self, workers: RayWorkers, progress: Progress | None = None) -> WarmSummary:
+        """Prefill and store what is missing in workers of a Ray cluster; what is stored is the same, bit for bit.
+
+        A worker that is lost is replaced, and its batch computed again. The manifest is written by this process.
+
+        Args:
+            workers: how many, with what, and which store they share with this job.
+            progress: called with tokens `(done, total)` after every batch.
+
+        Raises:
+            QCFuseError: if Ray is not installed, or a worker cannot load the model or write the store.
+        """
+        from qcfuse_rag.cluster.prefill import prefill_on_ray
+
+        return self._run(
+            progress, lambda batches, _: prefill_on_ray(workers, self._lm, self._frame, self._primer, batches)
+        )
+
+    def _run(self, progress: Progress | None, compute: Compute) -> WarmSummary:
         started = time.perf_counter()
         sorted_ = self._sort_out(self._store.limit_bytes)
-        work = sorted_.work
-        head = self._head() if self._frame and self._pending else None
-        total = sum(len(one.ids) for one in work)
-        warmed = tokens = computed = size = 0
-        for batch in self._batches(work):
-            begun = time.perf_counter()
-            chunks = self._prefill(batch, head)
-            taken = sum(len(one.ids) for one in batch)
-            saved_ms = 1000 * (time.perf_counter() - begun) / taken
-            for one, chunk in zip(batch, chunks, strict=True):
-                if one.base.enriched and self._told is not None:
-                    self._store.discard(one.key)  # what it is made of is forgotten now
-                    self._told(one.key, [tuple(self._ids[index]) for index in self._met(one)])
-                self._store.put(one.key, chunk, saved_ms=saved_ms * len(one.ids))
-                size += chunk.nbytes
-            warmed, tokens = warmed + len(batch), tokens + taken
-            computed += len(batch) * (max(len(one.ids) for one in batch) + self._extra)
-            if progress is not None:
-                progress(tokens, total)
+        head = self._prefiller.head() if self._pending else None
+        total = sum(len(one.ids) for one in sorted_.work)
+        all_done: list[Done] = []
+        # Enriched chunks are made from framed ones, so these come first.
+        for enriched in (False, True):
+            own = [one for one in sorted_.work if one.base.enriched is enriched]
+            for done in compute(map(self._noted, self._batches(own)), head) if own else ():
+                all_done.append(done)
+                if progress is not None:
+                    progress(sum(one.tokens for one in all_done), total)
         self._store.flush()
         elapsed = time.perf_counter() - started
         return WarmSummary(
             chunks=len(self._pending),
-            warmed=warmed,
+            warmed=sum(done.chunks for done in all_done),
             present=sorted_.present,
             left_out=sorted_.left_out,
-            tokens=tokens,
-            computed_tokens=computed,
-            size_bytes=size,
+            tokens=sum(done.tokens for done in all_done),
+            computed_tokens=sum(done.computed_tokens for done in all_done),
+            size_bytes=sum(done.size_bytes for done in all_done),
             elapsed_s=elapsed,
             failed=tuple(sorted_.failed),
             refreshed=sorted_.refreshed,
             stalest=sorted_.stalest,
         )
+
+    def _noted(self, batch: Batch) -> Batch:
+        """Note what enriched chunks will be made of, before they are."""
+        if batch.base.enriched and self._told is not None:
+            for ids, met in zip(batch.chunks, batch.met, strict=True):
+                key = batch.base.key(self._lm.fingerprint, self._frame, ids)
+                self._store.discard(key)  # what it is made of is forgotten now
+                self._told(key, met)
+        return batch
 
     def _sort_out(self, limit: int | None) -> SortedOut:
         """Tell what to prefill from what is there, has no room, or cannot be stored."""
@@ -232,15 +258,17 @@ class WarmJob:
     def _staleness(self, one: Pending) -> float:
         if self._stale is None or not one.base.enriched:
             return 0.0
-        return self._stale(one.key, [tuple(self._ids[index]) for index in self._met(one)])
+        return self._stale(one.key, self._met(one))
 
-    def _batches(self, work: list[Pending]) -> Iterable[list[Pending]]:
+    def _batches(self, work: list[Pending]) -> Iterable[Batch]:
         for base in sorted(dict.fromkeys(one.base for one in work), key=lambda base: base.enriched):
             own = [one for one in work if one.base is base]
             for before, group in (self._by_what_is_before(own) if base.enriched else {0: own}).items():
-                yield from batches_by_length(
+                for batch in batches_by_length(
                     group, lambda one: len(one.ids), batch_tokens=self._batch_tokens, extra=self._extra + before
-                )
+                ):
+                    met = tuple(self._met(one) for one in batch) if base.enriched else ()
+                    yield Batch(base, tuple(tuple(one.ids) for one in batch), met, before)
 
     def _by_what_is_before(self, work: list[Pending]) -> dict[int, list[Pending]]:
         """Sort enriched chunks by how much stands before them, those that have the most wanted ones first."""
@@ -253,23 +281,6 @@ class WarmJob:
         lengths = [len(self._ids[index]) for index in related]
         return what_fits(len(one.ids) + self._extra, len(self._frame), lengths, self._lm.window.tokens)
 
-    def _prefill(self, batch: list[Pending], head: ChunkKV | None) -> list[ChunkKV]:
-        base = batch[0].base
-        chunks = [tuple(one.ids) for one in batch]
-        if base.enriched:
-            first = [] if head is None else [("", head)]
-            before = [[*first, *(self._first_pass(index, head) for index in self._met(one))] for one in batch]
-            return enrich_chunks(self._lm, chunks, before, self._before(batch[0], self._related(batch[0])).length)
-        prefix = head
-        if base.primed:
-            if self._primed_head is None:
-                self._primed_head = prefill_chunk(self._lm, self._frame + self._primer)
-            prefix = self._primed_head
-        elif not base.behind_frame:
-            ids = base.prefix(self._frame)
-            prefix = prefill_chunk(self._lm, ids) if ids else None
-        return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)
-
     def _related(self, one: Pending) -> list[int]:
         """Return a passage's neighbours, best first: never its own text, and no text twice."""
         assert self._neighbours is not None
@@ -277,57 +288,24 @@ class WarmJob:
         texts.pop(tuple(one.ids), None)
         return [index for index in self._neighbours[one.index] if index in texts.values()]
 
-    def _met(self, one: Pending) -> list[int]:
+    def _met(self, one: Pending) -> tuple[tuple[int, ...], ...]:
         """Return those of a passage's neighbours that stand before it."""
         related = self._related(one)
-        return related[: self._before(one, related).neighbours]
-
-    def _first_pass(self, index: int, head: ChunkKV | None) -> tuple[str, ChunkKV]:
-        """Return a neighbour's `hash_ids` and framed cache: the stored one, else one computed for the moment."""
-        ids = tuple(self._ids[index])
-        found = self._store.get(FRAMED.key(self._lm.fingerprint, self._frame, ids))
-        if isinstance(found, ChunkKV):
-            try:
-                found.read()
-            except (CorruptEntry, OSError):
-                pass
-            else:
-                return hash_ids(ids), found
-        return hash_ids(ids), prefill_chunk(self._lm, ids, prefix=head)
+        return tuple(tuple(self._ids[index]) for index in related[: self._before(one, related).neighbours])
 
     def _measured(self, work: list[Pending]) -> float:
         if not work:
             return 0.0
         batches = list(self._batches(work))
         middle = batches[len(batches) // 2]
-        head = self._head(store=False) if self._frame else None
+        head = self._prefiller.head(store=False)
         begun = time.perf_counter()
-        self._prefill(middle, head)
-        rate = (time.perf_counter() - begun) / sum(len(one.ids) for one in middle)
+        self._prefiller.compute(middle, head)
+        rate = (time.perf_counter() - begun) / middle.tokens
         return rate * sum(len(one.ids) for one in work)
 
     def _entry_bytes(self, tokens: int) -> int:
         return entry_bytes(self._lm.shapes, self._lm.dtype, self._store.numbers, tokens)
-
-    def _head(self, *, store: bool = True) -> ChunkKV:
-        """Return the exact keys and values of the prompt's fixed head, computing and storing them if need be.
-
-        What a narrow format gave back would not do: chunks would then depend on whether the head was stored before.
-        """
-        key = BLIND.key(self._lm.fingerprint, self._frame, self._frame)
-        found = self._store.get(key)
-        if isinstance(found, ChunkKV) and found.numbers == LOSSLESS:
-            try:
-                found.read()
-            except CorruptEntry as error:
-                self._store.discard(key, str(error))
-            else:
-                return found
-        begun = time.perf_counter()
-        computed = prefill_chunk(self._lm, self._frame)
-        if store and key not in self._store:
-            self._store.put(key, computed, saved_ms=1000 * (time.perf_counter() - begun))
-        return computed
 
 
 def with_first_pass(bases: Iterable[Base]) -> tuple[Base, ...]:

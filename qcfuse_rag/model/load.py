@@ -39,6 +39,19 @@ def load_pretrained(
     return model.to(device).eval(), tokenizer
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone.
+
+    Raises:
+        ModelNotFound: if nothing of that name can be read or fetched.
+    """
+    source, options = _source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the torch dtype of that name.
 

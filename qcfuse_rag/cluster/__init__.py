@@ -1,0 +1,1 @@
+"""Warming on many machines, with Ray."""

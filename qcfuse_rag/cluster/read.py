@@ -1,0 +1,125 @@
+"""Read, split and embed on Ray Data, each by workers of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qcfuse_rag.cluster.prefill import reason_of
+from qcfuse_rag.cluster.workers import RayWorkers, connect, import_ray
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingest.read import Passages, find_files, read_passages
+from qcfuse_rag.model.load import load_tokenizer
+from qcfuse_rag.retrieve.embed import Embedder
+
+FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
+
+Column = dict[str, Any]
+
+
+class ReadWorker:
+    """Reads files and splits them into passages.
+
+    Args:
+        model: whose tokenizer measures passages.
+        max_tokens: most tokens of a passage.
+    """
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
+
+    def __call__(self, rows: Column) -> Column:
+        """Return the passages of each file, as JSON."""
+        return {"number": rows["number"], "found": np.array([self._read(Path(file)) for file in rows["file"]])}
+
+    def _read(self, file: Path) -> str:
+        try:
+            return json.dumps(read_passages([file], self._tokenizer, max_tokens=self._max_tokens))
+        except QCFuseError as error:
+            if str(error).startswith("no passages in"):  # of this file; another may have some
+                return "{}"
+            raise
+
+
+class EmbedWorker:
+    """Embeds texts.
+
+    Args:
+        name: of a sentence-transformers model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._embed = Embedder(name)
+
+    def __call__(self, rows: Column) -> Column:
+        """Return a vector of each text."""
+        return {"number": rows["number"], "found": self._embed(list(rows["text"]))}
+
+
+def read_on_ray(
+    workers: RayWorkers, paths: Iterable[Path], *, max_tokens: int, progress: Callable[[int, int], None] | None = None
+) -> Passages:
+    """Read passages from files like `ingest.read.read_passages`, which workers find at the same paths.
+
+    Raises:
+        QCFuseError: if there is nothing to read, or it cannot be read.
+    """
+    files = [str(file.resolve()) for file in find_files(paths)]
+    found = _ordered(
+        workers, "file", files, ReadWorker, (workers.model, max_tokens), batch_size=FILES_AT_ONCE, progress=progress
+    )
+    passages: Passages = {}
+    for text in found:
+        for source, texts in json.loads(text).items():
+            passages.setdefault(source, []).extend(texts)
+    if not any(passages.values()):
+        raise QCFuseError(f"no passages in {len(files)} files")
+    return passages
+
+
+def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:
+    """Return `[N, D]` float32 vectors of texts, rows of length 1.
+
+    Raises:
+        QCFuseError: if a worker cannot load the embedding model.
+    """
+    found = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
+    return np.stack(found).astype(np.float32)
+
+
+def _ordered(
+    workers: RayWorkers,
+    column: str,
+    items: Sequence[str],
+    worker: type[ReadWorker] | type[EmbedWorker],
+    arguments: tuple[Any, ...],
+    *,
+    batch_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Any]:
+    """Have workers turn items into results, which come in any order; return them in the items'."""
+    connect(workers.address, workers.runtime_env)
+    ray = import_ray()
+    rows = [{"number": number, column: item} for number, item in enumerate(items)]
+    count = max(1, min(workers.count, -(-len(rows) // batch_size)))
+    pool = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch_size)).map_batches(
+        worker,
+        fn_constructor_args=arguments,
+        batch_size=batch_size,
+        compute=ray.data.ActorPoolStrategy(size=count),
+        num_cpus=workers.cpus,
+    )
+    found: dict[int, Any] = {}
+    try:
+        for row in pool.iter_rows():
+            found[int(row["number"])] = row["found"]
+            if progress is not None:
+                progress(len(found), len(rows))
+    except ray.exceptions.RayError as error:
+        raise QCFuseError(f"reading on Ray stopped: {reason_of(error)}") from error
+    return [found[number] for number in range(len(rows))]

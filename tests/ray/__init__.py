@@ -1,0 +1,1 @@
+"""On a Ray cluster of two nodes on this machine; `make ray` runs them."""

@@ -1,0 +1,112 @@
+"""Warming on Ray leaves the store that warming here leaves, though a worker is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from qcfuse_rag import ENRICHED, FRAMED, PRIMED, FusionEngine, QCFuseError, RayWorkers, open_store
+from tests.conftest import PASSAGES, QUESTION
+from tests.unit.cli import Run
+
+pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
+CHUNKS = [f"{number}. {PASSAGES[number % 3]} So said number {number * 7919 % 1009}." for number in range(500)]
+
+
+def entries(folder: Path) -> dict[str, bytes]:
+    """Return the bytes of every stored entry by its address."""
+    return {path.stem: path.read_bytes() for path in sorted(folder.rglob("objects/**/*")) if path.is_file()}
+
+
+def kill_a_worker() -> int:
+    """Kill a process that prefills, as a machine that is lost does; return how many there were."""
+    mine = psutil.Process().children(recursive=True)
+    found = [one for one in mine if "MapWorker" in " ".join(one.cmdline() or [one.name()])]
+    if found:
+        found[0].send_signal(signal.SIGKILL)
+    return len(found)
+
+
+def test_500_chunks_with_a_worker_killed_are_the_local_jobs_500_chunks(
+    cluster: str, model: str, tmp_path: Path
+) -> None:
+    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster)
+    killed = 0
+
+    def kill_halfway(done: int, total: int) -> None:
+        nonlocal killed
+        if not killed and done > total // 3:
+            killed = kill_a_worker()
+
+    options: dict[str, Any] = {"sources": [f"doc {n % 50}" for n in range(500)], "bases": [FRAMED], "batch_tokens": 500}
+    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", verdict="ignore") as here:
+        local = here.warm(CHUNKS, **options)
+        known_here = sorted(here.sources.names())
+    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as there:
+        spread = there.warm(CHUNKS, **options, workers=workers, progress=kill_halfway)
+        known_there = sorted(there.sources.names())
+        again = there.warm(CHUNKS, **options, workers=workers)
+        report = there.generate(there.prompt(QUESTION, CHUNKS[:3])).report
+        assert there.forget("doc 0") == 10, "the manifest knows what the workers wrote"
+    assert killed == 2, "there were two workers, and one was killed"
+    assert known_here == known_there
+    counts = ("chunks", "warmed", "present", "left_out", "tokens", "computed_tokens", "size_bytes", "failed")
+    assert [getattr(spread, name) for name in counts] == [getattr(local, name) for name in counts]
+    assert (again.warmed, again.present) == (0, 500)
+    assert report.fallback is None
+    mine, theirs = entries(tmp_path / "local"), entries(tmp_path / "ray")
+    assert len(mine) == 501
+    assert theirs.items() <= mine.items(), "the same keys and the same bytes"
+    assert len(theirs) == 491
+
+
+def test_what_is_made_of_others_is_made_after_them(cluster: str, model: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"bases": [FRAMED, PRIMED, ENRICHED], "batch_tokens": 300}
+    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster)
+    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", verdict="ignore") as here:
+        here.warm(CHUNKS[:12], **options)
+    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as there:
+        there.warm(CHUNKS[:12], **options, workers=workers)
+    assert entries(tmp_path / "local") == entries(tmp_path / "ray")
+
+
+def test_a_shared_bucket(cluster: str, model: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path / 'bucket'}"
+    workers = RayWorkers(model, {"remote": url}, address=cluster)
+    store = open_store(tmp_path / "mine", remote=url)
+    with FusionEngine.load(model, store=store, device="cpu", verdict="ignore") as engine:
+        assert engine.warm(CHUNKS[:20], bases=[FRAMED], workers=workers).warmed == 20
+    with FusionEngine.load(model, store=open_store(remote=url), device="cpu", verdict="ignore") as other:
+        assert other.generate(other.prompt(QUESTION, CHUNKS[:3])).report.fallback is None
+    store.close()
+
+
+def test_a_worker_with_another_model_says_so(cluster: str, model: str, tmp_path: Path) -> None:
+    workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster, dtype="bfloat16")
+    with (
+        FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as engine,
+        pytest.raises(QCFuseError, match="same dtype"),
+    ):
+        engine.warm(CHUNKS[:4], workers=workers)
+
+
+@pytest.mark.real
+def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path, corpus_file: Path) -> None:
+    for number, text in enumerate(PASSAGES):
+        (tmp_path / f"{number}.md").write_text(text * 3)
+    warm = ("warm", "run", str(tmp_path), "--model", model, "--max-tokens", "64", "--json")
+    code, here, _ = run(*warm, "--store", str(tmp_path / "here"))
+    assert code == 0
+    code, there, error = run(*warm, "--store", str(tmp_path / "there"), "--ray", cluster)
+    assert code == 0, error
+    counts = ("documents", "passages", "warmed", "tokens", "size_bytes")
+    assert [json.loads(here)[name] for name in counts] == [json.loads(there)[name] for name in counts]
+    assert entries(tmp_path / "here") == entries(tmp_path / "there")
+    code, answer, _ = run("ask", QUESTION, "--store", str(tmp_path / "there"), "--model", model, "--json")
+    assert code == 0
+    assert json.loads(answer)["report"]["fallback"] is None
