@@ -143,6 +143,36 @@ def warm_status(store: Store, as_json: Json = False) -> None:
     show_status(store, as_json=as_json)
 
 
+@app.command("serve")
+def serve_command(
+    store: Store,
+    model: Model = None,
+    name: Annotated[str | None, typer.Option(help="The model's name to clients; its folder's if not given.")] = None,
+    host: Annotated[str, typer.Option(help="Beyond loopback, QCFUSE_TOKEN has to be set.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Where to listen.")] = 8000,
+    method: MethodName = None,
+    ratio: Ratio = None,
+    base: BaseName = None,
+    waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; one more is refused with 429.")] = 64,
+    most_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 4096,
+    remote: Remote = None,
+    ray: Annotated[str | None, typer.Option(help="Serve on this Ray cluster: auto, local, or an address.")] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Replicas on Ray; the fewest, if --most-replicas is given.")] = 2,
+    most_replicas: Annotated[int | None, typer.Option(min=1, help="Let Ray start as many when they are busy.")] = None,
+    cpus_per_replica: Annotated[float, typer.Option(min=0.0, help="Cores of each.")] = 1.0,
+    gpus_per_replica: Annotated[float, typer.Option(min=0.0, help="GPUs of each.")] = 0.0,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Answer OpenAI's chat completions over a library, with documents in a field of their own."""
+    from qcfuse_rag.cli.serve import ServeOptions, serve_library
+    from qcfuse_rag.methods import choose_method
+
+    here = (model, name, host, port, remote, waiting, most_tokens, device, dtype)
+    on_ray = (ray, replicas, most_replicas, cpus_per_replica, gpus_per_replica)
+    serve_library(store, choose_method(method, ratio=ratio, base=base), ServeOptions(*here, *on_ray))
+
+
 @app.command("verify")
 def verify_command(
     model: Model = None,

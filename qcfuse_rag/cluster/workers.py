@@ -59,7 +59,7 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
         return
     try:
         ray.init(
-            address=None if address == LOCAL else address,
+            address=address,
             runtime_env=dict(runtime_env or {}),
             log_to_driver=False,
             include_dashboard=False if address == LOCAL else None,

@@ -111,6 +111,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def alive(self) -> bool:
+        """Whether it answers; its thread ends by `close` alone."""
+        return self._thread.is_alive()
+
+    @property
     def active(self) -> int:
         """Answers in the making."""
         return len(self._active)

@@ -74,8 +74,8 @@ class EngineBackend:
         self.name, self._served, self._most_tokens = name, served, most_tokens
 
     def ready(self) -> str | None:
-        """Return why the store is not as it should be; answers are right all the same."""
-        return None
+        """Return why nothing can be answered, or None. Trouble with the store is not a reason: see `qcfuse store`."""
+        return None if self._served.scheduler.alive else "the scheduler has ended"
 
     async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
         """Answer a request; what is wrong with it is an event too."""

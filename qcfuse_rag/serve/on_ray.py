@@ -16,14 +16,14 @@ from ray.exceptions import RayActorError, RayError, TaskCancelledError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.scheduler import SchedulerSettings
 from qcfuse_rag.generate.served import ServedEngine
-from qcfuse_rag.serve.affinity import candidates
+from qcfuse_rag.serve.affinity import Affinity
 from qcfuse_rag.serve.app import Limits, make_app
 from qcfuse_rag.serve.backend import EngineBackend, Event
 from qcfuse_rag.serve.request import ChatRequest
@@ -134,16 +134,24 @@ class EngineReplica:
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc] # Ray's classes are taken as they are
-    """Sends a request to one of the two replicas that are home to most of its passages, the less busy one."""
+    """Sends a request to one of the two replicas that have most of its passages, the less busy one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._affinity = Affinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the two, then the others, in case both are full."""
         by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
-        chosen = candidates(passages_of(pending_request), sorted(by_name))
+        chosen = self._affinity.choose(passages_of(pending_request), by_name)
         others = [one for name, one in by_name.items() if name not in chosen]
         return [[by_name[name] for name in chosen], others] if others else [[by_name[name] for name in chosen]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remember what a replica is asked about."""
+        self._affinity.note(passages_of(pending_request), replica_id.unique_id)
 
 
 def passages_of(pending: PendingRequest | None) -> Sequence[str]:
@@ -214,6 +222,11 @@ class FleetBackend:
                 yield event
             return
         yield Event(status=503, error=f"no replica could answer, {TRIES} were tried; ask again later")
+
+
+def stop_fleet() -> None:
+    """Stop listening, and let replicas finish what they are answering."""
+    serve.shutdown()
 
 
 def run_fleet(fleet: Fleet, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:

@@ -96,10 +96,11 @@ def test_a_worker_with_another_model_says_so(cluster: str, model: str, tmp_path:
 
 
 @pytest.mark.real
-def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path, corpus_file: Path) -> None:
+def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
     for number, text in enumerate(PASSAGES):
-        (tmp_path / f"{number}.md").write_text(text * 3)
-    warm = ("warm", "run", str(tmp_path), "--model", model, "--max-tokens", "64", "--json")
+        (tmp_path / "corpus" / f"{number}.md").write_text(text * 3)
+    warm = ("warm", "run", str(tmp_path / "corpus"), "--model", model, "--max-tokens", "64", "--json")
     code, here, _ = run(*warm, "--store", str(tmp_path / "here"))
     assert code == 0
     code, there, error = run(*warm, "--store", str(tmp_path / "there"), "--ray", cluster)

@@ -1,0 +1,98 @@
+"""Two replicas on two nodes: what is asked is answered, though one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from qcfuse_rag import FRAMED, FusionEngine, RayWorkers, make_method
+from tests.conftest import PASSAGES, QUESTION
+
+pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
+PORT = 18234
+TOKEN = "a token of the tests"
+URL = f"http://127.0.0.1:{PORT}/v1/chat/completions"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture(scope="module")
+def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
+
+    bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
+    method = make_method("prophetkv", ratio=0.1, base=FRAMED)
+    replica = RayWorkers(model, {"remote": bucket}, address=cluster, count=2, device="cpu")
+    with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
+        engine.warm(PASSAGES)
+    run_fleet(Fleet(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400), port=PORT)
+    yield
+    stop_fleet()
+
+
+def replicas() -> list[psutil.Process]:
+    mine = psutil.Process().children(recursive=True)
+    return [one for one in mine if "ServeReplica:qcfuse:engine" in " ".join(one.cmdline())]
+
+
+async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> tuple[str, str]:
+    """Ask once; return what became of it and the text."""
+    body = {
+        "messages": [{"role": "user", "content": f"{number}: {QUESTION}"}],
+        "documents": [PASSAGES[number % 3], PASSAGES[(number + 1) % 3]],
+        "max_tokens": 24,
+        **more,
+    }
+    if not body.get("stream"):
+        response = await http.post(URL, json=body)
+        data = response.json()
+        return (str(response.status_code), data["choices"][0]["message"]["content"] if response.is_success else "")
+    begun, text = False, ""
+    async with http.stream("POST", URL, json=body) as response:
+        if not response.is_success:
+            return str(response.status_code), ""
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return "200", text
+            if line.startswith("data: "):
+                data = json.loads(line.removeprefix("data: "))
+                if "error" in data:
+                    return ("lost midway" if begun else "lost"), ""
+                text += "".join(choice["delta"].get("content") or "" for choice in data["choices"])
+                begun = True
+    return "broken off", ""
+
+
+async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(fleet: None, model: str) -> None:
+    async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
+        reference = [await ask(http, number) for number in range(6)]
+        asked = [asyncio.create_task(ask(http, number % 6, stream=number % 2 == 0)) for number in range(200)]
+        while sum(one.done() for one in asked) < 40:
+            await asyncio.sleep(0.01)
+        before = replicas()
+        before[0].kill()
+        outcomes = await asyncio.gather(*asked)
+    assert len(before) == 2
+    fates = Counter(fate for fate, _ in outcomes)
+    print(fates)
+    assert set(fates) <= {"200", "lost midway"}, fates
+    assert fates["200"] >= 190
+    for number, (fate, text) in enumerate(outcomes):
+        if fate == "lost midway":
+            assert number % 2 == 0, "an answer that is not streamed begins anew"
+        else:
+            assert (fate, text) == reference[number % 6], "the same answer from whichever replica"
+
+
+async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: None) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        assert (await ask(http, 0))[0] == "401"
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
+        assert (await ask(http, 0, n=2))[0] == "400"
+        assert (await ask(http, 0, model="other"))[0] == "404"

@@ -1,0 +1,237 @@
+"""The endpoint: OpenAI's protocol over an engine, its limits, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, ServedEngine
+from qcfuse_rag.serve.app import Limits, make_app
+from qcfuse_rag.serve.backend import EngineBackend, Event
+from qcfuse_rag.serve.request import ChatRequest
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model, build_tokenizer
+from tests.tool_templates import LOOK_UP, teach
+from tests.unit.cli import Run
+
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def engine() -> FusionEngine:
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
+    engine = FusionEngine(lm, MemoryStore())
+    engine.warm(PASSAGES)
+    return engine
+
+
+@pytest.fixture
+def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
+    backend = EngineBackend(ServedEngine.of(engine, SchedulerSettings(waiting=2, active=1)), "tiny", most_tokens=600)
+    yield backend
+    backend.close()
+
+
+def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", headers=headers)
+
+
+@pytest.fixture
+async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(make_app(backend)) as http:
+        yield http
+
+
+async def ask(http: httpx.AsyncClient, **changes: Any) -> httpx.Response:
+    return await http.post("/v1/chat/completions", json={**ASKED, **changes})
+
+
+def error(response: httpx.Response) -> str:
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    message: str = body["message"]
+    return message
+
+
+async def test_documents_are_reused_and_the_answer_is_the_engines(
+    http: httpx.AsyncClient, engine: FusionEngine
+) -> None:
+    body = (await ask(http)).json()
+    expected = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=12))
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert choice["finish_reason"] == "length"
+    assert body["model"] == "tiny"
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.usage.reused_tokens > 0
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 12
+    assert body["fusion"]["fallback"] is None
+
+
+async def test_passages_are_found_in_messages(http: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": f"{PASSAGES[0]}\n\n"}, {"type": "text", "text": QUESTION}]
+    body = (await ask(http, documents=None, messages=[{"role": "user", "content": parts}])).json()
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_stream_is_the_answer_in_pieces(http: httpx.AsyncClient) -> None:
+    whole = (await ask(http)).json()
+    response = await ask(http, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    assert len(deltas) > 2
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
+    tools = {"tools": [LOOK_UP], "tool_choice": "required", "max_tokens": 200}
+    choice = (await ask(http, **tools)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+    assert set(json.loads(call["function"]["arguments"])) == {"boat", "year"}
+    since = [*ASKED["messages"], choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "Sunk."}]
+    answered = (await ask(http, messages=since, tools=[LOOK_UP])).json()
+    assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    streamed = await ask(http, **tools, stream=True)
+    assert '"tool_calls": [{"index": 0' in streamed.text
+    schema = {"type": "object", "properties": {"green": {"type": "boolean"}}, "required": ["green"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "hull", "schema": schema}}
+    text = (await ask(http, response_format=wanted, max_tokens=60)).json()["choices"][0]["message"]["content"]
+    assert json.loads(text)["green"] in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"messages": []}, 400, "messages: List should have at least 1 item"),
+        ({"messages": "x"}, 400, "messages: Input should be a valid list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"model": "gpt-4"}, 404, "no model 'gpt-4' here; there is 'tiny'"),
+        ({"n": 2}, 400, "only one answer is given"),
+        ({"logprobs": True}, 400, "logprobs is not supported"),
+        ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"max_tokens": 601}, 400, "this server gives at most 600"),
+        ({"temperature": -1}, 400, "temperature: Input should be greater"),
+        ({"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "context window"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "documents need a user's message"),
+        ({"documents": ["x"] * 257}, 400, "257 documents, and at most 256"),
+        ({"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "sink"}}}, 400, "no tool that"),
+        ({"response_format": {"type": "yaml"}}, 400, "response_format has to be"),
+        ({"stream": True, "max_tokens": 601}, 400, "this server gives at most 600"),
+    ],
+)
+async def test_bad_requests_say_what_is_wrong(
+    http: httpx.AsyncClient, changes: dict[str, Any], status: int, message: str
+) -> None:
+    response = await ask(http, **changes)
+    assert (response.status_code, message in error(response)) == (status, True), response.text
+
+
+async def test_unknown_and_neutral_fields_are_passed_over(http: httpx.AsyncClient) -> None:
+    neutral = {"n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
+    assert (await ask(http, **neutral)).json()["choices"] == (await ask(http)).json()["choices"]
+
+
+async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: EngineBackend) -> None:
+    app = make_app(backend, token="right", metrics=lambda: b"qcfuse_prefills_total 1\n")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"}):
+        async with client(app, **headers) as http:
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+                assert (await http.get(path)).status_code == 401
+            refused = await ask(http)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert (await http.get("/healthz")).json() == {"status": "ok"}
+    async with client(app, authorization="Bearer right") as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+        assert (await http.get("/metrics")).text == "qcfuse_prefills_total 1\n"
+        assert (await ask(http)).status_code == 200
+
+
+async def test_bodies_are_bounded(backend: EngineBackend) -> None:
+    async with client(make_app(backend, limits=Limits(body_bytes=1000))) as http:
+        response = await ask(http, documents=["x" * 2000])
+        assert (response.status_code, "at most 1000" in error(response)) == (413, True)
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield b"{"
+
+        assert (await http.post("/v1/chat/completions", content=endless())).status_code == 411
+
+
+async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
+    backend: EngineBackend, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, prefill = threading.Event(), engine.prefill
+
+    def slow(*given: Any, **options: Any) -> Any:
+        go_on.wait(20)
+        return prefill(*given, **options)
+
+    monkeypatch.setattr(engine, "prefill", slow)
+    async with client(make_app(backend)) as http:
+        asked = [asyncio.create_task(ask(http)) for _ in range(8)]
+        while sum(one.done() for one in asked) < 5:  # one is being answered and two wait
+            await asyncio.sleep(0.01)
+        go_on.set()
+        responses = await asyncio.gather(*asked)
+    refused = [one for one in responses if one.status_code == 429]
+    assert len(refused) == 5
+    assert all(one.headers["retry-after"] == "1" and "waiting already" in error(one) for one in refused)
+    assert [one.status_code for one in responses if one not in refused] == [200] * 3
+
+
+async def test_what_fails_midway_is_an_event_and_no_end() -> None:
+    class Failing:
+        name = "tiny"
+
+        def ready(self) -> str | None:
+            return "no replica"
+
+        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+            yield Event("The ")
+            yield Event(status=502, error="the replica was lost")
+
+    async with client(make_app(Failing())) as http:
+        text = (await ask(http, stream=True)).text
+        assert "[DONE]" not in text
+        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["code"] == 502
+        assert (await ask(http)).status_code == 502
+        health = await http.get("/healthz")
+        assert (health.status_code, health.json()) == (503, {"status": "no replica"})
+
+
+async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None:
+    asked = ChatRequest(**{**ASKED, "max_tokens": 500})
+    events = backend.answer(asked)
+    await anext(events)
+    await events.aclose()  # type: ignore[attr-defined]
+    scheduler = backend._served.scheduler
+    for _ in range(400):
+        if scheduler.active == 0:
+            break
+        await asyncio.sleep(0.005)
+    assert scheduler.active == scheduler.waiting == 0
+
+
+def test_only_this_machine_is_let_in_without_a_token(run: Run, model_folder: str, tmp_path: Any) -> None:
+    code, _, said = run("serve", "--store", str(tmp_path), "--model", model_folder, "--host", "0.0.0.0")
+    assert code == 1
+    assert "set QCFUSE_TOKEN" in said
