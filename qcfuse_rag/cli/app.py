@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -50,6 +51,14 @@ Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is i
 Access = Annotated[str | None, typer.Option(help="Tag of who may read these documents; '' is everybody.")]
 Remote = Annotated[str | None, typer.Option(help="URL of a bucket or server behind the folder, which machines share.")]
 Encrypt = Annotated[bool, typer.Option("--encrypt", help="Encrypt a new store; the secret is in QCFUSE_SECRET.")]
+
+
+class Numbers(StrEnum):
+    """How keys and values are stored."""
+
+    MODEL = "model"
+    INT8 = "int8"
+    FP8 = "fp8"
 
 
 @app.command()
@@ -171,6 +180,24 @@ def serve_command(
     here = (model, name, host, port, remote, waiting, most_tokens, device, dtype)
     on_ray = (ray, replicas, most_replicas, cpus_per_replica, gpus_per_replica)
     serve_library(store, choose_method(method, ratio=ratio, base=base), ServeOptions(*here, *on_ray))
+
+
+@app.command("plan")
+def plan_command(
+    nodes: Annotated[int, typer.Option(min=1, help="Passages in the corpus.")],
+    model: Annotated[str, typer.Option(help="A shape of `bench speed`, such as qwen3-8b, a folder or an id.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 384,
+    gpu: Annotated[str, typer.Option(help="a100, l40s, h100, h200, b200, or here, which measures.")] = "h200",
+    retrieved: Annotated[int, typer.Option(min=1, help="Passages of a request.")] = 10,
+    ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.05,
+    numbers: Annotated[Numbers, typer.Option(help="How keys and values are stored.")] = Numbers.MODEL,
+    reached: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Say what a corpus would take: bytes, hours, uses until it pays, and the first token from each tier."""
+    from qcfuse_rag.cli.plan import plan_corpus
+
+    plan_corpus(nodes, tokens, model, gpu, retrieved, ratio, numbers.value, reached, as_json=as_json)
 
 
 @app.command("verify")

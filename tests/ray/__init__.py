@@ -1,1 +1,1 @@
-"""On a Ray cluster of two nodes on this machine; `make ray` runs them."""
+"""On a Ray cluster of two nodes on this machine; `make ray` runs them. Clients of the endpoint run without one."""

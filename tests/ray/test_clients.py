@@ -17,10 +17,11 @@ from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
-from qcfuse_rag import FusionEngine, open_store
+from qcfuse_rag import FRAMED, FusionEngine, open_store
 from tests.conftest import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300)]
+METHOD = ["--method", "prophetkv", "--ratio", "0.1", "--base", "framed"]
 TOKEN = "a token of the tests"
 
 
@@ -35,11 +36,11 @@ def free_port() -> int:
 def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     library = tmp_path_factory.mktemp("library")
     with FusionEngine.load(model, store=open_store(library / "kv"), device="cpu", verdict="ignore") as engine:
-        engine.warm(PASSAGES)
+        engine.warm(PASSAGES, bases=[FRAMED])
     port = free_port()
     command = [str(Path(sys.executable).parent / "qcfuse"), "serve", "--store", str(library), "--model", model]
     process = subprocess.Popen(
-        [*command, "--name", "tiny", "--port", str(port), "--device", "cpu"],
+        [*command, "--name", "tiny", "--port", str(port), "--device", "cpu", *METHOD],
         env={**os.environ, "QCFUSE_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1"},
     )
     url = f"http://127.0.0.1:{port}"

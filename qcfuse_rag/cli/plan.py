@@ -1,0 +1,75 @@
+"""`qcfuse plan`: what a corpus would take, before there is one."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from qcfuse_rag.bench.sizing import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
+from qcfuse_rag.cli.console import OUT, print_json, status
+
+
+def plan_corpus(
+    nodes: int,
+    tokens: int,
+    model: str,
+    gpu: str,
+    retrieved: int,
+    ratio: float,
+    numbers: str,
+    reached: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Print bytes, hours, uses until it pays, and the time to the first token from each tier."""
+    shape = shape_of(model)
+    if gpu == HERE:
+        with status("measuring this machine"):
+            rates = rates_here()
+    else:
+        rates = rates_of(gpu, reached=reached)
+    found = size_up(
+        shape, rates, nodes=nodes, tokens=tokens, retrieved=retrieved, ratio=ratio, number_bytes=NUMBERS[numbers]
+    )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        _print(found, nodes, tokens, model, gpu, retrieved, ratio)
+
+
+def _print(found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retrieved: int, ratio: float) -> None:
+    OUT.print(
+        f"{nodes:,} passages of {tokens} tokens, {model}, {gpu}: {_bytes(found.corpus_bytes)} "
+        f"({found.kv_bytes_per_token / 1024:.0f} KiB a token), {_hours(found.warming_hours)} of warming on one machine",
+        highlight=False,
+        soft_wrap=True,
+    )
+    OUT.print(
+        f"a passage has paid for its warming when it was retrieved {found.break_even_uses:.1f} times; a prompt of "
+        f"{retrieved} takes {_seconds(found.full_ttft_s)} to its first token without a store",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table("tier", "loading", f"computing at {ratio:g}", "first token", "times as fast", box=None)
+    for name, tier in found.tiers.items():
+        row = (_seconds(tier.load_s), _seconds(tier.compute_s), _seconds(tier.ttft_s), f"{tier.times_as_fast:.1f}")
+        table.add_row(name, *row)
+    OUT.print(table)
+    OUT.print(f"rates: {found.rates.source}. Floors, with loading and computing side by side.", highlight=False)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} PB"
+
+
+def _hours(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.2g} minutes"
+    return f"{hours:,.1f} hours" if hours < 100 else f"{hours / 24:,.0f} days"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
