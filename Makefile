@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint bench stress drop-in oldest site docs
+.PHONY: setup demo test lint bench stress drop-in ray oldest site docs
 
 setup: $(READY)
 
@@ -46,6 +46,10 @@ stress: setup
 # The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions, and all notebooks; some 15 minutes.
 drop-in: setup
 	QCFUSE_STRESS=full $(BIN)/python -m pytest -k "drop_in or notebooks or structured" integrations tests/test_docs.py
+
+# Warming and serving on a Ray cluster of two nodes on this machine, workers and replicas killed; some 5 minutes.
+ray: setup
+	QCFUSE_RAY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/ray
 
 # The frameworks' objects over the oldest versions of the frameworks that are supported.
 oldest: setup

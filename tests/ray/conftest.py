@@ -14,6 +14,14 @@ from tests.families import build_model, build_tokenizer
 ray = pytest.importorskip("ray")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave clusters to `make ray`: they take minutes and all cores."""
+    if os.environ.get("QCFUSE_RAY") != "1":
+        for item in items:
+            if item.get_closest_marker("ray"):
+                item.add_marker(pytest.mark.skip(reason="starts a cluster: make ray"))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """Return the address of a cluster of two nodes of two cores each."""
