@@ -6,6 +6,7 @@ measured; those of a GPU that is not are its data sheet's, times the share of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ class Sizing:
         corpus_bytes: of all nodes.
         warming_hours: of one machine; so many machines, so much less.
         full_ttft_s: to the first token without any of this.
-        break_even_uses: retrievals of a node until its warming has paid for itself in computing time.
+        break_even_uses: retrievals of a node until its warming has paid in computing time; infinite if never.
         tiers: a request from each tier.
         rates: with their source.
     """
@@ -152,7 +153,7 @@ def size_up(
         corpus_bytes=nodes * tokens * per_token,
         warming_hours=nodes * warm_one / 3600,
         full_ttft_s=full,
-        break_even_uses=warm_one / saved_one,
+        break_even_uses=warm_one / saved_one if saved_one > 0 else math.inf,
         tiers=tiers,
         rates=rates,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.table import Table
 
 from qcfuse_rag.bench.sizing import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
@@ -43,9 +45,12 @@ def _print(found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retriev
         highlight=False,
         soft_wrap=True,
     )
+    uses = found.break_even_uses
+    paid = "warming never pays at this ratio"
+    if uses < math.inf:
+        paid = f"a passage has paid for its warming when it was retrieved {uses:.1f} times"
     OUT.print(
-        f"a passage has paid for its warming when it was retrieved {found.break_even_uses:.1f} times; a prompt of "
-        f"{retrieved} takes {_seconds(found.full_ttft_s)} to its first token without a store",
+        f"{paid}; a prompt of {retrieved} takes {_seconds(found.full_ttft_s)} to its first token without a store",
         highlight=False,
         soft_wrap=True,
     )

@@ -113,9 +113,9 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         queued=options.waiting,
         autoscaling=scale,
     )
-    run_fleet(fleet, host=options.host, port=options.port)
-    _say(options, name, token)
     try:
+        run_fleet(fleet, host=options.host, port=options.port)
+        _say(options, name, token)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:
         stop_fleet()

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +94,7 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
     _check_paths(options)
-    record = JobRecord(library, asdict(options))
+    record = JobRecord(library, {**asdict(options), "remote": _without_password(options.remote)})
     try:
         summary = _warm(library, options, record)
     except KeyboardInterrupt:
@@ -311,6 +312,15 @@ def _vanished(index: PassageIndex, options: WarmOptions) -> set[str]:
     folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
     sources = {passage.source for passage in index.passages}
     return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+
+
+def _without_password(url: str | None) -> str | None:
+    """Return a URL as it may be written down; `resume` then needs the password from where the server's client looks."""
+    if url is None or "@" not in url:
+        return url
+    parts = urlsplit(url)
+    user, host = (parts.username or ""), parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
 
 
 def _print_failed(failed: Any) -> None:

@@ -80,7 +80,7 @@ def prefill_on_ray(
         try:
             for row in pool.iter_rows():
                 yield Done(**{name: int(value) for name, value in row.items()})
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
             raise QCFuseError(f"warming on Ray stopped: {reason_of(error)}; run it again to go on") from error
 
 

@@ -120,6 +120,6 @@ def _ordered(
             found[int(row["number"])] = row["found"]
             if progress is not None:
                 progress(len(found), len(rows))
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
         raise QCFuseError(f"reading on Ray stopped: {reason_of(error)}") from error
     return [found[number] for number in range(len(rows))]

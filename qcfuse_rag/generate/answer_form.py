@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,7 +41,11 @@ class AnswerForm:
     response_format: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _ = self.demanded, self.schema
+        schema = self.schema
+        if self.demanded == () and self.choice in (True, "any", "required"):
+            raise QCFuseError("tool_choice demands a call, and there are no tools to call")
+        if self.tools and schema is not None:
+            raise QCFuseError("ask for tools or for JSON by a schema, and for the other when the one is there")
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -53,8 +58,9 @@ class AnswerForm:
         if self.choice in (None, False, "auto", "none"):
             return ()
         if self.choice in (True, "any", "required"):
-            return self.given
-        name = self.choice["function"]["name"] if isinstance(self.choice, Mapping) else self.choice
+            return tuple(self.given)
+        named = self.choice.get("function") if isinstance(self.choice, Mapping) else {"name": self.choice}
+        name = named.get("name") if isinstance(named, Mapping) else None
         found = [tool for tool in self.given if tool["function"]["name"] == name]
         if not found:
             names = ", ".join(tool["function"]["name"] for tool in self.given) or "none"
@@ -69,8 +75,9 @@ class AnswerForm:
             return {"type": "object"} if wanted["type"] == "json_object" else None
         try:
             if wanted["type"] == "json_schema":
-                schema: Mapping[str, Any] = wanted["json_schema"]["schema"]
-                return schema
+                schema = wanted["json_schema"]["schema"]
+                if isinstance(schema, Mapping):
+                    return schema
         except (KeyError, TypeError):
             pass
         raise QCFuseError(
@@ -78,12 +85,20 @@ class AnswerForm:
             f'"json_schema": {{"schema": ...}}}}, not {dict(wanted)}'
         )
 
+    def told(self, question: str) -> str:
+        """Return a question with the schema that its answer has to follow, for the model to know it."""
+        if self.schema is None or "properties" not in self.schema:
+            return question
+        return f"{question}\n\nAnswer with JSON that follows this schema: {json.dumps(self.schema)}"
+
     def sampling(self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
         """Return settings by which the answer takes this form.
 
         Raises:
             UnsupportedModel: if a call is demanded and it is not known how the model writes calls.
         """
+        if self.tools:
+            call_syntax(tokenizer, self.tools)  # else what it answers could not be read
         if self.demanded:
             grammar = call_syntax(tokenizer, self.given).grammar(tokenizer, self.demanded)
         elif self.schema is not None:
@@ -109,13 +124,15 @@ class AnswerReader:
         self._syntax = call_syntax(tokenizer, form.tools) if form.tools else None
         self._text = ""
         self._shown = 0
+        # A special token is no part of the text, so where a call begins is not seen until the answer is whole.
+        self._unseen = self._syntax is not None and self._syntax.opens in tokenizer.all_special_tokens
 
     def show(self, piece: str) -> str:
         """Take a piece of the answer; return what is no part of a call, often nothing."""
         self._text += piece
         if self._syntax is None:
             return self._upto(len(self._text))
-        if self._text.lstrip()[:1] in ("", "{", "[", "`"):  # it may all be a call
+        if self._unseen or self._text.lstrip()[:1] in ("", "{", "[", "`"):  # it may all be a call
             return ""
         at = self._text.find(self._syntax.opens)
         return self._upto(at if at >= 0 else len(self._text) - unfinished(self._text, (self._syntax.opens,)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.generate.constrain import closed, compact
 from qcfuse_rag.prompt.template import Tool
+
+ARGUMENTS = ("arguments", "parameters")
+"""Models that were taught one key write the other now and then."""
 
 FENCES = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
 
@@ -78,9 +81,10 @@ class CallSyntax:
             return self._read_bare(text, tools)
         calls: list[ToolCall] = []
         broken: list[BrokenCall] = []
+        after = ""
         for piece in pieces:
             try:
-                found, _ = json.JSONDecoder().raw_decode(piece.lstrip())
+                found, stop = json.JSONDecoder().raw_decode(piece.lstrip())
             except json.JSONDecodeError as error:
                 broken.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
                 continue
@@ -90,7 +94,8 @@ class CallSyntax:
                     calls.append(call)
                 else:
                     broken.append(call)
-        return ToolReply(content.rstrip(), tuple(calls), tuple(broken))
+            after += piece.lstrip()[stop:].lstrip().removeprefix(self.closes).strip()
+        return ToolReply(content + after if after else content.rstrip(), tuple(calls), tuple(broken))
 
     def _read_bare(self, text: str, tools: Sequence[Tool]) -> ToolReply:
         """Take an answer apart that opens no call: small models forget to, and Llama 3 never learned it.
@@ -101,13 +106,17 @@ class CallSyntax:
             found = json.loads(FENCES.sub("", text))
         except json.JSONDecodeError:
             return ToolReply(text)
-        calls = [self._call(one, tools) for one in (found if isinstance(found, list) else [found])]
+        listed = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, dict) and any(key in one for key in ARGUMENTS) for one in listed):
+            return ToolReply(text)
+        calls = [self._call(one, tools) for one in listed]
         right = tuple(call for call in calls if isinstance(call, ToolCall))
         return ToolReply("", right) if right and len(right) == len(calls) else ToolReply(text)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
         """Return the grammar of an answer that is one call of one of these tools, see `generate.constrain`."""
-        call: dict[str, Any] = {"anyOf": [self._schema(tool["function"]) for tool in tools]}
+        definitions: dict[str, Any] = {}
+        call: dict[str, Any] = {"anyOf": [self._schema(tool["function"], definitions) for tool in tools]}
         if self.listed:
             call = {"type": "array", "items": call, "minItems": 1, "maxItems": 1}
         parts = ["call"]
@@ -115,14 +124,23 @@ class CallSyntax:
             parts = [_terminal(tokenizer, self.opens), *parts]
         if self.closes:
             parts = [*parts[:1], r'"\n"', *parts[1:], r'"\n"', _terminal(tokenizer, self.closes)]
-        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(compact(call))}"
+        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(compact({**call, '$defs': definitions}))}"
 
-    def _schema(self, function: dict[str, Any]) -> dict[str, Any]:
+    def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+        """Return the schema of a call; what its parameters define goes to `definitions`, under a name of its own."""
+        parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
+        own: dict[str, str] = {}
+        for place in ("$defs", "definitions"):
+            for name, one in parameters.pop(place, {}).items():
+                own[f"#/{place}/{name}"] = f"{function['name']}.{name}"
+                definitions[f"{function['name']}.{name}"] = one
+        for name in own.values():
+            definitions[name] = _pointed(definitions[name], own)
         return {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                self.arguments: closed(function.get("parameters") or {"type": "object", "properties": {}}),
+                self.arguments: _pointed(parameters, own),
             },
             "required": ["name", self.arguments],
             "additionalProperties": False,
@@ -130,12 +148,16 @@ class CallSyntax:
 
     def _call(self, found: Any, tools: Sequence[Tool]) -> ToolCall | BrokenCall:
         names = {tool["function"]["name"] for tool in tools}
-        if not isinstance(found, dict) or found.get("name") not in names:
+        name = found.get("name") if isinstance(found, dict) else None
+        if not isinstance(name, str) or name not in names:
             return BrokenCall(json.dumps(found), f"it names none of the tools {', '.join(sorted(names))}")
-        arguments = found.get(self.arguments) or {}
+        given = [found[key] for key in ARGUMENTS if key in found]
+        if not given and len(found) > 1:
+            return BrokenCall(json.dumps(found), "it has no arguments")
+        arguments = given[0] or {} if given else {}
         if not isinstance(arguments, dict):
-            return BrokenCall(json.dumps(found), f"its {self.arguments} are no object")
-        return ToolCall(found["name"], arguments)
+            return BrokenCall(json.dumps(found), "its arguments are no object")
+        return ToolCall(name, arguments)
 
 
 SYNTAXES = (
@@ -161,6 +183,18 @@ def call_syntax(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> Ca
         + ", ".join(syntax.sign for syntax in SYNTAXES[:3])
         + ". Take a model that was taught tools, or ask for JSON by a schema, which any model can give"
     )
+
+
+def _pointed(schema: Any, names: Mapping[str, str]) -> Any:
+    """Return a schema whose references lead to definitions under other names."""
+    if isinstance(schema, list):
+        return [_pointed(one, names) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _pointed(value, names) for key, value in schema.items()}
+    if isinstance(found.get("$ref"), str) and found["$ref"] in names:
+        found["$ref"] = f"#/$defs/{names[found['$ref']]}"
+    return found
 
 
 def _terminal(tokenizer: PreTrainedTokenizerBase, text: str) -> str:

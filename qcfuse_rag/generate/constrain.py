@@ -39,11 +39,13 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
             copy[key] = {name: closed(one) if isinstance(one, Mapping) else one for name, one in value.items()}
         elif isinstance(value, Mapping):
             copy[key] = value if key in ("const", "default") else closed(value)
-        elif key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        elif key in ("anyOf", "oneOf", "prefixItems"):
             copy[key] = [closed(one) if isinstance(one, Mapping) else one for one in value]
         else:
             copy[key] = value
-    return {"additionalProperties": False, **copy} if "properties" in copy else copy
+    # Branches add properties to those beside them, and those of `allOf` to one another: these stay open.
+    alone = not any(branches in copy for branches in ("anyOf", "oneOf", "allOf"))
+    return {"additionalProperties": False, **copy} if "properties" in copy and alone else copy
 
 
 class Constraint:

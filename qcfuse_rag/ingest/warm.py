@@ -221,7 +221,10 @@ class WarmJob:
         )
 
     def _noted(self, batch: Batch) -> Batch:
-        """Note what enriched chunks will be made of, before they are."""
+        """Note what enriched chunks will be made of, before they are; until then they are missing.
+
+        On Ray that is as many batches ahead as the driver hands over at a time.
+        """
         if batch.base.enriched and self._told is not None:
             for ids, met in zip(batch.chunks, batch.met, strict=True):
                 key = batch.base.key(self._lm.fingerprint, self._frame, ids)

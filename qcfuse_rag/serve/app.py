@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qcfuse_rag.serve.backend import Backend, Event
 from qcfuse_rag.serve.request import ChatRequest
@@ -25,7 +28,7 @@ LOOK_S = 0.2
 OPEN = ("/healthz",)
 """Paths that need no token: they say nothing of what is served."""
 
-Next = Callable[[Request], Awaitable[Response]]
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +66,19 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        closing()
+        await asyncio.to_thread(closing)
 
     app = FastAPI(title="qcfuse-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
 
-    @app.middleware("http")
-    async def guard(request: Request, go_on: Next) -> Response:
-        if token is not None and request.url.path not in OPEN:
-            kind, _, given = request.headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not secrets.compare_digest(given.encode(), token.encode()):
-                return failure(401, "a bearer token is needed, and this is not it")
-        length = request.headers.get("content-length")
-        if request.method == "POST" and (length is None or not length.isdigit()):
-            return failure(411, "say the body's length in Content-Length")
-        if length is not None and int(length) > bounds.body_bytes:
-            return failure(413, f"the body has {length} bytes, and this server reads at most {bounds.body_bytes}")
-        return await go_on(request)
+    app.add_middleware(Guard, token=token, limits=bounds)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return failure(error.status_code, str(error.detail))
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> Response:
+        return failure(500, f"the server failed: {type(error).__name__}")
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -120,16 +120,51 @@ def make_app(
     return app
 
 
+class Guard:
+    """Lets in who has the token, with bodies that are not too large; says so before anything of a body is read.
+
+    Args:
+        app: what is behind it.
+        token: None lets everybody in.
+        limits: of requests.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, limits: Limits) -> None:
+        self._app, self._token, self._limits = app, token, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        if self._token is not None and scope["path"] not in OPEN:
+            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if kind.lower() != b"bearer" or not secrets.compare_digest(given, self._token.encode()):
+                return failure(401, "a bearer token is needed, and this is not it")
+        length = headers.get(b"content-length", b"")
+        if scope["method"] == "POST" and not length.isdigit():
+            return failure(411, "say the body's length in Content-Length")
+        most = self._limits.body_bytes
+        if length.isdigit() and int(length) > most:
+            return failure(413, f"the body has {int(length)} bytes, and this server reads at most {most}")
+        return None
+
+
 async def first_of(events: AsyncIterator[Event], request: Request) -> Event | None:
     """Wait for the first event; None if the client has gone by then, and the request is cancelled."""
     waiting = asyncio.ensure_future(anext(events))
-    while not waiting.done():
-        await asyncio.wait({waiting}, timeout=LOOK_S)
-        if not waiting.done() and await request.is_disconnected():
+    try:
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=LOOK_S)
+            if not waiting.done() and await request.is_disconnected():
+                return None
+        return waiting.result()
+    finally:
+        if not waiting.done():
             waiting.cancel()
             await asyncio.wait({waiting})
-            return None
-    return waiting.result()
 
 
 async def whole(first: Event, events: AsyncIterator[Event], about: dict[str, Any], request: Request) -> Response:
@@ -172,9 +207,12 @@ async def stream(
                 yield chunk({"content": event.text})
         calls = [{"index": index, **call} for index, call in enumerate(event.calls)]
         yield chunk({"tool_calls": calls} if calls else {}, event.finish)
-        if asked.stream_options.include_usage:
+        if asked.stream_options is not None and asked.stream_options.include_usage:
             yield chunk(None, usage=event.usage, fusion=event.report)
         yield "data: [DONE]\n\n"
+    except Exception as error:
+        LOG.exception("an answer failed midway")
+        yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
     finally:
         await events.aclose()  # type: ignore[attr-defined]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import uuid
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from qcfuse_rag.engine import FusionEngine
@@ -14,9 +15,14 @@ from qcfuse_rag.generate.answer_form import AnswerReader
 from qcfuse_rag.generate.call_syntax import ToolReply
 from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.generate.served import ServedEngine
+from qcfuse_rag.generate.scheduled import ScheduledAnswer
+from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.serve.request import ChatRequest
+
+LOG = logging.getLogger(__name__)
+PREPARING = 32
+"""Requests that are tokenised at a time."""
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -72,6 +78,7 @@ class EngineBackend:
 
     def __init__(self, served: ServedEngine, name: str, *, most_tokens: int = 4096) -> None:
         self.name, self._served, self._most_tokens = name, served, most_tokens
+        self._preparing = 0
 
     def ready(self) -> str | None:
         """Return why nothing can be answered, or None. Trouble with the store is not a reason: see `qcfuse store`."""
@@ -84,11 +91,14 @@ class EngineBackend:
             form, sampling = request.form, request.sampling(self._most_tokens)
 
             def asked(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
-                return request.prompt(engine), form.sampling(sampling, engine.lm.tokenizer)
+                prompt = request.prompt(engine)
+                room = max(1, engine.lm.window.tokens - len(prompt))
+                most = sampling.max_new_tokens if request.says_how_long else min(room, sampling.max_new_tokens)
+                return prompt, form.sampling(replace(sampling, max_new_tokens=most), engine.lm.tokenizer)
 
-            answer = await self._served.ask_aside(asked)
-            reader = AnswerReader(self._served.engine.lm.tokenizer, form)
+            answer = await self._ask(asked)
             try:
+                reader = AnswerReader(self._served.engine.lm.tokenizer, form)
                 async for piece in answer:
                     if text := reader.show(piece):
                         yield Event(text)
@@ -100,6 +110,19 @@ class EngineBackend:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
             yield Event(status=400, error=str(error))
+        except Exception as error:
+            LOG.exception("a request failed")
+            yield Event(status=500, error=f"the server failed: {type(error).__name__}")
+
+    async def _ask(self, asked: AnswerRequest) -> ScheduledAnswer:
+        """Queue a request; one that cannot even be tokenised for others is refused."""
+        if self._preparing >= PREPARING:
+            raise Busy(f"{self._preparing} requests are being prepared already; ask again later")
+        self._preparing += 1
+        try:
+            return await self._served.ask_aside(asked)
+        finally:
+            self._preparing -= 1
 
     def close(self) -> None:
         """Finish what is being answered, then let go of the engine."""

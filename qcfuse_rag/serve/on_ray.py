@@ -7,12 +7,19 @@ request whose replica is lost goes to another one, unless a part of its answer h
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError, RayError, TaskCancelledError
+from ray.exceptions import (
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -20,6 +27,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.scheduler import SchedulerSettings
 from qcfuse_rag.generate.served import ServedEngine
@@ -30,7 +38,14 @@ from qcfuse_rag.serve.request import ChatRequest
 from qcfuse_rag.store.open import open_store
 
 TRIES = 4
-LOST = (RayActorError, ReplicaUnavailableError, DeploymentUnavailableError)
+LOST = (
+    RayActorError,
+    NodeDiedError,
+    ObjectLostError,
+    WorkerCrashedError,
+    ReplicaUnavailableError,
+    DeploymentUnavailableError,
+)
 APPLICATION = "qcfuse"
 
 
@@ -55,7 +70,7 @@ class Fleet:
     replica: RayWorkers
     name: str
     method: Method | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     limits: Limits = field(default_factory=Limits)
     most_tokens: int = 4096
     ongoing: int = 16
@@ -88,7 +103,7 @@ class Fleet:
             max_ongoing_requests=10_000,
             graceful_shutdown_timeout_s=self.drain_s,
         )
-        return door.bind(self, engines.bind(self))
+        return door.bind(self, engines.bind(replace(self, token=None)))
 
 
 class EngineReplica:
@@ -225,8 +240,8 @@ class FleetBackend:
 
 
 def stop_fleet() -> None:
-    """Stop listening, and let replicas finish what they are answering."""
-    serve.shutdown()
+    """Let replicas finish what they are answering, and end them; other applications of the cluster stay."""
+    serve.delete(APPLICATION)
 
 
 def run_fleet(fleet: Fleet, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:
@@ -236,6 +251,14 @@ def run_fleet(fleet: Fleet, *, host: str = "127.0.0.1", port: int = 8000) -> Dep
         fleet: what to run.
         host: address that the proxies on every node listen at.
         port: and their port.
+
+    Raises:
+        QCFuseError: if Serve listens already, perhaps elsewhere, and there is no token to keep others out.
     """
+    if fleet.token is None and serve.status().proxies:
+        raise QCFuseError(
+            "Ray Serve runs on this cluster already, at an address of its own: set QCFUSE_TOKEN to a token that "
+            "clients give, or end it with `serve shutdown`"
+        )
     serve.start(http_options={"host": host, "port": port})
     return serve.run(fleet.application(), name=APPLICATION, route_prefix="/")

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,7 +18,11 @@ from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Turn
 
 MOST_TOKENS = 1024
-"""Tokens of an answer that does not say how many it may have."""
+"""Tokens of an answer that does not say how many it may have, as far as they fit."""
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+COLDEST = 0.01
+"""Lower temperatures than this, other than 0, overflow."""
 
 
 class TextPart(BaseModel):
@@ -29,6 +32,64 @@ class TextPart(BaseModel):
     text: str
 
 
+class Function(BaseModel):
+    """A function that a tool is; what else it has is shown to the model."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class ToolSpec(BaseModel):
+    """A tool."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that has to be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class CalledFunction(BaseModel):
+    """What an earlier call called, its arguments as JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class EarlierCall(BaseModel):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as chat templates read it, its arguments as an object.
+
+        Raises:
+            QCFuseError: if the arguments are no JSON.
+        """
+        given = self.function.arguments
+        try:
+            arguments = json.loads(given or "{}") if isinstance(given, str) else given
+        except json.JSONDecodeError as error:
+            raise QCFuseError(f"the arguments of a tool call are no JSON: {error}") from error
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class ChatMessage(BaseModel):
     """A message of the conversation; whatever else it has goes to the chat template."""
 
@@ -36,6 +97,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[EarlierCall] | None = None
 
     @property
     def text(self) -> str:
@@ -43,11 +105,12 @@ class ChatMessage(BaseModel):
         content = self.content or ""
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
-    def turn(self) -> Turn:
+    def turn(self) -> dict[str, Any]:
         """Return it as a chat template reads it: content as text, a call's arguments as an object."""
-        turn: dict[str, Any] = {**(self.model_extra or {}), "role": self.role, "content": self.text}
-        if turn.get("tool_calls"):
-            turn["tool_calls"] = [_with_arguments(call) for call in turn["tool_calls"]]
+        role = "system" if self.role == "developer" else self.role  # what templates know it as
+        turn: dict[str, Any] = {**(self.model_extra or {}), "role": role, "content": self.text}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
         return turn
 
 
@@ -67,19 +130,19 @@ class ChatRequest(BaseModel):
             Without the field, warmed passages are found in the messages.
     """
 
-    model: str = ""
+    model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
     documents: list[str] | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = None
     stop: str | list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: dict[str, Any] | None = None
     n: int | None = None
     logprobs: bool | None = None
@@ -96,13 +159,27 @@ class ChatRequest(BaseModel):
         for name in ("logprobs", "presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
                 raise QCFuseError(f"{name} is not supported; leave it out")
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+            raise QCFuseError(f"stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
+        try:
+            json.dumps(self.model_dump(), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise QCFuseError(f"there is text that is no Unicode: {error.reason}") from error
         if self.n not in (None, 1):
             raise QCFuseError(f"n is {self.n}, and only one answer is given; ask again for another")
 
     @property
     def form(self) -> AnswerForm:
         """What form the answer takes."""
-        return AnswerForm(self.tools or (), self.tool_choice, self.response_format)
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        return AnswerForm(tools, choice, self.response_format)
+
+    @property
+    def says_how_long(self) -> bool:
+        """Whether it says how many tokens its answer may have."""
+        return (self.max_completion_tokens or self.max_tokens) is not None
 
     def sampling(self, most_tokens: int) -> SamplingParams:
         """Return how tokens are chosen; at most `most_tokens` of them."""
@@ -111,7 +188,7 @@ class ChatRequest(BaseModel):
             raise QCFuseError(f"max_tokens is {wanted}, and this server gives at most {most_tokens}")
         return SamplingParams(
             max_new_tokens=wanted,
-            temperature=self.temperature or 0.0,
+            temperature=max(self.temperature, COLDEST) if self.temperature else 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=self.seed,
@@ -123,26 +200,20 @@ class ChatRequest(BaseModel):
         Raises:
             InvalidTemplate: if the model's chat template does not take the messages or shows no tools.
         """
-        turns = [message.turn() for message in self.messages]
-        tools = self.form.tools
+        form = self.form
+        turns: list[Turn] = [message.turn() for message in self.messages]
+        tools = form.tools
+        told = max((at for at, one in enumerate(self.messages) if one.role == "user"), default=-1)
+        if told >= 0:
+            turns[told] = {**self.messages[told].turn(), "content": form.told(self.messages[told].text)}
         if self.documents is None:
             return engine.plain(turns, tools)
         asked = max((at for at, one in enumerate(self.messages) if one.role == "user"), default=-1)
         if asked < 0:
             raise QCFuseError("documents need a user's message that asks about them")
-        question = self.messages[asked].text
+        question = form.told(self.messages[asked].text)
         if asked < len(turns) - 1:  # such as what tools have said since
             return engine.plain(
                 [*engine.prompts.turns(question, self.documents, turns[:asked]), *turns[asked + 1 :]], tools
             )
         return engine.prompt(question, self.documents, turns[:asked], tools)
-
-
-def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError as error:
-            raise QCFuseError(f"the arguments of a tool call are no JSON: {error}") from error
-    return {**call, "function": function}

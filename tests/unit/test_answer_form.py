@@ -96,6 +96,44 @@ class TestReading:
         assert "look_up, moor" in reply.broken[0].reason
         assert "not JSON" in reply.broken[1].reason
 
+    @pytest.mark.parametrize("syntax", SYNTAXES)
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"name": {"first": "Ada"}}',
+            '{"name": ["moor"], "arguments": {}}',
+            '{"name": "moor"}',
+            "[1, 2]",
+            "null",
+            "7",
+        ],
+    )
+    def test_json_that_is_no_call_is_the_answer(self, syntax: CallSyntax, text: str) -> None:
+        assert syntax.read(text, TOOLS).content == text
+
+    @pytest.mark.parametrize("syntax", SYNTAXES)
+    def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, syntax: CallSyntax) -> None:
+        other = "parameters" if syntax.arguments == "arguments" else "arguments"
+        boat = {"boat": "tug", "year": 1990}
+        said = json.dumps({"name": "look_up", other: boat})
+        assert syntax.read(f"{syntax.opens}{said}", TOOLS).calls == (ToolCall("look_up", boat),)
+        (broken,) = syntax.read(f'{syntax.opens}{{"name": "look_up", "args": {{}}}}', TOOLS).broken
+        assert broken.reason == "it has no arguments"
+
+    def test_what_is_said_after_a_call_is_kept(self) -> None:
+        reply = SYNTAXES[0].read('So: <tool_call>{"name": "moor", "arguments": {}}</tool_call> Done.', TOOLS)
+        assert (reply.content, len(reply.calls)) == ("So: Done.", 1)
+
+    def test_where_a_special_token_opens_calls_nothing_is_shown_before_it_is_known_to_be_none(self) -> None:
+        tokenizer = teach(build_tokenizer(lambda: PASSAGES), "mistral")
+        tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+        call = '[{"name": "moor", "arguments": {}}]'
+        ids = tuple(tokenizer.encode(f"Sure. [TOOL_CALLS]{call}", add_special_tokens=False))
+        reader = AnswerReader(tokenizer, AnswerForm(TOOLS))
+        shown = reader.show("Sure. ") + reader.show(call)
+        rest, reply = reader.end(Generation(f"Sure. {call}", ids, "length", None, 0.0))  # type: ignore[arg-type]
+        assert (shown + rest, len(reply.calls)) == ("Sure.", 1)
+
     def test_arguments_that_are_no_object_are_broken(self) -> None:
         reply = SYNTAXES[0].read('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
         assert reply.broken[0].reason == "its arguments are no object"
@@ -141,6 +179,24 @@ class TestDemanding:
         params = SamplingParams(max_new_tokens=8)
         assert AnswerForm(TOOLS, choice).sampling(params, taught.lm.tokenizer) is params
         assert bool(AnswerForm(TOOLS, choice).tools) == (choice != "none")
+
+    def test_tools_may_define_types_and_several_the_same_name(self, taught: FusionEngine) -> None:
+        def tool(name: str, values: list[str]) -> dict[str, Any]:
+            kind = {"$defs": {"Kind": {"enum": values}}, "properties": {"kind": {"$ref": "#/$defs/Kind"}}}
+            shape = {"type": "object", **kind, "required": ["kind"]}
+            return {"type": "function", "function": {"name": name, "parameters": shape}}
+
+        tools = [tool("a", ["x"]), tool("b", ["y"])]
+        for number, form in enumerate([AnswerForm(tools, "a"), AnswerForm(tools, "b")]):
+            settings = form.sampling(SamplingParams(max_new_tokens=120), taught.lm.tokenizer)
+            generation = taught.generate(taught.plain([("user", QUESTION)], form.tools), settings)
+            _, reply = AnswerReader(taught.lm.tokenizer, form).end(generation)
+            assert reply.calls[0].arguments == {"kind": "xy"[number]}
+
+    @pytest.mark.parametrize("choice", ["required", "any", True])
+    def test_demanding_a_call_of_nothing(self, choice: Any) -> None:
+        with pytest.raises(QCFuseError, match="there are no tools to call"):
+            AnswerForm((), choice)
 
     def test_a_tool_that_was_not_given(self) -> None:
         with pytest.raises(
@@ -216,8 +272,9 @@ class TestSchemas:
             "type": "object",
             "properties": {"properties": {"type": "object", "properties": {"x": {"type": "null"}}}},
             "$defs": {"open": {"type": "object", "properties": {}, "additionalProperties": True}},
-            "anyOf": [{"properties": {"y": True}}, True],
             "default": {"properties": 1},
+            "items": {"anyOf": [{"properties": {"y": True}}, True]},
+            "not": {"properties": {}, "allOf": [{"properties": {"z": True}}]},
         }
         assert closed(odd) == {
             "additionalProperties": False,
@@ -230,8 +287,9 @@ class TestSchemas:
                 }
             },
             "$defs": {"open": {"type": "object", "properties": {}, "additionalProperties": True}},
-            "anyOf": [{"additionalProperties": False, "properties": {"y": True}}, True],
             "default": {"properties": 1},
+            "items": {"anyOf": [{"additionalProperties": False, "properties": {"y": True}}, True]},
+            "not": {"properties": {}, "allOf": [{"properties": {"z": True}}]},
         }
 
     @pytest.mark.parametrize("wanted", [{"type": "yaml"}, {"type": "json_schema"}, {}])

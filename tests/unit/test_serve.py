@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, ServedEngine
@@ -21,6 +22,7 @@ from tests.families import build_model, build_tokenizer
 from tests.tool_templates import LOOK_UP, teach
 from tests.unit.cli import Run
 
+JSON = {"content-type": "application/json"}
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
 
 
@@ -51,7 +53,7 @@ async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def ask(http: httpx.AsyncClient, **changes: Any) -> httpx.Response:
-    return await http.post("/v1/chat/completions", json={**ASKED, **changes})
+    return await http.post("/v1/chat/completions", content=json.dumps({**ASKED, **changes}), headers=JSON)
 
 
 def error(response: httpx.Response) -> str:
@@ -134,6 +136,18 @@ async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
         ({"documents": ["x"] * 257}, 400, "257 documents, and at most 256"),
         ({"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "sink"}}}, 400, "no tool that"),
         ({"response_format": {"type": "yaml"}}, 400, "response_format has to be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+            400,
+            "response_format has to be",
+        ),
+        ({"response_format": {"type": "json_object"}, "tools": [LOOK_UP]}, 400, "ask for tools or for JSON"),
+        ({"tool_choice": "required"}, 400, "there are no tools to call"),
+        ({"tool_choice": {"type": "function"}}, 400, "tool_choice"),
+        ({"tools": [{}]}, 400, "tools.0.function: Field required"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "tool_calls.0"),
+        ({"documents": ["\ud800"]}, 400, "no Unicode"),
+        ({"stop": ["x"] * 17}, 400, "at most 16 strings"),
         ({"stream": True, "max_tokens": 601}, 400, "this server gives at most 600"),
     ],
 )
@@ -145,8 +159,10 @@ async def test_bad_requests_say_what_is_wrong(
 
 
 async def test_unknown_and_neutral_fields_are_passed_over(http: httpx.AsyncClient) -> None:
-    neutral = {"n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
+    absent = {"stream": None, "stream_options": None, "model": None, "tools": None}
+    neutral = {**absent, "n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
     assert (await ask(http, **neutral)).json()["choices"] == (await ask(http)).json()["choices"]
+    assert (await ask(http, temperature=1e-45)).status_code == 200
 
 
 async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: EngineBackend) -> None:
@@ -163,6 +179,50 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: 
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
         assert (await http.get("/metrics")).text == "qcfuse_prefills_total 1\n"
         assert (await ask(http)).status_code == 200
+
+
+async def test_a_host_header_does_not_pass_for_the_health_check(backend: EngineBackend) -> None:
+    async with client(make_app(backend, token="right"), host="x/healthz?") as http:
+        assert (await ask(http)).status_code == 401
+
+
+async def test_what_is_not_there_is_an_error_in_openais_words(http: httpx.AsyncClient) -> None:
+    assert error(await http.get("/nowhere")) == "Not Found"
+    assert error(await http.get("/v1/chat/completions")) == "Method Not Allowed"
+    assert "JSON" in error(await http.post("/v1/chat/completions", content=b"{", headers=JSON))
+
+
+async def test_a_request_that_says_no_length_gets_what_fits(http: httpx.AsyncClient, engine: FusionEngine) -> None:
+    near = "x " * (engine.lm.window.tokens // 2 - 100)
+    body = (await ask(http, messages=[{"role": "user", "content": near}], documents=None, max_tokens=None)).json()
+    assert body["usage"]["total_tokens"] <= engine.lm.window.tokens
+    assert body["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.enable_socket
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream: bool) -> None:
+    """Under a real server: only that knows that a socket was closed."""
+    server = uvicorn.Server(uvicorn.Config(make_app(backend), port=0, log_level="error"))
+    running = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({**ASKED, "max_tokens": 600, "stream": stream}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+    scheduler = backend._served.scheduler
+    while scheduler.active == 0:
+        await asyncio.sleep(0.001)
+    (answer,) = scheduler._active
+    writer.close()
+    while not answer.over:
+        await asyncio.sleep(0.01)
+    assert answer.generation is not None
+    assert answer.generation.finish_reason == "cancelled"
+    server.should_exit = True
+    await running
 
 
 async def test_bodies_are_bounded(backend: EngineBackend) -> None:
@@ -199,6 +259,23 @@ async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
 
 
 async def test_what_fails_midway_is_an_event_and_no_end() -> None:
+    class Breaking:
+        name = "tiny"
+
+        def ready(self) -> str | None:
+            return None
+
+        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+            yield Event("The ")
+            raise RuntimeError("out of memory, and more than a client should know")
+
+    async with client(make_app(Breaking())) as http:
+        text = (await ask(http, stream=True)).text
+        assert "[DONE]" not in text
+        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["message"] == (
+            "the server failed: RuntimeError"
+        )
+
     class Failing:
         name = "tiny"
 

@@ -44,6 +44,12 @@ def test_by_hand() -> None:
     assert found.break_even_uses == pytest.approx(one / ((full - full / 10) / 4))
 
 
+def test_recomputing_everything_never_pays(run: Run) -> None:
+    code, out, _ = run("plan", "--nodes", "10", "--model", "qwen3-8b", "--ratio", "1")
+    assert code == 0
+    assert "never pays" in out
+
+
 def test_what_is_assumed_is_said() -> None:
     assert rates_of("H200", reached=1.0).flops == 989e12
     assert "not a measurement" in rates_of("h200").source

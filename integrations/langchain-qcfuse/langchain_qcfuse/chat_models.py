@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -287,9 +286,7 @@ class ChatQCFuse(BaseChatModel):
             seed=kwargs.get("seed"),
         )
         turns = [turn_of(message) for message in messages]
-        if form.schema is not None and "properties" in form.schema:
-            told = f"{turns[-1]['content']}\n\nAnswer with JSON that follows this schema: {json.dumps(form.schema)}"
-            turns[-1] = {**turns[-1], "content": told}
+        turns[-1] = {**turns[-1], "content": form.told(turns[-1]["content"])}
         shown = [text for message in messages for text in documents_in(message)]
         given = [*shown, *(one.page_content for one in documents or ())]
 
