@@ -70,11 +70,11 @@ def quiet_libraries() -> None:
 
 def size(count: float) -> str:
     """Write bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
+    for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(count) < 1000:
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.3g} TB"
+    return f"{count:,.3g} PB"
 
 
 def duration(seconds: float) -> str:
@@ -82,4 +82,6 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
+    if minutes >= 2 * 24 * 60:
+        return f"{minutes / 24 / 60:,.0f} days"
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -7,7 +7,7 @@ import math
 from rich.table import Table
 
 from qcfuse_rag.bench.sizing import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
-from qcfuse_rag.cli.console import OUT, print_json, status
+from qcfuse_rag.cli.console import OUT, duration, print_json, size, status
 
 
 def plan_corpus(
@@ -39,9 +39,10 @@ def plan_corpus(
 
 
 def _print(found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retrieved: int, ratio: float) -> None:
+    warming = duration(3600 * found.warming_hours)
     OUT.print(
-        f"{nodes:,} passages of {tokens} tokens, {model}, {gpu}: {_bytes(found.corpus_bytes)} "
-        f"({found.kv_bytes_per_token / 1024:.0f} KiB a token), {_hours(found.warming_hours)} of warming on one machine",
+        f"{nodes:,} passages of {tokens} tokens, {model}, {gpu}: {size(found.corpus_bytes)} "
+        f"({found.kv_bytes_per_token / 1024:.0f} KiB a token), {warming} of warming on one machine",
         highlight=False,
         soft_wrap=True,
     )
@@ -60,20 +61,6 @@ def _print(found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retriev
         table.add_row(name, *row)
     OUT.print(table)
     OUT.print(f"rates: {found.rates.source}. Floors, with loading and computing side by side.", highlight=False)
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} PB"
-
-
-def _hours(hours: float) -> str:
-    if hours < 1:
-        return f"{hours * 60:.2g} minutes"
-    return f"{hours:,.1f} hours" if hours < 100 else f"{hours / 24:,.0f} days"
 
 
 def _seconds(seconds: float) -> str:

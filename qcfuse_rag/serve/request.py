@@ -202,18 +202,15 @@ class ChatRequest(BaseModel):
         """
         form = self.form
         turns: list[Turn] = [message.turn() for message in self.messages]
-        tools = form.tools
-        told = max((at for at, one in enumerate(self.messages) if one.role == "user"), default=-1)
-        if told >= 0:
-            turns[told] = {**self.messages[told].turn(), "content": form.told(self.messages[told].text)}
-        if self.documents is None:
-            return engine.plain(turns, tools)
         asked = max((at for at, one in enumerate(self.messages) if one.role == "user"), default=-1)
+        question = form.told(self.messages[asked].text) if asked >= 0 else ""
+        if self.documents is None:
+            if asked >= 0:
+                turns[asked] = {**self.messages[asked].turn(), "content": question}
+            return engine.plain(turns, form.tools)
         if asked < 0:
             raise QCFuseError("documents need a user's message that asks about them")
-        question = form.told(self.messages[asked].text)
-        if asked < len(turns) - 1:  # such as what tools have said since
-            return engine.plain(
-                [*engine.prompts.turns(question, self.documents, turns[:asked]), *turns[asked + 1 :]], tools
-            )
-        return engine.prompt(question, self.documents, turns[:asked], tools)
+        if since := turns[asked + 1 :]:  # such as what tools have said
+            before = engine.prompts.turns(question, self.documents, turns[:asked])
+            return engine.plain([*before, *since], form.tools)
+        return engine.prompt(question, self.documents, turns[:asked], form.tools)
