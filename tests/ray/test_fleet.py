@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -23,7 +24,8 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture(scope="module")
-def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Run two replicas; return what they are made of."""
     from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
 
     bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
@@ -31,8 +33,9 @@ def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) ->
     replica = RayWorkers(model, {"remote": bucket}, address=cluster, count=2, device="cpu")
     with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
         engine.warm(PASSAGES)
-    run_fleet(Fleet(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400), port=PORT)
-    yield
+    running = Fleet(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400)
+    run_fleet(running, port=PORT)
+    yield running
     stop_fleet()
 
 
@@ -69,7 +72,7 @@ async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> tuple[str, s
     return "broken off", ""
 
 
-async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(fleet: None, model: str) -> None:
+async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(fleet: Any) -> None:
     async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
         reference = [await ask(http, number) for number in range(6)]
         asked = [asyncio.create_task(ask(http, number % 6, stream=number % 2 == 0)) for number in range(200)]
@@ -90,9 +93,27 @@ async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(f
             assert (fate, text) == reference[number % 6], "the same answer from whichever replica"
 
 
-async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: None) -> None:
+async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) -> None:
     async with httpx.AsyncClient(timeout=60) as http:
         assert (await ask(http, 0))[0] == "401"
     async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
         assert (await ask(http, 0, n=2))[0] == "400"
         assert (await ask(http, 0, model="other"))[0] == "404"
+
+
+async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(fleet: Any) -> None:
+    from qcfuse_rag.serve.on_ray import run_fleet, stop_fleet
+
+    scaled = replace(fleet, ongoing=2, queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
+    await asyncio.to_thread(run_fleet, scaled, port=PORT)
+    async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 300}
+        responses = await asyncio.gather(*(http.post(URL, json=body) for _ in range(40)))
+        fates = Counter(one.status_code for one in responses)
+        print(fates)
+        assert set(fates) == {200, 429}
+        assert all("retry-after" in one.headers for one in responses if one.status_code == 429)
+        asked = asyncio.create_task(ask(http, 0, stream=True, max_tokens=1000))
+        await asyncio.sleep(1)
+        await asyncio.to_thread(stop_fleet)
+        assert (await asked)[0] == "200"

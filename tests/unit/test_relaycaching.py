@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
 from qcfuse_rag.fuse.relay import RelayRepair
 from qcfuse_rag.fuse.relay_layers import Relayed, RelayLayers, calibrate, value_cosines
-from qcfuse_rag.generate import decode
 from qcfuse_rag.generate.decode import TextStream
 from qcfuse_rag.ingest.generated import GENERATED
 from qcfuse_rag.store.chunk import ChunkKV
@@ -36,7 +36,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-        monkeypatch.setattr(decode, "Sampler", lambda params, device: lambda logits: next(tokens))
+        monkeypatch.setattr("qcfuse_rag.engine.Sampler", lambda params, lm: lambda logits: next(tokens))
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
         stream.result()
         return stream
@@ -146,16 +146,16 @@ def test_an_answer_of_other_tokens_is_not_kept_and_one_that_ends_otherwise_is(
 
 
 def test_an_answer_that_was_cut_off_is_kept_with_its_last_token_computed(
-    engine: FusionEngine, answering: Answering, monkeypatch: pytest.MonkeyPatch
+    engine: FusionEngine, answering: Answering
 ) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
     stream = answering(engine, old)
     assert stream.generation is not None
     ids = stream.generation.ids[:-1]
     short = engine.lm.tokenizer.decode(ids[:6])
-    cut = TextStream(engine.lm, engine.prefill(old, method=make_method("full"), room=6), SamplingParams(6))
-    tokens = iter(ids)
-    monkeypatch.setattr(decode, "Sampler", lambda params, device: lambda logits: next(tokens))
+    prefilled, tokens = engine.prefill(old, method=make_method("full"), room=6), iter(ids)
+    told: Any = lambda logits: next(tokens)  # noqa: E731
+    cut = TextStream(engine.lm, prefilled, SamplingParams(6), sampler=told)
     kept = engine.put_generated(cut)
     assert cut.result().finish_reason == "length"
     assert kept.computed == len(engine.prompts.chunk_ids(short)) - 5
