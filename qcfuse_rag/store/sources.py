@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -40,6 +41,9 @@ WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
 
 
+OPENING_S = 10.0
+
+
 class Sources:
     """Counts, for every stored chunk, the sources that use it: equal passages of two documents share one entry.
 
@@ -64,7 +68,7 @@ class Sources:
             self._database = sqlite3.connect(place, timeout=60, isolation_level=None, check_same_thread=False)
             if store.folder is not None:
                 (store.folder / "sources.db").chmod(0o600)
-                self._database.execute("PRAGMA journal_mode = WAL")
+                _write_ahead(self._database)
             _bring_up_to_date(self._database)
             self._database.executescript(SCHEMA + access.SCHEMA + located.SCHEMA)
             # Answers read beside whoever removes chunks, which may take as long as a remote takes.
@@ -285,6 +289,19 @@ class Sources:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log; SQLite does not wait for others who open the file at the same time, so this does."""
+    until = time.monotonic() + OPENING_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def _bring_up_to_date(database: sqlite3.Connection) -> None:
