@@ -239,15 +239,18 @@ async def test_bodies_are_bounded(backend: EngineBackend) -> None:
 async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
     backend: EngineBackend, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, prefill = threading.Event(), engine.prefill
+    begun, go_on, prefill = threading.Event(), threading.Event(), engine.prefill
 
     def slow(*given: Any, **options: Any) -> Any:
+        begun.set()
         go_on.wait(20)
         return prefill(*given, **options)
 
     monkeypatch.setattr(engine, "prefill", slow)
     async with client(make_app(backend)) as http:
-        asked = [asyncio.create_task(ask(http)) for _ in range(8)]
+        asked = [asyncio.create_task(ask(http))]
+        assert await asyncio.to_thread(begun.wait, 20)
+        asked += [asyncio.create_task(ask(http)) for _ in range(7)]
         while sum(one.done() for one in asked) < 5:  # one is being answered and two wait
             await asyncio.sleep(0.01)
         go_on.set()
@@ -301,7 +304,7 @@ async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None
     await anext(events)
     await events.aclose()  # type: ignore[attr-defined]
     scheduler = backend._served.scheduler
-    for _ in range(400):
+    for _ in range(4000):
         if scheduler.active == 0:
             break
         await asyncio.sleep(0.005)
