@@ -8,14 +8,13 @@ and under names made of their content, so what the lost one had written is writt
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from qcfuse_rag.cluster.workers import RayWorkers, connect, import_ray
+from qcfuse_rag.cluster.pool import Column, through_pool
+from qcfuse_rag.cluster.workers import RayWorkers, connect
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.ingest.base import BASES
@@ -24,8 +23,6 @@ from qcfuse_rag.model.language_model import LanguageModel
 
 AT_ONCE = 4096
 """Batches that the driver hands to Ray at a time; their token ids are all it keeps of them."""
-
-Column = dict[str, Any]
 
 
 class PrefillWorker:
@@ -68,32 +65,19 @@ def prefill_on_ray(
         QCFuseError: if Ray is not installed, there is no cluster, or a worker fails for a reason of its own.
     """
     connect(workers.address, workers.runtime_env)
-    ray, rest = import_ray(), iter(batches)
+    rest, arguments = iter(batches), (workers, lm.fingerprint.digest, frame, primer)
     while window := [{"batch": to_json(batch)} for batch in islice(rest, AT_ONCE)]:
-        pool = ray.data.from_items(window, override_num_blocks=len(window)).map_batches(
+        done = through_pool(
+            window,
             PrefillWorker,
-            fn_constructor_args=(workers, lm.fingerprint.digest, frame, primer),
+            arguments,
+            doing="warming",
+            count=workers.count,
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=workers.count, max_tasks_in_flight_per_actor=2),
-            **workers.resources(),
+            resources=workers.resources(),
         )
-        try:
-            for row in pool.iter_rows():
-                yield Done(**{name: int(value) for name, value in row.items()})
-        except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
-            raise QCFuseError(f"warming on Ray stopped: {reason_of(error)}; run it again to go on") from error
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what a worker raised on purpose, without the stacks of two processes around it; else all there is."""
-    told = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
-    return told[-1] if told else str(error)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "cause", None) or error.__cause__
+        for row in done:
+            yield Done(**{name: int(value) for name, value in row.items()})
 
 
 def to_json(batch: Batch) -> str:

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.cluster.prefill import reason_of
-from qcfuse_rag.cluster.workers import RayWorkers, connect, import_ray
+from qcfuse_rag.cluster.pool import Column, through_pool
+from qcfuse_rag.cluster.workers import RayWorkers, connect
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingest.read import Passages, find_files, read_passages
 from qcfuse_rag.model.load import load_tokenizer
 from qcfuse_rag.retrieve.embed import Embedder
 
 FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
-
-Column = dict[str, Any]
 
 
 class ReadWorker:
@@ -104,22 +102,21 @@ def _ordered(
 ) -> list[Any]:
     """Have workers turn items into results, which come in any order; return them in the items'."""
     connect(workers.address, workers.runtime_env)
-    ray = import_ray()
+    if not items:
+        return []
     rows = [{"number": number, column: item} for number, item in enumerate(items)]
-    count = max(1, min(workers.count, -(-len(rows) // batch_size)))
-    pool = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch_size)).map_batches(
+    made = through_pool(
+        rows,
         worker,
-        fn_constructor_args=arguments,
+        arguments,
+        doing="reading",
+        count=workers.count,
         batch_size=batch_size,
-        compute=ray.data.ActorPoolStrategy(size=count),
-        num_cpus=workers.cpus,
+        resources={"num_cpus": workers.cpus},
     )
     found: dict[int, Any] = {}
-    try:
-        for row in pool.iter_rows():
-            found[int(row["number"])] = row["found"]
-            if progress is not None:
-                progress(len(found), len(rows))
-    except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
-        raise QCFuseError(f"reading on Ray stopped: {reason_of(error)}") from error
+    for row in made:
+        found[int(row["number"])] = row["found"]
+        if progress is not None:
+            progress(len(found), len(rows))
     return [found[number] for number in range(len(rows))]

@@ -1,0 +1,63 @@
+"""Rows through a pool of workers on Ray Data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from qcfuse_rag.cluster.workers import import_ray
+from qcfuse_rag.errors import QCFuseError
+
+Column = dict[str, Any]
+"""What a worker takes and returns: for each name as many values as there are rows."""
+
+
+def through_pool(
+    rows: Sequence[Column],
+    worker: type[Any],
+    arguments: tuple[Any, ...],
+    *,
+    doing: str,
+    count: int,
+    batch_size: int,
+    resources: dict[str, Any],
+) -> Iterator[Column]:
+    """Yield what workers make of rows, in any order; this process is connected to a cluster.
+
+    Args:
+        rows: what to work on.
+        worker: takes `arguments`, and is called with columns.
+        arguments: of every worker.
+        doing: what is said to have stopped if it fails.
+        count: most workers.
+        batch_size: rows that a worker takes at a time.
+        resources: that Ray sets aside for each worker.
+
+    Raises:
+        QCFuseError: if a worker fails for a reason of its own; Ray gives the rows of one that is lost to another.
+    """
+    ray, batches = import_ray(), -(-len(rows) // batch_size)
+    pool = ray.data.from_items(rows, override_num_blocks=batches).map_batches(
+        worker,
+        fn_constructor_args=arguments,
+        batch_size=batch_size,
+        compute=ray.data.ActorPoolStrategy(size=min(count, batches), max_tasks_in_flight_per_actor=2),
+        **resources,
+    )
+    try:
+        yield from pool.iter_rows()
+    except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
+        raise QCFuseError(f"{doing} on Ray stopped: {reason_of(error)}; run it again, what is stored stays") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what a worker raised on purpose, without the stacks of two processes around it; else all there is."""
+    told = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
+    return told[-1] if told else str(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
