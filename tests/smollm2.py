@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 from functools import cache
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.demo.assets import corpus, default_model, questions
+
+TAKES_MINUTES = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(os.environ.get("QCFUSE_STRESS") != "full", reason="takes minutes: make drop-in"),
+]
+"""Marks of tests that compare the real model with others over many questions."""
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +15,11 @@ from qcfuse_rag.generate.constrain import json_grammar
 from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.text import unfinished
+from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import Tool
+
+if TYPE_CHECKING:
+    from qcfuse_rag.engine import FusionEngine
 
 ToolChoice = str | bool | Mapping[str, Any] | None
 """Which tool to call: `auto` or None as the model likes, `none`, `required` or `any` for one of them, a tool's name, or
@@ -84,6 +88,30 @@ class AnswerForm:
             'response_format has to be {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", '
             f'"json_schema": {{"schema": ...}}}}, not {dict(wanted)}'
         )
+
+    def prompt(
+        self, engine: FusionEngine, turns: Sequence[Mapping[str, Any]], passages: Sequence[str] | None = None
+    ) -> Prompt:
+        """Return the prompt of a conversation, whose last question is told what form its answer takes.
+
+        Args:
+            engine: builds it.
+            turns: messages as a chat template reads them. The last user's is the question, and if there is none the
+                last one; others may follow, such as what tools have said.
+            passages: what the question is about, put before it by the RAG prompt. None finds warmed passages in the
+                messages.
+
+        Raises:
+            InvalidTemplate: if the model's chat template does not take the messages or shows no tools.
+        """
+        asked = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1)
+        history, since = turns[:asked], turns[asked + 1 :]
+        question = self.told(turns[asked]["content"])
+        if passages is None:
+            return engine.plain([*history, {**turns[asked], "content": question}, *since], self.tools)
+        if since:
+            return engine.plain([*engine.prompts.turns(question, passages, history), *since], self.tools)
+        return engine.prompt(question, passages, history, self.tools)
 
     def told(self, question: str) -> str:
         """Return a question with the schema that its answer has to follow, for the model to know it."""

@@ -15,7 +15,6 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generate.answer_form import AnswerForm
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.prompt.segments import Prompt
-from qcfuse_rag.prompt.template import Turn
 
 MOST_TOKENS = 1024
 """Tokens of an answer that does not say how many it may have, as far as they fit."""
@@ -198,19 +197,9 @@ class ChatRequest(BaseModel):
         """Return the prompt.
 
         Raises:
+            QCFuseError: if there are documents and nobody asks about them.
             InvalidTemplate: if the model's chat template does not take the messages or shows no tools.
         """
-        form = self.form
-        turns: list[Turn] = [message.turn() for message in self.messages]
-        asked = max((at for at, one in enumerate(self.messages) if one.role == "user"), default=-1)
-        question = form.told(self.messages[asked].text) if asked >= 0 else ""
-        if self.documents is None:
-            if asked >= 0:
-                turns[asked] = {**self.messages[asked].turn(), "content": question}
-            return engine.plain(turns, form.tools)
-        if asked < 0:
+        if self.documents is not None and all(message.role != "user" for message in self.messages):
             raise QCFuseError("documents need a user's message that asks about them")
-        if since := turns[asked + 1 :]:  # such as what tools have said
-            before = engine.prompts.turns(question, self.documents, turns[:asked])
-            return engine.plain([*before, *since], form.tools)
-        return engine.prompt(question, self.documents, turns[:asked], form.tools)
+        return self.form.prompt(engine, [message.turn() for message in self.messages], self.documents)

@@ -286,19 +286,13 @@ class ChatQCFuse(BaseChatModel):
             seed=kwargs.get("seed"),
         )
         turns = [turn_of(message) for message in messages]
-        turns[-1] = {**turns[-1], "content": form.told(turns[-1]["content"])}
-        shown = [text for message in messages for text in documents_in(message)]
-        given = [*shown, *(one.page_content for one in documents or ())]
+        passages = [text for message in messages for text in documents_in(message)]
+        passages += [one.page_content for one in documents or ()]
+        about = None if documents is None and not passages else passages
 
         def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
             settings = form.sampling(sampling, engine.lm.tokenizer)
-            if documents is None and not shown:
-                return engine.plain(turns, form.tools), settings
-            asked = max((at for at, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1)
-            history, question, since = turns[:asked], turns[asked]["content"], turns[asked + 1 :]
-            if since:  # such as what tools have said
-                return engine.plain([*engine.prompts.turns(question, given, history), *since], form.tools), settings
-            return engine.prompt(question, given, history, form.tools), settings
+            return form.prompt(engine, turns, about), settings
 
         return request
 

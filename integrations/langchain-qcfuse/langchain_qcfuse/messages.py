@@ -18,12 +18,12 @@ from langchain_core.messages import (
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 
-from qcfuse_rag import Generation, ToolReply, Turn
+from qcfuse_rag import Generation, ToolReply
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
-def turn_of(message: BaseMessage) -> Turn:
+def turn_of(message: BaseMessage) -> dict[str, Any]:
     """Return a message as a chat template reads it, with the tools it calls or answers for."""
     role = message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
     turn: dict[str, Any] = {"role": role, "content": str(message.text)}

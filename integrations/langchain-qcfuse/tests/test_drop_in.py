@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
@@ -16,14 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from langchain_qcfuse import ChatQCFuse
 from qcfuse_rag.demo.assets import corpus, default_embedder
-from tests.smollm2 import smollm2_folder, smollm2_questions
+from tests.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(os.environ.get("QCFUSE_STRESS") != "full", reason="takes minutes: make drop-in"),
-]
+pytestmark = TAKES_MINUTES
 COUNT = 30
 PROMPT = ChatPromptTemplate.from_messages(
     [("system", "Answer the question from the context, as short as you can.\n\n{context}"), ("human", "{input}")]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.embeddings import resolve_embed_model
 from llama_index.core.instrumentation import get_dispatcher
@@ -16,14 +14,9 @@ from llama_index.llms.huggingface import HuggingFaceLLM
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.demo.assets import corpus, default_embedder
-from tests.smollm2 import smollm2_folder, smollm2_questions
+from tests.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.slow,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(os.environ.get("QCFUSE_STRESS") != "full", reason="takes minutes: make drop-in"),
-]
+pytestmark = TAKES_MINUTES
 COUNT = 30
 
 
