@@ -64,7 +64,6 @@ def smollm2() -> LanguageModel:
     """Return the real SmolLM2-135M-Instruct that the demo uses."""
     from qcfuse_rag.demo.assets import default_model
 
-    torch.set_num_threads(2)
     return LanguageModel.load(default_model(), device="cpu")
 
 
