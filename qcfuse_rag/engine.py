@@ -22,10 +22,12 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.self_check import check_exact
+from qcfuse_rag.fuse.step_graph import DecodeSteps
 from qcfuse_rag.generate.decode import Generation, TextStream
 from qcfuse_rag.generate.many import answer_many
 from qcfuse_rag.generate.sampling import Sampler, SamplingParams
 from qcfuse_rag.generate.verify import VerifiedGeneration, generate_verified
+from qcfuse_rag.generate.warm_up import warm_up
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.company import Company
 from qcfuse_rag.ingest.generated import Kept, keep_generated
@@ -33,25 +35,23 @@ from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
 from qcfuse_rag.ingest.warm import Progress, Stale, WarmJob, with_first_pass
-from qcfuse_rag.methods import choose_method, make_method
+from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.segments import Prompt, Role, Segment
+from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import PromptBuilder, PromptTemplate, Tool, Turn
 from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.located import Located
-from qcfuse_rag.store.memory import MemoryStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.trust.activity import Activity
 from qcfuse_rag.trust.shadow import Shadow, ShadowSettings
 from qcfuse_rag.trust.verdict import Verdict, look_up
 
-WARM_UP_TOKENS = 64
 if TYPE_CHECKING:
     from qcfuse_rag.cluster.workers import RayWorkers
 
@@ -75,6 +75,7 @@ class FusionEngine:
         profile: the profile that `load` gave the model its critical layers from, or None.
         profile_ignored: why `load` did not use the profile that is beside the store, or None.
         costs: what passes and loading cost here, by which a method's guard decides; see `fuse.measured`.
+        step: computes the next token's row of one or several requests; see `fuse.step_graph`.
         verdict: what `qcfuse verify` found out about the method on this model, where `load` found it, or None.
     """
 
@@ -99,6 +100,7 @@ class FusionEngine:
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
+        self.step = DecodeSteps(lm)
         self._loading = Loading(lm, load_limit_s)
         self.profile: Profile | None = None
         self.profile_ignored: str | None = None
@@ -436,19 +438,13 @@ class FusionEngine:
     def warm_up(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
-        Kernels are compiled and compared with their references, the first passes of the process made, and the costs
-        measured that the method's guard goes by, if there is something in the store to measure loading by.
+        Kernels are compiled and compared with their references, the first passes of the process made, decode steps
+        recorded where there is a GPU, and the costs measured that the method's guard goes by, if there is something in
+        the store to measure loading by. To be done before anything is asked.
         """
         started = time.perf_counter()
-        store = MemoryStore()
-        head = self.prompts.frame or self.prompts.chunk_ids(PRIMER)[:1]
-        passages = [self.prompts.chunk_ids(PRIMER)[:WARM_UP_TOKENS]] * 2
-        segments = [(Role.HEAD, head), *((Role.CHUNK, ids) for ids in passages), (Role.QUESTION, passages[0][:8])]
-        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
-        WarmJob(self.lm, store, head, passages, bases=(FRAMED,), primer=passages[0]).run()
-        params = SamplingParams(max_new_tokens=2)
-        done = prefill(self.lm, store, prompt, make_method("prophetkv", ratio=0.1, base=FRAMED), room=2)
-        TextStream(self.lm, done, params).result()
+        warm_up(self.lm, self.prompts)
+        self.step.warm_up()
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.costs()
         return time.perf_counter() - started
@@ -486,7 +482,7 @@ class FusionEngine:
         params = sampling or SamplingParams()
         sampler = Sampler(params, self.lm)  # a grammar that cannot be followed is known before anything is computed
         prefilled = self.prefill(prompt, method=method, room=params.max_new_tokens)
-        return TextStream(self.lm, prefilled, params, cancel, sampler)
+        return TextStream(self.lm, prefilled, params, cancel, sampler, self.step)
 
     def generate(
         self,

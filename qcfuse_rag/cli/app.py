@@ -341,6 +341,7 @@ def models_check(
         OUT.print(f"  kernels: {report['kernels']}; full prefill attends by {report['full_prefill_attention']}")
         OUT.print(f"  all rows against the model's own forward: {report['check']['all_rows']:.2g}")
         OUT.print(f"  reused rows against caches computed in place: {report['check']['question_rows']:.2g}")
+        OUT.print(f"  a decode step against the plain forward: {report['check']['step']:.2g}")
         OUT.print(f"  (largest logit difference in standard deviations; allowed {report['check']['tolerance']:g})")
     else:
         ERR.print(f"[red]not supported[/red]: {report['reason']}", highlight=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.cli.console import ERR
+from qcfuse_rag.cli.console import ERR, status
 from qcfuse_rag.cli.library import KV_FOLDER, is_encrypted, note_verdict, open_engine, open_kv
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
@@ -72,6 +72,10 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
     with open_kv(library, remote=options.remote) as store:
         engine = open_engine(store, options.model, method, options.device, options.dtype)
         note_verdict(engine)
+        with status("warming up"):
+            engine.warm_up()
+        if engine.lm.device.type == "cuda" and engine.step.refusal is not None:
+            ERR.print(f"decode steps are launched kernel by kernel: {engine.step.refusal}", highlight=False)
         served = ServedEngine.of(engine, SchedulerSettings(waiting=options.waiting))
         backend = EngineBackend(served, name, most_tokens=options.most_tokens)
         app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)

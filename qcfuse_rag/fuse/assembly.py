@@ -17,6 +17,7 @@ from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, wides
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.patience import Patience
 from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
+from qcfuse_rag.fuse.pool import BufferPool
 from qcfuse_rag.ingest.base import BASES, BLIND, Base
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Span
@@ -84,10 +85,10 @@ class Assembly:
     arrival: Arrival | None = None
 
     @classmethod
-    def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int) -> Assembly:
-        """Start with nothing known and room for `capacity` tokens."""
+    def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int, pool: BufferPool | None = None) -> Assembly:
+        """Start with nothing known and room for `capacity` tokens, in a pool's memory if there is one."""
         ids = torch.tensor(prompt.ids, dtype=torch.int64, device=lm.device)
-        buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device)
+        buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
         return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
 
     def load(

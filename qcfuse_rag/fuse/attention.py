@@ -122,19 +122,19 @@ def _step_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend with one row of each request, to the keys in its own buffer; return `[B, 1, Hq, Dv]`."""
+    if plan.table is not None:
+        from qcfuse_rag.fuse.kernels.step import step_attention
+
+        return step_attention(
+            query, plan.table, layer, plan.rows, scaling=scaling, softcap=softcap, window=window, sinks=sinks
+        )
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         last = position + 1
         first = 0 if window is None else max(0, last - window)
         own = query[index : index + 1]
         key, value = (held[layer][:, :, first:last] for held in (buffer.keys, buffer.values))
-        if kernels_take(own, value):
-            from qcfuse_rag.fuse.kernels.attention import sparse_attention
-
-            row = plan.rows[index : index + 1]
-            row = row - first if first else row
-            outputs.append(sparse_attention(own, key, value, row, scaling=scaling, softcap=softcap, sinks=sinks))
-        elif softcap is None and sinks is None:
+        if softcap is None and sinks is None:
             block = RowBlock(0, 1, first, last, mask=None, causal=False)
             outputs.append(_fast_attention(own, key, value, block, scaling).transpose(1, 2))
         else:
@@ -223,9 +223,9 @@ def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float 
     """Return `[1, Hq, R, T]` float32 scores before masking and softmax."""
     batch, heads, rows, dim = query.shape
     folded = query.reshape(batch, key.shape[1], -1, dim).float()
-    scores = (folded @ key.float().transpose(-1, -2)) * scaling
+    scores = (folded @ key.float().transpose(-1, -2)).mul_(scaling)  # in place: they are all a pass has of this size
     if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     return scores.reshape(batch, heads, rows, key.shape[2])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from qcfuse_rag.fuse.pool import BufferPool
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.model.rope import KVShape
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVBuffer:
     """Rotated keys and values of a prompt and the answer to come.
 
@@ -36,14 +38,24 @@ class KVBuffer:
 
     @classmethod
     def allocate(
-        cls, shapes: tuple[KVShape, ...], capacity: int, *, dtype: torch.dtype, device: torch.device, batch: int = 1
+        cls,
+        shapes: tuple[KVShape, ...],
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch: int = 1,
+        pool: BufferPool | None = None,
     ) -> KVBuffer:
-        """Reserve room for `capacity` tokens of each of `batch` sequences."""
-
-        def new(shape: KVShape, channels: int) -> Tensor:
-            return torch.empty(batch, shape.kv_heads, capacity, channels, dtype=dtype, device=device)
-
-        return cls(tuple(new(s, s.key_dim) for s in shapes), tuple(new(s, s.value_dim) for s in shapes))
+        """Reserve room for `capacity` tokens of each of `batch` sequences, in a pool's memory if it is the host's."""
+        sizes = [(batch, shape.kv_heads, capacity, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim)]
+        if pool is None or device.type != "cpu":
+            held = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+        else:
+            lengths = [math.prod(size) for size in sizes]
+            parts = torch.split(pool.take(sum(lengths) * dtype.itemsize).view(dtype), lengths)
+            held = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        return cls(tuple(held[::2]), tuple(held[1::2]))
 
     @property
     def capacity(self) -> int:

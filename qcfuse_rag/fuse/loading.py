@@ -1,10 +1,11 @@
-"""How an engine brings stored chunks to its requests."""
+"""How an engine brings stored chunks to its requests, and what it keeps for that from one to the next."""
 
 from __future__ import annotations
 
 import threading
 
 from qcfuse_rag.fuse.kernels.support import kernels_run_on, widest_head
+from qcfuse_rag.fuse.pool import SPARE_BYTES, BufferPool
 from qcfuse_rag.fuse.transfer import Link, Transfer
 from qcfuse_rag.model.language_model import LanguageModel
 
@@ -18,15 +19,20 @@ class Loading:
         lm: the model.
         limit_s: most seconds that a request waits for its store, in all; what has not come by then is computed. None
             waits as long as it takes.
+        spare_bytes: most bytes of host memory to keep for the buffers of coming requests; 0 has torch allocate them.
+
+    Attributes:
+        pool: where buffers in host memory come from, if not from torch.
 
     Raises:
         ValueError: if no time is left to wait at all.
     """
 
-    def __init__(self, lm: LanguageModel, limit_s: float | None = LIMIT_S) -> None:
+    def __init__(self, lm: LanguageModel, limit_s: float | None = LIMIT_S, spare_bytes: int = SPARE_BYTES) -> None:
         if limit_s is not None and limit_s <= 0:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {limit_s}")
         self.limit_s = limit_s
+        self.pool = BufferPool(spare_bytes) if spare_bytes else None
         self._lm = lm
         self._link: Link | None = None
         self._making = threading.Lock()

@@ -84,7 +84,7 @@ def prefill(
     method = method if refusal is None else method.in_full
     refused: dict[int, Miss] = {}
     while True:  # each time around without another chunk at least
-        assembly = Assembly.empty(lm, prompt, len(prompt) + room)
+        assembly = Assembly.empty(lm, prompt, len(prompt) + room, None if loading is None else loading.pool)
         try:
             return _attempt(
                 assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, patience, refused, pause

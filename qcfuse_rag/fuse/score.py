@@ -10,7 +10,8 @@ from torch import Tensor
 from qcfuse_rag.fuse.attention import attention_scores
 from qcfuse_rag.fuse.kernels.support import kernels_take
 
-MAX_SCORE_BYTES = 256 << 20
+LEAST_ROWS = 8
+"""Rows scored at a time even if they take more than a layer's keys and values; fewer make slow products."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +86,8 @@ def plain_attention_weights(
     length = key.shape[2]
     positions = torch.arange(length, device=key.device)
     total = torch.zeros(length, dtype=torch.float32, device=key.device)
-    step = max(1, MAX_SCORE_BYTES // (4 * query.shape[1] * length))
+    # Scores, weights and masks of some rows: no more than the layer's keys and values themselves.
+    step = max(LEAST_ROWS, 2 * key.nbytes // (3 * 4 * query.shape[1] * length))
     for start in range(0, query.shape[2], step):
         part = rows[start : start + step]
         distance = part[:, None] - positions[None, :]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.prefill import Prefilled
-from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate.answer import Answer, FinishReason
 from qcfuse_rag.generate.sampling import Sampler, SamplingParams
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.report.fusion import FusionReport
+
+Step = Callable[[Sequence[int], Sequence[int], Sequence[KVBuffer]], Tensor]
+"""`(tokens, positions, buffers) -> [B, vocabulary]` float32 logits: computes the next row of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,19 @@ class TextStream(Iterator[str]):
         params: SamplingParams,
         cancel: threading.Event | None = None,
         sampler: Sampler | None = None,
+        step: Step | None = None,
     ) -> None:
         self.report = prefilled.report
         self.prefilled = prefilled
         self.generation: Generation | None = None
-        self._pieces = self._decode(lm, prefilled, params, sampler or Sampler(params, lm), cancel or threading.Event())
+        self._pieces = self._decode(
+            lm,
+            prefilled,
+            params,
+            sampler or Sampler(params, lm),
+            cancel or threading.Event(),
+            step or partial(forward_step, lm),
+        )
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -106,6 +118,7 @@ class TextStream(Iterator[str]):
         params: SamplingParams,
         sampler: Sampler,
         cancel: threading.Event,
+        step: Step,
     ) -> Iterator[str]:
         started = time.perf_counter()
         answer = Answer(lm, params)
@@ -120,9 +133,7 @@ class TextStream(Iterator[str]):
                 yield piece
             if answer.reason is not None:
                 break
-            row = torch.tensor([position], device=lm.device)
-            plan = RowsPlan.of(row, lm.sliding)
-            logits = forward_rows(lm, torch.tensor([token], device=lm.device), plan, prefilled.buffer)
+            logits = step([token], [position], [prefilled.buffer])[0]
             position += 1
         rest = answer.finish()
         if rest:

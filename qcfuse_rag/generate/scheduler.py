@@ -20,7 +20,6 @@ from qcfuse_rag.errors import Busy
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import require_room
 from qcfuse_rag.fuse.recompute import Pause
-from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.prompt.segments import Prompt
@@ -195,8 +194,7 @@ class Scheduler:
         if not going:
             return
         try:
-            logits = forward_step(
-                self._engine.lm,
+            logits = self._engine.step(
                 [one.last for one in going],
                 [one.position for one in going],
                 [one.buffer for one in going],

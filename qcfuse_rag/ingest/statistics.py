@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import attention_scores
-from qcfuse_rag.fuse.score import MAX_SCORE_BYTES
+
+MAX_SCORE_BYTES = 256 << 20
 
 
 class ContextAttention:

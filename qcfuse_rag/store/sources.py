@@ -40,8 +40,8 @@ INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
 WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
 
-
 OPENING_S = 10.0
+"""Seconds to wait for others who open the manifest at the same time."""
 
 
 class Sources:

@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import check_exact
+from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fuse.step_graph import CudaRecorder
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import FAMILIES, build_model
 
@@ -16,6 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+WITH_EXPERTS = ("gpt-oss-sinks", "qwen2-moe-silent-window")
+"""Whose code may wait for the device, by transformers' way to compute experts there."""
 
 
 def engine_on(device: str, dtype: torch.dtype, family: str, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
@@ -47,6 +52,35 @@ def test_decoding_on_the_device(tokenizer: PreTrainedTokenizerFast) -> None:
     params = SamplingParams(max_new_tokens=16)
     prompt = on_cpu.prompt(QUESTION, PASSAGES)
     assert on_gpu.generate(prompt, params).ids == on_cpu.generate(prompt, params).ids
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_decode_steps_are_recorded_for_every_family(
+    family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = engine_on("cuda", dtype, family, tokenizer)
+    stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=1))
+    position, buffer = stream.report.prompt_tokens, stream.prefilled.buffer
+    engine.step.warm_up(requests=(1, 2))
+    if family not in WITH_EXPERTS:
+        assert engine.step.refusal is None
+    found, expected = engine.step([5], [position], [buffer]), forward_step(engine.lm, [5], [position], [buffer])
+    assert float((found - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
+    recorder, current = CudaRecorder(torch.device("cuda")), torch.cuda.current_stream()
+    held = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        recorder.record(lambda: held * held.sum().item())
+    assert torch.cuda.current_stream() == current
+    torch.cuda.empty_cache()
+    result, replay = recorder.record(lambda: held * 2)
+    held.fill_(3)
+    with recorder.turn():
+        replay()
+    assert result.tolist() == [6] * 4
 
 
 @pytest.mark.parametrize("numbers", ["model", "int8"])

@@ -121,7 +121,7 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
     query = torch.randn(1, 4, 3, 8, generator=generator)
     key = torch.randn(1, 2, length, 8, generator=generator)
     key[:, :, ~known] = torch.nan
-    monkeypatch.setattr("qcfuse_rag.fuse.score.MAX_SCORE_BYTES", 1)  # one row at a time
+    monkeypatch.setattr("qcfuse_rag.fuse.score.LEAST_ROWS", 1)  # two rows, then one
     found = attention_weights(query, key, rows, known, scaling=0.5, window=window, reduce=reduce)
     per_row = torch.zeros(4, 3, length)
     for head in range(4):

@@ -19,13 +19,17 @@ from tests.families import build_model
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import attention, context_score, place, support
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.kernels import attention, context_score, place, step, support
 from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.fuse.kernels.step import append_step, step_attention, step_attention_reference
 from qcfuse_rag.fuse.kernels.support import kernel_refusal
 from qcfuse_rag.fuse.score import attention_weights
-from qcfuse_rag.model.rope import LayerRope
+from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fuse.step_table import StepTable
+from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import narrow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,6 +93,82 @@ def test_attention_with_all_that_models_ask_for(
     found = sparse_attention(query, key, value, rows, splits=splits, **about)  # type: ignore[arg-type]
     expected = sparse_attention_reference(query, key, value, rows, **about)  # type: ignore[arg-type]
     assert relative_error(found, expected) < 1e-5
+
+
+def step_operands(
+    ends: list[int], heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, layers: int = 2
+) -> tuple[Tensor, list[KVBuffer], StepTable, Tensor]:
+    """Fresh queries of requests of different lengths, whose buffers hold NaN behind each one's own row."""
+    shapes, buffers = [KVShape(kv_heads, dim, value_dim)] * layers, []
+    for end in ends:
+        buffer = KVBuffer.allocate(tuple(shapes), end + 1 + 9 * len(buffers), dtype=dtype, device=torch.device(DEVICE))
+        for held in (*buffer.keys, *buffer.values):
+            held.copy_(torch.randn(held.shape))[:, :, end + 1 :] = float("nan")
+        buffers.append(buffer)
+    query = torch.randn(len(ends), heads, 1, dim).to(DEVICE, dtype)
+    return query, buffers, StepTable.of(buffers, shapes, max(ends) + 1), torch.tensor(ends, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256)]
+)
+def test_a_step_attends_to_each_requests_own_buffer(
+    heads: int, kv_heads: int, dim: int, value_dim: int, splits: int | None, dtype: torch.dtype
+) -> None:
+    query, buffers, table, rows = step_operands([0, 130, 64, 3], heads, kv_heads, dim, value_dim, dtype)
+    for layer in range(2):
+        found = step_attention(query, table, layer, rows, scaling=0.2, splits=splits)
+        expected = step_attention_reference(query, buffers, layer, rows, scaling=0.2)
+        assert found.shape == expected.shape == (4, 1, heads, value_dim)
+        assert found.dtype == dtype
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, 3.0), (1000, None)])
+def test_a_step_with_all_that_models_ask_for(
+    splits: int, sinks: bool, window: int | None, softcap: float | None
+) -> None:
+    query, buffers, table, rows = step_operands([399, 20, 128], 6, 2, 64, 32, torch.float32)
+    about: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
+    about["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
+    found = step_attention(query, table, 1, rows, splits=splits, **about)
+    assert relative_error(found, step_attention_reference(query, buffers, 1, rows, **about)) < 1e-5
+
+
+def test_a_step_writes_where_its_rows_are_and_nowhere_else() -> None:
+    _, buffers, table, rows = step_operands([7, 0, 30], 4, 2, 64, 48, torch.float16)
+    before = [[held.clone() for held in (*buffer.keys, *buffer.values)] for buffer in buffers]
+    key, value = (torch.randn(3, 2, 1, dim).to(DEVICE, torch.float16) for dim in (64, 48))
+    append_step(key.transpose(1, 2).contiguous().transpose(1, 2), value, table, 1, rows)
+    for index, (row, buffer) in enumerate(zip(rows.tolist(), buffers, strict=True)):
+        assert torch.equal(buffer.keys[1][0, :, row], key[index, :, 0])
+        assert torch.equal(buffer.values[1][0, :, row], value[index, :, 0])
+        for held, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
+            held[:, :, row], old[:, :, row] = 0, 0
+            assert torch.allclose(held, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_steps_that_do_not_fit_are_refused() -> None:
+    query, buffers, table, rows = step_operands([7, 0], 4, 2, 64, 64, torch.float32)
+    for call, message in (
+        (lambda: step_attention(query[:1], table, 0, rows[:1], scaling=1.0), "a table of 1 requests"),
+        (lambda: step_attention(query, table, 0, rows[:1], scaling=1.0), r"rows must be \[2\] int64"),
+        (lambda: step_attention(query[..., :32], table, 0, rows, scaling=1.0), "one row of each request"),
+        (lambda: step_attention(query[:, :3], table, 0, rows, scaling=1.0), "3 query heads over 2 key heads"),
+        (lambda: append_step(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
+        (lambda: append_step(query, query, table, 0, rows), "do not go into buffers"),
+        (lambda: step_attention(query.half(), table, 0, rows, scaling=1.0), "float16 over buffers of torch.float32"),
+        (lambda: step_attention(query, table, 0, rows, scaling=1.0, window=0), "window must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    apart = KVBuffer(tuple(held.transpose(1, 2) for held in buffers[0].keys), buffers[0].values)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        StepTable.of([apart], table.shapes, 8)
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:
@@ -253,7 +333,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr("qcfuse_rag.fuse.arrival.kernels_place", lambda *given: True)
     if DEVICE == "cpu":
         monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby())
+    monkeypatch.setattr("qcfuse_rag.fuse.step.kernels_run_on", lambda *given: True)
     monkeypatch.setattr(attention, "sparse_attention", counted("attention", sparse_attention))
+    monkeypatch.setattr(step, "step_attention", counted("step", step_attention))
+    monkeypatch.setattr(step, "append_step", counted("append", append_step))
     monkeypatch.setattr(context_score, "context_scores", counted("score", context_scores))
     monkeypatch.setattr(place, "place_blocks", counted("place", place_blocks))
     return called
@@ -279,8 +362,11 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     with_kernels.clear()
     ours = engine.prefill(prompt, method=method, room=4)
     assert set(with_kernels) == {"attention", "score", "place"}
+    with_kernels.clear()
+    followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
+    assert set(with_kernels) == {"step", "append"}
     monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: None)
-    for module in ("kernels.support", "assembly"):
+    for module in ("kernels.support", "assembly", "step"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: False)
     with_kernels.clear()
     theirs = engine.prefill(prompt, method=method, room=4)
@@ -288,6 +374,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     assert ours.report.selected == theirs.report.selected
     assert ours.report.bytes_loaded == theirs.report.bytes_loaded or numbers != "model"
     assert relative_error(ours.logits, theirs.logits) < 1e-4
+    assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [theirs.buffer])) < 1e-4
 
 
 def test_a_damaged_block_is_a_miss_with_kernels_too(
@@ -353,7 +440,7 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=DTYPES[2].marks)], ids=str)
 def test_every_kernel_is_within_its_tolerance_here(dtype: torch.dtype) -> None:
     errors = support.kernel_errors(torch.device(DEVICE), dtype, 64)
-    assert len(errors) == 3 + 3 + 4
+    assert len(errors) == 3 + 3 + 4 + 4
     assert max(errors.values()) < support.TOLERANCE
 
 

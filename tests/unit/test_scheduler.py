@@ -29,11 +29,11 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
+from qcfuse_rag.fuse import step_graph
 from qcfuse_rag.fuse.forward import forward_rows
 from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.step import forward_step
-from qcfuse_rag.generate import scheduler as module
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import FAMILIES, build_model
 
@@ -191,7 +191,7 @@ def test_a_failed_step_ends_only_the_answers_it_fails_for(
         return forward_step(lm, tokens, positions, buffers)
 
     assert len(bad) + 60 <= len(good) or len(good) + 60 <= len(bad)
-    monkeypatch.setattr(module, "forward_step", failing)
+    monkeypatch.setattr(step_graph, "forward_step", failing)
     with scheduler._changed:
         first, wrong = scheduler.submit(good, LONG), scheduler.submit(bad, LONG)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -258,7 +258,7 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
         return forward_step(*rest)
 
     monkeypatch.setattr(engine, "prefill", noted)
-    monkeypatch.setattr(module, "forward_step", stepped)
+    monkeypatch.setattr(step_graph, "forward_step", stepped)
     with Scheduler(engine, SchedulerSettings(active=8, steps=3)) as scheduler:
         with scheduler._changed:  # so that none is taken before all are there
             answers = [scheduler.submit(prompt, SamplingParams(max_new_tokens=30)) for prompt in given]
@@ -301,7 +301,7 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
 
     plain = engine.prefill
     monkeypatch.setattr(engine, "prefill", prefill)
-    monkeypatch.setattr(module, "forward_step", step)
+    monkeypatch.setattr(step_graph, "forward_step", step)
     first, second = engine.prompt(QUESTION, PASSAGES[:1]), engine.prompt(QUESTION, PASSAGES)
     full = make_method("full")
     expected = [engine.generate(one, LONG, method=full).ids for one in (first, second)]

@@ -22,7 +22,7 @@ from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
-from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fuse.step_graph import DecodeSteps
 from qcfuse_rag.ingest.primer import PRIMER_TOKENS
 from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.methods import make_method
@@ -96,13 +96,16 @@ def measure_speed(
         "decode": [],
     }
     generator = torch.Generator().manual_seed(0)
+    step = DecodeSteps(lm)
+    if options.requests:
+        step.warm_up(options.requests)
     with ExitStack() as stack:
         stores = {name: _open(name, lm, options, stack) for name in options.tiers}
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, stores, prompt, options.methods)
             result["prefill"] += _prefills(lm, stores, prompt, options, ceilings)
-            result["decode"] += _decodes(lm, next(iter(stores.values())), prompt, options, ceilings)
+            result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options, ceilings)
             if keep is not None:
                 keep(result)
             if progress is not None:
@@ -165,7 +168,7 @@ def _prefills(
     sides: list[tuple[str, KVStore, Method]] = [("-", next(iter(stores.values())), FULL)]
     sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
     times: list[list[float]] = [[] for _ in sides]
-    loading = Loading(lm)
+    loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
     reports = [prefill(lm, store, prompt, method, loading=loading).report for _, store, method in sides]
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
@@ -209,7 +212,7 @@ def _prefills(
                 "of_floor": max(arithmetic, loading_s) / ttft,
                 "bytes_loaded": report.bytes_loaded,
                 "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
-                "peak_bytes": peak_bytes(lm.device, partial(prefill, lm, store, prompt, method, loading=loading)),
+                "peak_bytes": peak_bytes(lm.device, partial(prefill, lm, store, prompt, method, loading=counted)),
                 "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
             }
         )
@@ -217,7 +220,7 @@ def _prefills(
 
 
 def _decodes(
-    lm: LanguageModel, store: KVStore, prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
+    lm: LanguageModel, step: DecodeSteps, store: KVStore, prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
 ) -> list[dict[str, Any]]:
     """Time decode steps of one and of several requests over the same prompt."""
     found = []
@@ -227,15 +230,16 @@ def _decodes(
     for requests in options.requests:
         buffers = [_copied(done.buffer) for _ in range(requests)]
         tokens, taken = [token] * requests, []
-        for step in range(STEPS):
-            positions = [len(prompt) + step] * requests
-            taken.append(seconds(lm, lambda: forward_step(lm, tokens, positions, buffers)))  # noqa: B023
+        for at in range(STEPS):
+            positions = [len(prompt) + at] * requests
+            taken.append(seconds(lm, lambda: step(tokens, positions, buffers)))  # noqa: B023
         step_s = median(taken[1:])
         floor = step_bytes(lm, len(prompt), requests) / ceilings.memory
         found.append(
             {
                 "context": sum(len(span) for span in prompt.chunks),
                 "requests": requests,
+                "recorded": step.refusal is None,
                 "step_s": step_s,
                 "tokens_per_s": requests / step_s,
                 "bytes_s": floor,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.attention import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on
+from qcfuse_rag.fuse.kernels.streaming import NEVER, scores_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])

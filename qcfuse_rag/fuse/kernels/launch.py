@@ -54,3 +54,15 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tenso
         raise ValueError(f"rows must be [{query.shape[2]}] int64, got {tuple(rows.shape)} {rows.dtype}")
     if rows.device != query.device:
         raise ValueError(f"rows are on {rows.device}, query on {query.device}")
+
+
+def check_extras(query: Tensor, window: int | None, sinks: Tensor | None) -> None:
+    """Check what some models attend with besides.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
+        raise ValueError(f"sinks must be [{query.shape[1]}], got {tuple(sinks.shape)}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")

@@ -181,8 +181,8 @@ def _launch(group: list[Block]) -> None:
             heads,
             some.into.stride(1),
             some.into.stride(2),
-            STORED=_type(some.stored.dtype),
-            PLACED=_type(some.into.dtype),
+            STORED=triton_type(some.stored.dtype),
+            PLACED=triton_type(some.into.dtype),
             DIM=dim,
             HALF=half,
             BLOCK_DIM=block_dim(dim),
@@ -195,7 +195,8 @@ def _launch(group: list[Block]) -> None:
         )
 
 
-def _type(dtype: torch.dtype) -> tl.dtype:
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    """Return how Triton calls a dtype of keys and values."""
     return {
         torch.float32: tl.float32,
         torch.float16: tl.float16,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qcfuse_rag.model.rope import LayerRope
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.model.rope import KVShape, LayerRope
 
 if TYPE_CHECKING:
     from qcfuse_rag.model.language_model import LanguageModel
@@ -92,7 +93,9 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
     from qcfuse_rag.fuse.kernels.context_score import context_scores
     from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
+    from qcfuse_rag.fuse.kernels.step import append_step, step_attention, step_attention_reference
     from qcfuse_rag.fuse.score import plain_attention_weights
+    from qcfuse_rag.fuse.step_table import StepTable
     from qcfuse_rag.store.numbers import narrow
 
     generator = torch.Generator(device).manual_seed(0)
@@ -114,6 +117,19 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
         errors[f"context score{name}"] = _off(
             context_scores(query, key, rows, known, **how),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
+        )
+    shape, ends = KVShape(KV_HEADS, dim, dim), torch.tensor([TOKENS - 1, ROWS], device=device)
+    buffers = [KVBuffer((random(1, KV_HEADS, TOKENS, dim),), (random(1, KV_HEADS, TOKENS, dim),)) for _ in ends]
+    table = StepTable.of(buffers, [shape], TOKENS)
+    asking, fresh, fresh_value = random(2, HEADS, 1, dim), random(2, KV_HEADS, 1, dim), random(2, KV_HEADS, 1, dim)
+    append_step(fresh, fresh_value, table, 0, ends)
+    for side, given in (("keys", fresh), ("values", fresh_value)):
+        there = [getattr(buffer, side)[0][0, :, end] for buffer, end in zip(buffers, ends, strict=True)]
+        errors[f"append {side}"] = _off(torch.stack(there), given[:, :, 0])
+    for name, how, splits in (("", plain, 1), (" split", special, 2)):
+        errors[f"step{name}"] = _off(
+            step_attention(asking, table, 0, ends, **how, splits=splits),
+            step_attention_reference(asking, buffers, 0, ends, **how),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
     for numbers in ("model", "int8"):

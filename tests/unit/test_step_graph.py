@@ -1,0 +1,212 @@
+"""Recorded decode steps: the step itself, whoever's turn it is; what cannot be recorded is computed as ever.
+
+Where there is no CUDA device a recording is the call itself, made again over the same tensors: it shows whether a step
+depends on anything else, and Triton's interpreter runs its kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fuse.step_graph import CudaRecorder, DecodeSteps, Recorder
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model
+
+pytest.importorskip("triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FAMILIES = ["llama", "gemma2-softcap", "qwen3-qk-norm"]
+if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
+    FAMILIES.append("gpt-oss-sinks")
+
+
+class CountingRecorder:
+    """Records, and counts how often what it recorded was computed."""
+
+    def __init__(self) -> None:
+        self.recorded, self.replayed = 0, 0
+        self._inner = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = self._inner.record(compute)
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            again()
+
+        return result, replay
+
+    def turn(self) -> AbstractContextManager[object]:
+        return self._inner.turn()
+
+
+class AgainAndAgain:
+    """Stands for a CUDA graph where there is no device for one."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result = compute().clone()
+
+        def again() -> None:
+            result.copy_(compute())
+
+        return result, again
+
+    def turn(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class Failing(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+class Remembering(AgainAndAgain):
+    """Records a step that depends on something that is not in its tensors: it never changes."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return compute().clone(), lambda: None
+
+
+class Nonsense(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return torch.full_like(compute(), torch.nan), lambda: None
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("step", "step_graph"):
+        monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
+
+
+def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    return LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
+
+
+def random_buffers(lm: LanguageModel, capacities: list[int]) -> list[KVBuffer]:
+    buffers = [KVBuffer.allocate(lm.shapes, one, dtype=lm.dtype, device=lm.device) for one in capacities]
+    for buffer in buffers:
+        for held in (*buffer.keys, *buffer.values):
+            held.normal_()
+    return buffers
+
+
+def copies(buffers: list[KVBuffer]) -> list[KVBuffer]:
+    return [
+        KVBuffer(tuple(one.clone() for one in buffer.keys), tuple(one.clone() for one in buffer.values))
+        for buffer in buffers
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
+    lm, recorder = model_of(family, tokenizer), CountingRecorder()
+    steps = DecodeSteps(lm, recorder)
+    steps.warm_up(requests=(1, 3) if family == "llama" else (3,))
+    assert steps.refusal is None
+    for positions in ([40], [70, 0], [50, 3, 20]):
+        theirs = random_buffers(lm, [position + 5 for position in positions])
+        ours, before = copies(theirs), recorder.replayed
+        tokens = list(range(7, 7 + len(positions)))
+        expected, found = forward_step(lm, tokens, positions, theirs), steps(tokens, positions, ours)
+        assert recorder.replayed == before + 1
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        for mine, other in zip(ours, theirs, strict=True):
+            pairs = zip((*mine.keys, *mine.values), (*other.keys, *other.values), strict=True)
+            assert all(torch.allclose(one, two, rtol=1e-4, atol=1e-4) for one, two in pairs)
+
+
+def test_more_requests_than_were_recorded_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    steps = DecodeSteps(lm, recorder)
+    steps.warm_up(requests=(1,))
+    before, buffers = recorder.replayed, random_buffers(lm, [8, 8])
+    assert torch.equal(steps([1, 2], [4, 5], buffers), forward_step(lm, [1, 2], [4, 5], copies(buffers)))
+    assert recorder.replayed == before
+
+
+def test_answers_are_the_same_with_recorded_steps(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?")]
+    params, method = SamplingParams(max_new_tokens=4), make_method("qcfuse", ratio=0.3, base=FRAMED)
+    expected = [engine.generate(prompt, params, method=method).ids for prompt in prompts]
+    engine.step = DecodeSteps(engine.lm, recorder)
+    engine.step.warm_up(requests=(2,))
+    before = recorder.replayed
+    assert [engine.generate(prompt, params, method=method).ids for prompt in prompts] == expected
+    with Scheduler(engine) as scheduler:
+        answers = [scheduler.submit(prompt, params, method=method) for prompt in prompts]
+        assert [answer.result(60).ids for answer in answers] == expected
+    assert recorder.replayed > before
+
+
+def test_threads_take_turns(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = model_of("llama", tokenizer)
+    steps = DecodeSteps(lm, CountingRecorder())
+    steps.warm_up(requests=(1,))
+    assert steps.refusal is None
+    buffers = random_buffers(lm, [12, 20, 30])
+    expected = [forward_step(lm, [at], [5 + at], copies([buffer])) for at, buffer in enumerate(buffers)]
+    right: list[bool] = []
+
+    def ask(at: int) -> None:
+        for _ in range(2):
+            found = steps([at], [5 + at], [buffers[at]])
+            right.append(torch.allclose(found, expected[at], rtol=1e-4, atol=1e-4))
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (Failing(), "cannot be recorded: RuntimeError: called"),
+        (Remembering(), "are off by"),
+        (Nonsense(), "are off by nan"),
+    ],
+    ids=["failing", "remembering", "nonsense"],
+)
+def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
+    recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = model_of("llama", tokenizer)
+    steps = DecodeSteps(lm, recorder)
+    assert "warm_up" in str(steps.refusal)
+    with caplog.at_level(logging.WARNING):
+        steps.warm_up(requests=(1,))
+    assert reason in str(steps.refusal)
+    assert reason in caplog.text
+    [buffer] = random_buffers(lm, [8])
+    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
+
+
+def test_without_kernels_nothing_is_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.kernels_run_on", lambda *given: False)
+    recorder = CountingRecorder()
+    steps = DecodeSteps(model_of("llama", tokenizer), recorder)
+    steps.warm_up()
+    assert recorder.recorded == 0
+    assert "there are no kernels" in str(steps.refusal)
