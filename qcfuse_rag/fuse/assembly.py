@@ -211,7 +211,7 @@ class Assembly:
             adapted = found
         if isinstance(adapted, Adapted):
             try:
-                adapted.chunk.anchors(0, 1.0)  # a probe reads the ranking when it is too late to fall back
+                adapted = replace(adapted, chunk=adapted.chunk.ranked())  # what a probe reads is waited for here
             except CorruptEntry as error:
                 store.discard(adapted.key or key, str(error))
                 return Miss(str(error))

@@ -46,7 +46,6 @@ def copy_chunk(
     Raises:
         CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
     """
-    chunk.anchors(0, 1.0)  # a probe reads the ranking later, when it is too late to fall back
     tables: Tables = {}
     return sum(
         copy_layer(buffer, start, chunk, layer, sequences, rope=None if ropes is None else ropes[layer], tables=tables)
@@ -114,7 +113,6 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
         CorruptEntry: if a block fails its check.
         ValueError: if a block does not fit the buffer.
     """
-    chunk.anchors(0, 1.0)
     return [block for layer, rope in enumerate(ropes) for block in stage_layer(buffer, start, chunk, layer, rope=rope)]
 
 

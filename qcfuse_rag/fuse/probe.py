@@ -126,10 +126,7 @@ class QuestionProbe:
         if self.anchor_ratio == 0:
             return [always] * depth
         anchors = [
-            [
-                placed.chunk.anchors(layer, self.anchor_ratio).to(rows.device) + placed.span.start
-                for layer in range(depth)
-            ]
+            placed.chunk.anchors(self.anchor_ratio)[:depth].to(rows.device) + placed.span.start
             for placed in assembly.placed_chunks
         ]
-        return [torch.cat([always, *(chunk[layer] for chunk in anchors)]).sort().values for layer in range(depth)]
+        return torch.cat([always.expand(depth, -1), *anchors], dim=1).sort().values.unbind()

@@ -47,6 +47,30 @@ class HeldBlocks(Blocks):
         return len(self._tensors)
 
 
+class RankedBlocks(Blocks):
+    """Blocks whose ranking has been read: a probe needs it when it is too late to wait for it, or to do without.
+
+    Raises:
+        CorruptEntry: if it fails its check.
+    """
+
+    def __init__(self, inner: Blocks) -> None:
+        self._inner, self._ranking = inner, inner[RANKING]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a block."""
+        return self._ranking[start:stop] if name == RANKING else self._inner.rows(name, start, stop)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._ranking if name == RANKING else self._inner[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
     """Keys and values of a chunk's tokens at every layer, born in one forward pass over exact text.
@@ -136,9 +160,17 @@ class ChunkKV:
         """Return the keys (`kind` is `key`) or the values (`value`) of a layer alone; see `layer`."""
         return self._restored(f"{kind}.{index}", start, self.n_tokens if stop is None else stop)
 
-    def anchors(self, layer: int, ratio: float) -> Tensor:
-        """Return the `ceil(ratio * n_tokens)` most important tokens of a layer, ascending indices in the chunk."""
-        return self.blocks[RANKING][layer, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
+    def anchors(self, ratio: float) -> Tensor:
+        """Return the most important tokens of each layer: `[n_layers, ceil(ratio * n_tokens)]` ascending indices."""
+        return self.blocks[RANKING][:, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
+
+    def ranked(self) -> ChunkKV:
+        """Return the same chunk with its ranking read, and nothing else.
+
+        Raises:
+            CorruptEntry: if it fails its check.
+        """
+        return replace(self, blocks=RankedBlocks(self.blocks))
 
     def names(self) -> list[str]:
         """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""

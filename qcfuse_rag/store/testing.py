@@ -148,7 +148,7 @@ class KVStoreTests:
         found = self._found(store)
         found.layer(2, 100, 200)
         assert_same(found, self._kept(store, n_tokens=300))
-        assert torch.equal(found.anchors(0, 0.1).cpu(), example_chunk(n_tokens=300).anchors(0, 0.1))
+        assert torch.equal(found.anchors(0.1)[0].cpu(), example_chunk(n_tokens=300).anchors(0.1)[0])
 
     def test_a_key_that_differs_anywhere_is_another_key(self, store: KVStore) -> None:
         """Model, base, prefix and ids all count."""

@@ -424,10 +424,10 @@ def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blo
 
 
 def test_entries_expire(blobs: Blobs) -> None:
-    store = RemoteStore(blobs, ttl_s=0.8)
+    store = RemoteStore(blobs, ttl_s=2.0)
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
-    time.sleep(0.85)
+    time.sleep(2.05)
     assert store.get(example_key()) == Miss("absent" if blobs.kind == "redis" else "expired")
     assert example_key() not in store
     assert list(blobs.names()) == []
@@ -535,13 +535,13 @@ class TestRemoteThatIsAway:
         self.check_that_it_comes_back(store)
 
     def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = RemoteStore(Bucket("gs://hanging/kv", timeout_s=0.2), rest_s=0.3)
+        store = RemoteStore(Bucket("gs://hanging/kv", timeout_s=1.0), rest_s=0.3)
         store.put(example_key(), example_chunk())
         monkeypatch.setattr(Cloud, "delay_s", 60.0)
         started = time.monotonic()
         found = [store.get(example_key()) for _ in range(10)]
         assert found == [Miss("remote gs cannot be reached: no answer in time")] * 10
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 10.0  # a second, and not ten times a minute
         monkeypatch.setattr(Cloud, "delay_s", 0.0)
         self.check_that_it_comes_back(store)
 
@@ -565,6 +565,7 @@ class TestRemoteThatIsAway:
             time.sleep(0.1)
             raise RuntimeError("no route to host")
 
+        store._rest_s = 60.0  # so that none of those who ask comes after the next rest
         store._blobs.read = slow  # type: ignore[method-assign]
 
         def ask() -> None:
@@ -598,7 +599,7 @@ class TestRemoteThatIsAway:
         assert not health.ok
         assert reason in health.problems[0]
         assert "check its address" in health.problems[0]
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 20.0
 
     def check_that_it_comes_back(self, store: RemoteStore) -> None:
         time.sleep(store._rest_s)

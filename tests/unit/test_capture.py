@@ -119,7 +119,7 @@ def test_tokens_are_ranked_as_in_a_prefill_behind_the_same_text(llama: LanguageM
         alone = prefill_chunk(llama, prompt.chunks[place].segment.ids, prefix=prefix)
         for layer in range(llama.n_layers):
             few = max(1, chunk.n_tokens // 4)
-            agree = set(chunk.anchors(layer, 0.25).tolist()) & set(alone.anchors(layer, 0.25).tolist())
+            agree = set(chunk.anchors(0.25)[layer].tolist()) & set(alone.anchors(0.25)[layer].tolist())
             assert len(agree) >= few - 1, "ties apart, the same tokens matter"
             assert sorted(chunk.blocks["ranking"][layer].tolist()) == list(range(chunk.n_tokens))
 

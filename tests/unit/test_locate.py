@@ -310,6 +310,6 @@ def test_a_cut_chunk_is_that_part_of_the_whole(
             assert torch.equal(mine, theirs)
         order = [token - 5 for token in whole.blocks[RANKING][layer].tolist() if 5 <= token < 29]
         assert part.blocks[RANKING][layer].tolist() == order
-    assert part.anchors(0, 0.5).tolist() == sorted(part.blocks[RANKING][0, :12].tolist())
+    assert part.anchors(0.5)[0].tolist() == sorted(part.blocks[RANKING][0, :12].tolist())
     with pytest.raises(ValueError, match="has none from 30 to 30"):
         cut(whole, 30, 30)

@@ -271,4 +271,4 @@ def test_rankings_are_permutations_led_by_the_chunks_first_tokens(warmed: Fusion
         assert order[:4] == [0, 1, 2, 3]
         assert sorted(order) == list(range(len(span)))
     assert stored.blocks["ranking"][1].tolist() != stored.blocks["ranking"][2].tolist()
-    assert stored.anchors(0, 0.15).tolist() == sorted(stored.blocks["ranking"][0, : -(-len(span) * 15 // 100)].tolist())
+    assert stored.anchors(0.15)[0].tolist() == sorted(stored.blocks["ranking"][0, : -(-len(span) * 15 // 100)].tolist())
