@@ -251,7 +251,7 @@ def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: Fusi
     store.before = lambda name: read.append((name, threading.current_thread().name))
     engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("qcfuse", base=FRAMED))
     assert [by for name, by in read if name == "ranking"] == ["qcfuse-lookup"] * 4  # the head and three passages
-    assert len(set(by for name, by in read if name.startswith(("key", "value")))) == 1
+    assert len({by for name, by in read if name.startswith(("key", "value"))}) == 1
 
 
 def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
