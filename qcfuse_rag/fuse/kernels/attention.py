@@ -14,8 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import explicit_attention
-from qcfuse_rag.fuse.kernels.launch import check_extras, check_operands, launching_on, processors
-from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, keys_at_once, stream_keys
+from qcfuse_rag.fuse.kernels.launch import (
+    check_extras,
+    check_operands,
+    keys_at_once,
+    launching_on,
+    processors,
+    rows_at_once,
+)
+from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, stream_keys
 
 
 @triton.jit(do_not_specialize=["n_rows", "window", "split_keys"])
@@ -144,8 +151,8 @@ def sparse_attention(
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys, value_dim = value.shape[1:]
     group = n_heads // kv_heads
-    block_rows = min(64, max(16, triton.next_power_of_2(n_rows * group)))
-    block_keys = keys_at_once(dim, value_dim)
+    block_rows = rows_at_once(query.dtype, n_rows * group)
+    block_keys = keys_at_once(query.dtype, max(dim, value_dim))
     blocks = triton.cdiv(n_rows * group, block_rows)
     if splits is None:
         wanted = processors(query.device) // (blocks * kv_heads)

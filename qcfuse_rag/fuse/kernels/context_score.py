@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, keys_at_once, launching_on, rows_at_once
 from qcfuse_rag.fuse.kernels.streaming import NEVER, scores_of
 
 
@@ -171,8 +171,8 @@ def context_scores(
     if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():
         raise ValueError(f"known must be [{n_keys}] bool, got {tuple(known.shape)} {known.dtype}")
     group = n_heads // kv_heads
-    block_rows = min(64, max(16, triton.next_power_of_2(n_rows * group)))
-    block_keys = 64 if dim <= 128 else 32
+    block_rows = rows_at_once(query.dtype, n_rows * group)
+    block_keys = keys_at_once(query.dtype, dim)
     shared = {
         "GROUP": group,
         "DIM": dim,

@@ -27,6 +27,19 @@ def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def rows_at_once(dtype: torch.dtype, pairs: int) -> int:
+    """Return how many (row, query head) pairs of so many a program takes.
+
+    Float32 is multiplied in registers, which hold few rows and keys at a time.
+    """
+    return min(16 if dtype == torch.float32 else 64, max(16, 1 << (pairs - 1).bit_length()))
+
+
+def keys_at_once(dtype: torch.dtype, dim: int) -> int:
+    """Return how many keys with so many channels a program looks at in one turn of its loop."""
+    return (64 if dim <= 128 else 32) // (2 if dtype == torch.float32 else 1)
+
+
 def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:
     """Check queries, keys, values and rows against each other.
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.launch import block_dim
+from qcfuse_rag.fuse.kernels.launch import block_dim, keys_at_once
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1)
@@ -172,11 +172,6 @@ class Parts:
             )
 
 
-def keys_at_once(dim: int, value_dim: int) -> int:
-    """Return how many keys a program looks at in one turn of its loop."""
-    return 64 if max(dim, value_dim) <= 128 else 32
-
-
 def constants(
     query: Tensor, value_dim: int, softcap: float | None, window: int | None, sinks: Tensor | None, splits: int
 ) -> dict[str, Any]:
@@ -187,7 +182,7 @@ def constants(
         "VALUE_DIM": value_dim,
         "BLOCK_DIM": block_dim(dim),
         "BLOCK_VALUE": block_dim(value_dim),
-        "BLOCK_KEYS": keys_at_once(dim, value_dim),
+        "BLOCK_KEYS": keys_at_once(query.dtype, max(dim, value_dim)),
         "CAPPED": softcap is not None,
         "WINDOWED": window is not None,
         "SINKS": sinks is not None,

@@ -1,0 +1,117 @@
+"""Compile every kernel, by its own launcher, for a GPU that need not be there; print what each takes.
+
+    TRITON_INTERPRET=0 python -m tests.compile_kernels 90
+
+A line for each kernel that launchers would run: its name, dtype and channels, the bytes of shared memory a program
+takes, and the bytes of local memory a thread spills to. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.kernels.attention import sparse_attention
+from qcfuse_rag.fuse.kernels.context_score import context_scores
+from qcfuse_rag.fuse.kernels.place import Block, place_blocks
+from qcfuse_rag.fuse.kernels.step import append_step, step_attention
+from qcfuse_rag.fuse.step_table import StepTable
+from qcfuse_rag.model.rope import KVShape, LayerRope
+from qcfuse_rag.store.numbers import LOSSLESS, narrow
+
+FP8_SINCE = 89
+CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+SIZES = (("bf16", 32, 8, 128), ("bf16", 8, 4, 256), ("fp32", 4, 4, 256))
+"""Dtype, heads, key heads, channels of a head."""
+
+
+class Elsewhere:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, architecture: int) -> None:
+        self._target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yield dtype, channels of a head, and a call that launches: what models of these sizes have engines do."""
+    for name, heads, kv_heads, dim in SIZES:
+        dtype, length = DTYPES[name], 512
+        query, asking = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
+        key, fresh = torch.zeros(1, kv_heads, length, dim, dtype=dtype), torch.zeros(2, kv_heads, 1, dim, dtype=dtype)
+        rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([3, 9])
+        shapes = (KVShape(kv_heads, dim, dim),)
+        buffer = KVBuffer.allocate(shapes, 64, dtype=dtype, device=CPU)
+        table = StepTable.of([buffer, buffer], shapes, 64)
+        plain: dict[str, Any] = {"scaling": 0.1}
+        special = {**plain, "softcap": 30.0, "window": 100}
+        for how, sinks, splits in ((plain, None, 2), (special, torch.zeros(heads, dtype=dtype), 1)):
+            yield name, dim, partial(sparse_attention, query, key, key, rows, sinks=sinks, splits=splits, **how)
+            yield name, dim, partial(step_attention, asking, table, 0, ends, sinks=sinks, splits=splits, **how)
+        yield name, dim, partial(context_scores, query, key, rows, known, **special)
+        yield name, dim, partial(append_step, fresh, fresh, table, 0, ends)
+        rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
+        for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
+            for turned, over in ((rope, 0), (None, 2)):
+                block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
+                yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Return the bytes of stack that the program in a binary takes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", told)))
+
+
+def main() -> None:
+    """Compile and print."""
+    architecture = int(sys.argv[1])
+    driver.set_active(Elsewhere(architecture))
+    compiled: dict[str, tuple[str, Any]] = {}
+
+    def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            made = kernel.run(*args, grid=grid, warmup=True, **options)
+            compiled.setdefault(made.hash, (kernel.__name__, made))
+
+        return launch
+
+    JITFunction.__getitem__ = compiling  # type: ignore[method-assign]
+    for name, dim, call in launches(architecture):
+        before = set(compiled)
+        call()
+        for one in compiled.keys() - before:
+            kernel, made = compiled[one]
+            about = {"kernel": kernel, "dtype": name, "dim": dim, "shared_bytes": made.metadata.shared}
+            print(json.dumps({**about, "spilled_bytes": spilled_bytes(made.asm["cubin"])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
