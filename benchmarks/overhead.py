@@ -4,7 +4,7 @@
 
 Prefills under torch's profiler, medians of the rounds after one that warms up. `python` is what no operator accounts
 for, and what the profiler takes to note each of them. Beside it stands transformers' own prefill of as many tokens as
-there were rows, with none before them: so much of the rest is the model's own code.
+there were rows, with none before them, by which to judge how much of the rest is the model's own code.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
     console.print(
         f"{rows} rows of {len(prompt):,}, {found['threads']} threads; outside attention and matrix products "
         f"{ours['outside'] / ours['all']:.1%}, and {(ours['outside'] - theirs['outside']) / ours['all']:.1%} "
-        "without the model's own code"
+        "more than transformers spends there on as many tokens"
     )
 
 

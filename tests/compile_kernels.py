@@ -3,7 +3,7 @@
     TRITON_INTERPRET=0 python -m tests.compile_kernels 90
 
 A line for each kernel that launchers would run: its name, dtype and channels, the bytes of shared memory a program
-takes, and the bytes of local memory a thread spills to. Nothing is run.
+takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
 FP8_SINCE = 89
 CPU = torch.device("cpu")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-SIZES = (("bf16", 32, 8, 128), ("bf16", 8, 4, 256), ("fp32", 4, 4, 256))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32", 71, 1, 128), ("fp32", 16, 2, 256))
 """Dtype, heads, key heads, channels of a head."""
 
 
@@ -81,7 +81,7 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
 
 
 def spilled_bytes(cubin: bytes) -> int:
-    """Return the bytes of stack that the program in a binary takes."""
+    """Return the bytes of stack that a thread of the program in a binary takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -148,7 +148,7 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    if block.mask is None:  # the heads of a group are then as good as rows, for which keys are read once
+    if block.mask is None:  # a row that sees every key: the query heads of a group become its rows, and share a reading
         folded = query.reshape(batch, kv_heads, -1, dim)
         out = functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
         return out.reshape(batch, heads, rows, value.shape[-1])

@@ -36,13 +36,14 @@ class RowBlock:
     causal: bool
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
 
-    def additive(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as fused kernels want it, 0 or minus infinity; None if every row sees every key.
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """Return the mask, of a block that has one, as fused kernels want it: 0 or minus infinity.
 
         Torch would make this of a boolean one in every layer anew. Kept for the next layer unless it is large.
         """
-        if self.mask is None or dtype in self._additive:
-            return None if self.mask is None else self._additive[dtype]
+        assert self.mask is not None
+        if dtype in self._additive:
+            return self._additive[dtype]
         made = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
         made.masked_fill_(~self.mask, float("-inf"))
         if made.nbytes <= KEPT_MASK_BYTES:

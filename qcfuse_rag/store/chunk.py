@@ -48,10 +48,9 @@ class HeldBlocks(Blocks):
 
 
 class RankedBlocks(Blocks):
-    """Blocks whose ranking has been read: a probe needs it when it is too late to wait for it, or to do without.
+    """Blocks whose ranking has been read, whatever those of a store keep of what they have read.
 
-    Raises:
-        CorruptEntry: if it fails its check.
+    A probe needs the ranking when it is too late to wait for a store, or to do without the chunk.
     """
 
     def __init__(self, inner: Blocks) -> None:
@@ -168,7 +167,8 @@ class ChunkKV:
         """Return the same chunk with its ranking read, and nothing else.
 
         Raises:
-            CorruptEntry: if it fails its check.
+            CorruptEntry: if the ranking fails its check.
+            OSError: if it cannot be read.
         """
         return replace(self, blocks=RankedBlocks(self.blocks))
 

@@ -112,7 +112,8 @@ def step_operands(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [None, 1, 4])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim"), [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256)]
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (71, 1, 32, 32)],
 )
 def test_a_step_attends_to_each_requests_own_buffer(
     heads: int, kv_heads: int, dim: int, value_dim: int, splits: int | None, dtype: torch.dtype

@@ -21,6 +21,7 @@ SPILLED_BYTES = 512
 KERNELS = {"attend", "attend_each", "append", "combine", "denominators", "weights_of_keys", "place"}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", [80, 90], ids=["Ampere", "Hopper"])
 def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -152,7 +152,7 @@ def sparse_attention(
     kv_heads, n_keys, value_dim = value.shape[1:]
     group = n_heads // kv_heads
     block_rows = rows_at_once(query.dtype, n_rows * group)
-    block_keys = keys_at_once(query.dtype, max(dim, value_dim))
+    block_keys = keys_at_once(query.dtype, max(dim, value_dim))  # as `constants` has it
     blocks = triton.cdiv(n_rows * group, block_rows)
     if splits is None:
         wanted = processors(query.device) // (blocks * kv_heads)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.attention import sparse_attention_reference
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_extras, launching_on, processors
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_extras, launching_on, processors, rows_at_once
 from qcfuse_rag.fuse.kernels.place import triton_type
 from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, stream_keys
 from qcfuse_rag.fuse.step_table import StepTable
@@ -76,10 +76,11 @@ def attend_each(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The query heads of one key head of one request, over one part of its keys; see `attention.attend` for `out`."""
-    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    n_heads = tl.num_programs(0) * GROUP
-    lane = tl.arange(0, BLOCK_ROWS)
+    """Some query heads of one key head of one request, over one part of its keys; see `attention.attend` for `out`."""
+    split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    BLOCKS: tl.constexpr = (GROUP + BLOCK_ROWS - 1) // BLOCK_ROWS
+    kv_head, n_heads = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS * GROUP
+    lane = tl.program_id(0) % BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = lane < GROUP
     head = kv_head * GROUP + lane
     row = tl.load(rows + request).to(tl.int32)
@@ -213,8 +214,9 @@ def step_attention(
         splits = max(1, min(processors(query.device) // (kv_heads * requests), longest // KEYS_PER_SPLIT))
     out = torch.empty(requests, 1, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts, group = Parts.of(out, splits), n_heads // kv_heads
+    block_rows = rows_at_once(query.dtype, group)
     with launching_on(query.device):
-        attend_each[(kv_heads, splits, requests)](
+        attend_each[(kv_heads * triton.cdiv(group, block_rows), splits, requests)](
             query.contiguous(),
             entries,
             rows,
@@ -228,7 +230,7 @@ def step_attention(
             KEPT=triton_type(query.dtype),
             ALIGNED=table.aligned,
             GROUP=group,
-            BLOCK_ROWS=max(16, triton.next_power_of_2(group)),
+            BLOCK_ROWS=block_rows,
             **constants(query, value_dim, softcap, window, sinks, splits),
         )
         parts.combine(out)
