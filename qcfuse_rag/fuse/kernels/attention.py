@@ -22,7 +22,7 @@ from qcfuse_rag.fuse.kernels.launch import (
     processors,
     rows_at_once,
 )
-from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, stream_keys
+from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, store_rows, stream_keys
 
 
 @triton.jit(do_not_specialize=["n_rows", "window", "split_keys"])
@@ -69,7 +69,7 @@ def attend(
     row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     position = tl.load(rows + row, mask=real, other=NEVER).to(tl.int32)
 
-    dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    dim = tl.arange(0, BLOCK_DIM)
     query = tl.load(
         q + head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + dim[None, :],
         mask=real[:, None] & (dim < DIM)[None, :],
@@ -103,16 +103,7 @@ def attend(
     )
     n_heads = tl.num_programs(1) * GROUP
     at = (split.to(tl.int64) * n_rows + row) * n_heads + head
-    if SPLIT:
-        tl.store(maxima + at, largest, mask=real)
-        tl.store(sums + at, total, mask=real)
-    else:
-        result = result / total[:, None]
-    tl.store(
-        out + at[:, None] * VALUE_DIM + value_dim[None, :],
-        result.to(out.dtype.element_ty),
-        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
-    )
+    store_rows(out, maxima, sums, at, real, result, total, largest, VALUE_DIM, BLOCK_VALUE, SPLIT)
 
 
 def sparse_attention(

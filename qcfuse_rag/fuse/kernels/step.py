@@ -17,7 +17,7 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.attention import sparse_attention_reference
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_extras, launching_on, processors, rows_at_once
 from qcfuse_rag.fuse.kernels.place import triton_type
-from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, stream_keys
+from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, store_rows, stream_keys
 from qcfuse_rag.fuse.step_table import StepTable
 
 COLUMNS = tl.constexpr(4)
@@ -96,7 +96,7 @@ def attend_each(
     v += kv_head * tl.load(place + 3)
     if ALIGNED:  # which a pointer out of a table does not say by itself, and narrow accesses are slow
         k, v = tl.multiple_of(k, 16), tl.multiple_of(v, 16)
-    dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    dim = tl.arange(0, BLOCK_DIM)
     query = tl.load(
         q + (request * n_heads + head)[:, None] * DIM + dim[None, :],
         mask=real[:, None] & (dim < DIM)[None, :],
@@ -129,16 +129,7 @@ def attend_each(
         PRECISION,
     )
     at = (split.to(tl.int64) * tl.num_programs(2) + request) * n_heads + head
-    if SPLIT:
-        tl.store(maxima + at, largest, mask=real)
-        tl.store(sums + at, total, mask=real)
-    else:
-        result = result / total[:, None]
-    tl.store(
-        out + at[:, None] * VALUE_DIM + value_dim[None, :],
-        result.to(out.dtype.element_ty),
-        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
-    )
+    store_rows(out, maxima, sums, at, real, result, total, largest, VALUE_DIM, BLOCK_VALUE, SPLIT)
 
 
 def append_step(key: Tensor, value: Tensor, table: StepTable, layer: int, rows: Tensor) -> None:

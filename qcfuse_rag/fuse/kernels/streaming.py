@@ -103,6 +103,34 @@ def stream_keys(
     return result, total, largest
 
 
+@triton.jit
+def store_rows(
+    out,
+    maxima,
+    sums,
+    at,
+    real,
+    result,
+    total,
+    largest,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Store what `stream_keys` returned for a block of rows at places `at` of `Parts`; normalised unless SPLIT."""
+    dim = tl.arange(0, BLOCK_VALUE)
+    if SPLIT:
+        tl.store(maxima + at, largest, mask=real)
+        tl.store(sums + at, total, mask=real)
+    else:
+        result = result / total[:, None]
+    tl.store(
+        out + at[:, None] * VALUE_DIM + dim[None, :],
+        result.to(out.dtype.element_ty),
+        mask=real[:, None] & (dim < VALUE_DIM)[None, :],
+    )
+
+
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
 def combine(
     parts,
