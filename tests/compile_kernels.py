@@ -28,8 +28,8 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks
-from qcfuse_rag.fuse.kernels.step import append_step, step_attention
-from qcfuse_rag.fuse.step_table import StepTable
+from qcfuse_rag.fuse.kernels.table import append_rows, table_attention
+from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
@@ -62,17 +62,18 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         dtype, length = DTYPES[name], 512
         query, asking = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
         key, fresh = torch.zeros(1, kv_heads, length, dim, dtype=dtype), torch.zeros(2, kv_heads, 1, dim, dtype=dtype)
-        rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([3, 9])
+        rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([[3], [9]])
         shapes = (KVShape(kv_heads, dim, dim),)
         buffer = KVBuffer.allocate(shapes, 64, dtype=dtype, device=CPU)
-        table = StepTable.of([buffer, buffer], shapes, 64)
+        table = KVTable.of([buffer, buffer], shapes, 64)
         plain: dict[str, Any] = {"scaling": 0.1}
         special = {**plain, "softcap": 30.0, "window": 100}
         for how, sinks, splits in ((plain, None, 2), (special, torch.zeros(heads, dtype=dtype), 1)):
             yield name, dim, partial(sparse_attention, query, key, key, rows, sinks=sinks, splits=splits, **how)
-            yield name, dim, partial(step_attention, asking, table, 0, ends, sinks=sinks, splits=splits, **how)
+            for queries, at in ((asking, ends), (asking.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
+                yield name, dim, partial(table_attention, queries, table, 0, at, sinks=sinks, splits=splits, **how)
         yield name, dim, partial(context_scores, query, key, rows, known, **special)
-        yield name, dim, partial(append_step, fresh, fresh, table, 0, ends)
+        yield name, dim, partial(append_rows, fresh, fresh, table, 0, ends)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):

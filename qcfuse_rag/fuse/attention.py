@@ -20,6 +20,7 @@ from qcfuse_rag.fuse.dense import causal_attention
 from qcfuse_rag.fuse.kernels.support import kernels_take
 from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
 from qcfuse_rag.fuse.step import StepPlan
+from qcfuse_rag.fuse.table_plan import TablePlan
 
 NAME = "qcfuse"
 
@@ -45,7 +46,7 @@ def rows_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    fusion: RowsPlan | StepPlan | None = None,
+    fusion: RowsPlan | StepPlan | TablePlan | None = None,
     sliding_window: int | None = UNKNOWN,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -60,7 +61,7 @@ def rows_attention(
         value: `[1, Hkv, length, Dv]`.
         attention_mask: unused with a plan, which knows better.
         scaling: factor on the scores; `D ** -0.5` if None.
-        fusion: the plan of a pass, or of a step of several requests: queries `[B, Hq, 1, D]`, keys in their buffers.
+        fusion: the plan of a pass, or of rows of several requests: queries `[B, Hq, R, D]`, keys in their buffers.
         sliding_window: this layer's window in tokens or None; models that do not pass it leave it to the plan.
         softcap: cap on scores through tanh (Gemma 2).
         s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
@@ -84,12 +85,17 @@ def rows_attention(
     if asked:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(asked)}, which is not computed here")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    window = _window_of(fusion, layer) if sliding_window == UNKNOWN else sliding_window
     if isinstance(fusion, StepPlan):
-        window = fusion.windows[layer] if sliding_window == UNKNOWN else sliding_window
         return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
-    window = fusion.window_at(layer) if sliding_window == UNKNOWN else sliding_window
     if fusion.observe is not None:
         fusion.observe(layer, query, key, scaling, softcap, window)
+    if isinstance(fusion, TablePlan):
+        from qcfuse_rag.fuse.kernels.table import table_attention
+
+        return table_attention(
+            query, fusion.table, layer, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
+        ), None
     visible = fusion.visible_at(layer)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
@@ -112,6 +118,10 @@ def rows_attention(
     return out.transpose(1, 2), None
 
 
+def _window_of(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | None:
+    return None if plan.windows is None else plan.windows[layer]
+
+
 def _step_attention(
     query: Tensor,
     plan: StepPlan,
@@ -122,12 +132,6 @@ def _step_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend with one row of each request, to the keys in its own buffer; return `[B, 1, Hq, Dv]`."""
-    if plan.table is not None:
-        from qcfuse_rag.fuse.kernels.step import step_attention
-
-        return step_attention(
-            query, plan.table, layer, plan.rows, scaling=scaling, softcap=softcap, window=window, sinks=sinks
-        )
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         last = position + 1

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import Cache
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.layerwise import SteeredPass, steered
+from qcfuse_rag.fuse.decoder_view import decoder_view, model_view
+from qcfuse_rag.fuse.layerwise import SteeredPass
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fuse.step import StepPlan
+    from qcfuse_rag.fuse.table_plan import TablePlan
+    from qcfuse_rag.model.language_model import LanguageModel
 
 
 @torch.inference_mode()
@@ -29,10 +35,7 @@ def forward_rows(
     Returns:
         `[vocabulary]` float32 logits after the last row.
     """
-    model = lm.model
-    if course is not None:
-        decoder = model.get_decoder()
-        model = _with_modules(model, _steered(decoder, course, lm.n_layers), instead=decoder)
+    model = lm.model if course is None else model_view(lm.model, lm.model.get_decoder(), lm.n_layers, course)
     logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -60,11 +63,11 @@ def forward_hidden(
     """
     decoder = lm.model.get_decoder()
     if course is not None or depth < lm.n_layers:
-        decoder = _steered(decoder, course, depth)
+        decoder = decoder_view(decoder, depth, course)
     decoder(**model_inputs(ids, plan, buffer))
 
 
-def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, object]:
+def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
     """Return what a model is called with to compute the plan's rows over a buffer.
 
     Args:
@@ -73,27 +76,26 @@ def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, obj
         buffer: of as many sequences.
     """
     sequences = ids if ids.dim() == 2 else ids[None]
+    return planned_inputs(sequences, plan.rows[None].expand(len(sequences), -1), buffer.cache(plan), plan)
+
+
+def planned_inputs(
+    ids: Tensor, positions: Tensor, cache: Cache, plan: RowsPlan | StepPlan | TablePlan
+) -> dict[str, Any]:
+    """Return what a model is called with to compute the rows of a plan.
+
+    Args:
+        ids: `[B, R]` int64 token ids of the rows.
+        positions: `[B, R]` int64, where they stand.
+        cache: through which their keys and values are written.
+        plan: what they see.
+    """
     return {
-        "input_ids": sequences,
-        "position_ids": plan.rows[None].expand(len(sequences), -1),
+        "input_ids": ids,
+        "position_ids": positions,
         # A 4-D mask is handed through unread, which keeps transformers from building one of its own.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
-        "past_key_values": buffer.cache(plan),
+        "past_key_values": cache,
         "use_cache": True,
         "fusion": plan,
     }
-
-
-def _steered(decoder: nn.Module, course: SteeredPass | None, depth: int) -> nn.Module:
-    """Return the decoder with its first `depth` layers, steered if asked for; the original is not touched."""
-    layers = decoder._modules["layers"]
-    assert isinstance(layers, nn.ModuleList)
-    first = layers[:depth]
-    return _with_modules(decoder, first if course is None else steered(first, course), instead=layers)
-
-
-def _with_modules(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
-    """Return a view of a module that shares its weights and has one direct child replaced."""
-    view = copy.copy(module)
-    view._modules = {name: new if child is instead else child for name, child in module._modules.items()}
-    return view

@@ -1,13 +1,11 @@
 """Passes that change from layer to layer: rows that stop early, and corrections to what is not a row.
 
-transformers' decoders run a list of layers. Here the list is replaced by one of wrappers around the same layers, in a
-view of the model that shares its weights: before a layer the wrapper drops the rows that have ended, so no model code
-is patched and a pass without such wishes does not know of any of this.
+Before each layer, in a view of the model (see `decoder_view`), the rows that have ended are dropped, and what stands
+for them in the layer's arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -132,6 +130,18 @@ class SteeredPass:
         self.row_layers += len(rows)
         return kept, torch.searchsorted(self._start, rows)
 
+    def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a layer on the rows that are left; `[1, R, H]` to `[1, R', H]`."""
+        kept, among_first = self.enter(layer)
+        if kept is not None:
+            hidden = hidden.index_select(1, kept)
+        for name in PER_ROW:
+            if name in kwargs:
+                kwargs[name] = _select(kwargs[name], among_first)
+        kwargs["past_key_values"].layers[layer].at = run_of(self.plan.rows)
+        kwargs["fusion"] = self.plan
+        return inner(hidden, *args, **kwargs)
+
     @property
     def chosen(self) -> Tensor:
         """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, unless the steering says."""
@@ -151,38 +161,6 @@ class SteeredPass:
                 first.observe(layer, query, key, scaling, softcap, window)
 
         return RowsPlan(rows, first.length, visible=first.visible, observe=observe, windows=first.windows)
-
-
-class SteeredLayer(nn.Module):
-    """A decoder layer that first drops the rows that have ended."""
-
-    def __init__(self, inner: nn.Module, index: int, course: SteeredPass) -> None:
-        super().__init__()
-        self.inner, self._index, self._course = inner, index, course
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer for the layer inside: decoders ask their layers for their kind of attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the rows that are left; `[1, R, H]` to `[1, R', H]`."""
-        kept, among_first = self._course.enter(self._index)
-        if kept is not None:
-            hidden_states = hidden_states.index_select(1, kept)
-        for name in PER_ROW:
-            if name in kwargs:
-                kwargs[name] = _select(kwargs[name], among_first)
-        kwargs["past_key_values"].layers[self._index].at = run_of(self._course.plan.rows)
-        kwargs["fusion"] = self._course.plan
-        return self.inner(hidden_states, *args, **kwargs)
-
-
-def steered(layers: Iterable[nn.Module], course: SteeredPass) -> nn.ModuleList:
-    """Wrap a decoder's layers for one pass."""
-    return nn.ModuleList([SteeredLayer(layer, index, course) for index, layer in enumerate(layers)])
 
 
 def _select(value: Any, rows: Tensor) -> Any:

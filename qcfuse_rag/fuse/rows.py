@@ -81,10 +81,6 @@ class RowsPlan:
         """Return the positions layer `layer` may see, or None for all."""
         return None if self.visible is None else self.visible[layer]
 
-    def window_at(self, layer: int) -> int | None:
-        """Return the sliding window of layer `layer`, or None."""
-        return None if self.windows is None else self.windows[layer]
-
     def blocks(self, layer: int, window: int | None) -> list[RowBlock]:
         """Split the rows for attention. Computed once per set of visible keys and window, then shared by layers."""
         visible = self.visible_at(layer)

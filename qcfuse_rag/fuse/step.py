@@ -16,8 +16,10 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.forward import planned_inputs
 from qcfuse_rag.fuse.kernels.support import kernels_run_on, widest_head
-from qcfuse_rag.fuse.step_table import StepTable
+from qcfuse_rag.fuse.kv_table import KVTable
+from qcfuse_rag.fuse.table_plan import TablePlan
 
 if TYPE_CHECKING:
     from qcfuse_rag.model.language_model import LanguageModel
@@ -25,21 +27,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The rows of a step: the next token of each request.
+    """The rows of a step that torch computes: the next token of each request. See `TablePlan` for kernels.
 
     Attributes:
-        buffers: of each request, with keys and values at every position before its row; none if the table says all.
-        rows: `[B]` int64 positions, on the model's device.
-        positions: the same on the host, or more than they will be.
+        buffers: of each request, with keys and values at every position before its row.
+        rows: `[B, 1]` int64 positions, on the model's device.
+        positions: the same on the host.
         windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
-        table: where the buffers are, for kernels; None if torch computes the step.
     """
 
     buffers: Sequence[KVBuffer]
     rows: Tensor
     positions: tuple[int, ...]
     windows: Sequence[int | None]
-    table: StepTable | None = None
+
+    def cache(self) -> Cache:
+        """Return a transformers cache through which the step writes into the buffers."""
+        return Cache(layers=[StepLayer(self, layer) for layer in range(len(self.buffers[0].keys))])
 
 
 class StepLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -57,11 +61,6 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store `[B, Hkv, 1, D]`; return them as they are."""
-        if self.plan.table is not None:
-            from qcfuse_rag.fuse.kernels.step import append_step
-
-            append_step(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
-            return key_states, value_states
         for index, (buffer, position) in enumerate(zip(self.plan.buffers, self.plan.positions, strict=True)):
             buffer.keys[self.layer][0, :, position] = key_states[index, :, 0]
             buffer.values[self.layer][0, :, position] = value_states[index, :, 0]
@@ -76,8 +75,8 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
         return max(self.plan.positions) + 1
 
     def get_max_length(self) -> int:
-        """Return the capacity of the largest buffer; of a step without buffers, how long its requests may get."""
-        return max((buffer.capacity for buffer in self.plan.buffers), default=self.get_seq_length())
+        """Return the capacity of the largest buffer."""
+        return max(buffer.capacity for buffer in self.plan.buffers)
 
 
 @torch.inference_mode()
@@ -95,16 +94,15 @@ def forward_step(
     Returns:
         `[B, vocabulary]` float32 logits.
     """
-    rows = torch.tensor(positions, device=lm.device)
-    table: StepTable | None = None
+    rows = torch.tensor(positions, device=lm.device)[:, None]
+    plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
     if kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
-        table = StepTable.of(buffers, lm.shapes, max(positions) + 1)
-    plan = StepPlan(buffers, rows, tuple(positions), lm.sliding, table)
+        plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
     return forward_plan(lm, torch.tensor(tokens, device=lm.device), plan)
 
 
 @torch.inference_mode()
-def forward_plan(lm: LanguageModel, tokens: Tensor, plan: StepPlan) -> Tensor:
+def forward_plan(lm: LanguageModel, tokens: Tensor, plan: StepPlan | TablePlan) -> Tensor:
     """Compute a planned step.
 
     Args:
@@ -115,13 +113,5 @@ def forward_plan(lm: LanguageModel, tokens: Tensor, plan: StepPlan) -> Tensor:
     Returns:
         `[B, vocabulary]` float32 logits.
     """
-    logits: Tensor = lm.model(
-        input_ids=tokens[:, None],
-        position_ids=plan.rows[:, None],
-        # A 4-D mask is handed through unread, which keeps transformers from building one of its own.
-        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=lm.device),
-        past_key_values=Cache(layers=[StepLayer(plan, layer) for layer in range(lm.n_layers)]),
-        use_cache=True,
-        fusion=plan,
-    ).logits
+    logits: Tensor = lm.model(**planned_inputs(tokens[:, None], plan.rows, plan.cache(), plan)).logits
     return logits[:, -1].float()

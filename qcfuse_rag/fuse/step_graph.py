@@ -1,45 +1,29 @@
-"""Decode steps as CUDA graphs: launching the kernels of a step takes longer than a GPU needs to run them.
+"""Decode steps as CUDA graphs.
 
 A recorded step takes its tokens, positions and the places of its requests' buffers from tensors of its own, so one
-serves any requests, of any length, up to so many. Where there are fewer, the places left over write into a buffer that
-nobody reads. Steps are recorded by `warm_up` only, and each is compared with the step it stands for before it is used;
-what is not recorded, or came out otherwise, is launched kernel by kernel.
+serves any requests, of any length, up to so many. Steps are recorded by `warm_up` only, and each is compared with the
+step it stands for before it is used; what is not recorded, or came out otherwise, is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels.support import TOLERANCE, kernel_refusal, kernels_run_on, widest_head
-from qcfuse_rag.fuse.step import StepPlan, forward_plan, forward_step
-from qcfuse_rag.fuse.step_table import StepTable, is_aligned, list_places
+from qcfuse_rag.fuse.kv_table import MovingTable
+from qcfuse_rag.fuse.recorder import CudaRecorder, Recorder, recording_refusal
+from qcfuse_rag.fuse.step import forward_plan, forward_step
+from qcfuse_rag.fuse.table_plan import TablePlan
 from qcfuse_rag.model.language_model import LanguageModel
 
 REQUESTS = (1, 2, 4, 8)
 TRIED_AT = (5, 6, 200)
 """Positions at which a recorded step is compared; it must not have kept the one it was recorded at."""
-
-LOG = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Records what a call computes on a device."""
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Return a call's result, and what computes that again, into the same tensor."""
-
-    def turn(self) -> AbstractContextManager[object]:
-        """Have what a thread does meanwhile come after what others did in their turns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,17 +32,15 @@ class StepGraph:
 
     Attributes:
         given: `[2, B]` int64, tokens and positions, read by the step.
-        plan: whose rows and table are read by the step; there are no buffers in it.
+        requests: whose buffers are read and written.
         logits: `[B, vocabulary]` float32, written by the step.
         replay: computes the step.
-        places: what the plan's table says, on the host.
     """
 
     given: Tensor
-    plan: StepPlan
+    requests: MovingTable
     logits: Tensor
     replay: Callable[[], None]
-    places: Tensor
 
 
 class DecodeSteps:
@@ -77,8 +59,6 @@ class DecodeSteps:
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
         self._lm, self._recorder = lm, recorder
         self._graphs: dict[int, StepGraph] = {}
-        self._unread: KVBuffer | None = None
-        self._places: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
 
@@ -99,64 +79,41 @@ class DecodeSteps:
         Args:
             requests: how many requests steps are recorded for.
         """
-        lm, graphs = self._lm, {}
         self._graphs = {}
-        try:
-            about = (lm.device, lm.dtype, widest_head(lm))
-            if not kernels_run_on(*about):
-                self.refusal = f"there are no kernels: {kernel_refusal(*about)}"
-                return
-            self._unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
-            self._recorder = self._recorder or CudaRecorder(lm.device)
-            for count in requests:
-                graphs[count] = self._recorded(count, self._recorder)
-            errors = [error for graph in graphs.values() for error in self._errors(graph)]
-        except Exception as error:  # whatever a model does that cannot be recorded; it runs without
-            self.refusal = f"they cannot be recorded: {type(error).__name__}: {error}"
-        else:
-            off = float(torch.tensor(errors).max())  # NaN if any is
-            self.refusal = None if off <= TOLERANCE else f"recorded steps are off by {off:.2g}"
+        graphs: dict[int, StepGraph] = {}
+
+        def record() -> list[float]:
+            self._recorder = self._recorder or CudaRecorder(self._lm.device)
+            graphs.update({count: self._recorded(count, self._recorder) for count in requests})
+            return [error for graph in graphs.values() for error in self._errors(graph)]
+
+        self.refusal = recording_refusal(self._lm, "decode steps", record)
         if self.refusal is None:
             self._graphs = graphs
-        else:
-            LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
     @torch.inference_mode()
     def _recorded(self, requests: int, recorder: Recorder) -> StepGraph:
         lm = self._lm
-        assert self._unread is not None
-        unread = [self._unread] * requests
         given = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
-        table = StepTable.of(unread, lm.shapes, lm.window.tokens)
-        plan = StepPlan((), given[1], (lm.window.tokens - 1,) * requests, lm.sliding, table)
+        unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
+        moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
+        plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
         logits, replay = recorder.record(lambda: forward_plan(lm, given[0], plan))
-        return StepGraph(given, plan, logits, replay, table.entries.to("cpu", copy=True))
+        return StepGraph(given, moving, logits, replay)
 
     def _replayed(
         self, graph: StepGraph, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
     ) -> Tensor | None:
         """Compute a step by a recorded one; None if buffers lie as its kernels do not expect."""
         assert self._recorder is not None
-        assert self._unread is not None
-        assert graph.plan.table is not None
         empty = graph.given.shape[1] - len(tokens)
-        places = torch.stack([self._places_of(buffer) for buffer in (*buffers, *[self._unread] * empty)], dim=1)
-        if is_aligned(places, self._lm.shapes, self._lm.dtype) != graph.plan.table.aligned:
-            return None
         given = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
         with self._turn, self._recorder.turn():
+            if not graph.requests.point_at(buffers):
+                return None
             graph.given.copy_(given)
-            if not torch.equal(places, graph.places):
-                graph.plan.table.entries.copy_(places)
-                graph.places = places
             graph.replay()
             return graph.logits[: len(tokens)].clone()
-
-    def _places_of(self, buffer: KVBuffer) -> Tensor:
-        """Return where a buffer's layers are; looked up once for an answer."""
-        if buffer not in self._places:
-            self._places[buffer] = list_places([buffer])[:, 0]
-        return self._places[buffer]
 
     @torch.inference_mode()
     def _errors(self, graph: StepGraph) -> list[float]:
@@ -178,52 +135,3 @@ class DecodeSteps:
                 raise RuntimeError("buffers are not aligned")
             errors.append(float((found - expected).norm() / expected.norm()))
         return errors
-
-
-class CudaRecorder:
-    """Records CUDA graphs, which all use one stream and one pool of memory: they take turns.
-
-    Args:
-        device: of CUDA.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Record a graph, after calls that make libraries find their feet, which may not be part of it.
-
-        Raises:
-            RuntimeError: if the call waits for the device, which a graph cannot. That is found out before anything is
-                recorded, since a recording that fails half way leaves torch's allocator in doubt.
-        """
-        with self.turn():
-            compute()
-            mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                compute()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
-            torch.cuda.synchronize(self._device)
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        with torch.cuda.device(self._device):
-            try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                    result = compute()
-            finally:
-                torch.cuda.set_stream(before)
-        return result, graph.replay
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Compute on the recorder's stream, after what the caller's was given and before what it is given next."""
-        with torch.cuda.device(self._device):
-            callers = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(callers)
-            with torch.cuda.stream(self._stream):
-                yield
-            callers.wait_stream(self._stream)

@@ -74,7 +74,7 @@ class Link:
 class Transfer:
     """What one request brings over a link.
 
-    Made by the thread that computes, used by the one that reads.
+    Used by the thread that reads.
 
     Args:
         link: of the engine.
@@ -82,7 +82,6 @@ class Transfer:
 
     def __init__(self, link: Link) -> None:
         self._link, self.device = link, link.device
-        self._computing = torch.cuda.current_stream(link.device)
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Start a tensor on its way to the device and return it there; not to be used before `sent` says so."""
@@ -104,8 +103,9 @@ class Transfer:
         arrived = self._link.stream.record_event()
 
         def receive() -> None:
-            self._computing.wait_event(arrived)
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(arrived)
             for tensor in brought:
-                tensor.record_stream(self._computing)
+                tensor.record_stream(computing)
 
         return receive

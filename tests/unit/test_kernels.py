@@ -20,15 +20,15 @@ from tests.families import build_model
 pytest.importorskip("triton")
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels import attention, context_score, place, step, support
+from qcfuse_rag.fuse.kernels import attention, context_score, place, support, table
 from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
-from qcfuse_rag.fuse.kernels.step import append_step, step_attention, step_attention_reference
 from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_attention_reference
+from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.fuse.score import attention_weights
 from qcfuse_rag.fuse.step import forward_step
-from qcfuse_rag.fuse.step_table import StepTable
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import narrow
 
@@ -95,34 +95,46 @@ def test_attention_with_all_that_models_ask_for(
     assert relative_error(found, expected) < 1e-5
 
 
-def step_operands(
-    ends: list[int], heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, layers: int = 2
-) -> tuple[Tensor, list[KVBuffer], StepTable, Tensor]:
-    """Fresh queries of requests of different lengths, whose buffers hold NaN behind each one's own row."""
+def tabled(
+    rows: list[list[int]], heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, layers: int = 2
+) -> tuple[Tensor, list[KVBuffer], KVTable, Tensor]:
+    """Fresh queries of requests of different lengths, whose buffers hold NaN behind each one's last row."""
     shapes, buffers = [KVShape(kv_heads, dim, value_dim)] * layers, []
+    ends = [own[-1] + 1 for own in rows]
     for end in ends:
-        buffer = KVBuffer.allocate(tuple(shapes), end + 1 + 9 * len(buffers), dtype=dtype, device=torch.device(DEVICE))
+        buffer = KVBuffer.allocate(tuple(shapes), end + 9 * len(buffers), dtype=dtype, device=torch.device(DEVICE))
         for held in (*buffer.keys, *buffer.values):
-            held.copy_(torch.randn(held.shape))[:, :, end + 1 :] = float("nan")
+            held.copy_(torch.randn(held.shape))[:, :, end:] = float("nan")
         buffers.append(buffer)
-    query = torch.randn(len(ends), heads, 1, dim).to(DEVICE, dtype)
-    return query, buffers, StepTable.of(buffers, shapes, max(ends) + 1), torch.tensor(ends, device=DEVICE)
+    query = torch.randn(len(rows), len(rows[0]), heads, dim).to(DEVICE, dtype).transpose(1, 2)
+    return query, buffers, KVTable.of(buffers, shapes, max(ends)), torch.tensor(rows, device=DEVICE)
+
+
+ONE_EACH = [[0], [130], [64], [3]]
+SEVERAL_EACH = [[2, 70, 71, 200, 201], [0, 1, 2, 3, 4], [10, 64, 128, 192, 192]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("splits", [None, 1, 4])
+@pytest.mark.parametrize("splits", [None, 4])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim"),
     [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (71, 1, 32, 32)],
 )
-def test_a_step_attends_to_each_requests_own_buffer(
-    heads: int, kv_heads: int, dim: int, value_dim: int, splits: int | None, dtype: torch.dtype
+@pytest.mark.parametrize("rows", [ONE_EACH, SEVERAL_EACH], ids=["one row", "several rows"])
+def test_rows_attend_to_their_own_requests_buffer(
+    rows: list[list[int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    splits: int | None,
+    dtype: torch.dtype,
 ) -> None:
-    query, buffers, table, rows = step_operands([0, 130, 64, 3], heads, kv_heads, dim, value_dim, dtype)
+    query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
     for layer in range(2):
-        found = step_attention(query, table, layer, rows, scaling=0.2, splits=splits)
-        expected = step_attention_reference(query, buffers, layer, rows, scaling=0.2)
-        assert found.shape == expected.shape == (4, 1, heads, value_dim)
+        found = table_attention(query, table, layer, at, scaling=0.2, splits=splits)
+        expected = table_attention_reference(query, buffers, layer, at, scaling=0.2)
+        assert found.shape == expected.shape == (*at.shape, heads, value_dim)
         assert found.dtype == dtype
         assert relative_error(found, expected) < TOLERANCE[dtype]
 
@@ -130,46 +142,54 @@ def test_a_step_attends_to_each_requests_own_buffer(
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, 3.0), (1000, None)])
-def test_a_step_with_all_that_models_ask_for(
+def test_rows_of_several_requests_with_all_that_models_ask_for(
     splits: int, sinks: bool, window: int | None, softcap: float | None
 ) -> None:
-    query, buffers, table, rows = step_operands([399, 20, 128], 6, 2, 64, 32, torch.float32)
+    query, buffers, table, rows = tabled([[5, 300, 399], [18, 19, 20], [0, 1, 128]], 6, 2, 64, 32, torch.float32)
     about: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
     about["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
-    found = step_attention(query, table, 1, rows, splits=splits, **about)
-    assert relative_error(found, step_attention_reference(query, buffers, 1, rows, **about)) < 1e-5
+    found = table_attention(query, table, 1, rows, splits=splits, **about)
+    assert relative_error(found, table_attention_reference(query, buffers, 1, rows, **about)) < 1e-5
 
 
-def test_a_step_writes_where_its_rows_are_and_nowhere_else() -> None:
-    _, buffers, table, rows = step_operands([7, 0, 30], 4, 2, 64, 48, torch.float16)
+@pytest.mark.parametrize("rows", [[[7], [0], [30]], [[1, 2, 7], [0, 3, 5], [9, 30, 30]]], ids=["one row", "several"])
+def test_rows_are_written_where_they_are_and_nowhere_else(rows: list[list[int]]) -> None:
+    _, buffers, table, at = tabled(rows, 4, 2, 64, 48, torch.float16)
     before = [[held.clone() for held in (*buffer.keys, *buffer.values)] for buffer in buffers]
-    key, value = (torch.randn(3, 2, 1, dim).to(DEVICE, torch.float16) for dim in (64, 48))
-    append_step(key.transpose(1, 2).contiguous().transpose(1, 2), value, table, 1, rows)
-    for index, (row, buffer) in enumerate(zip(rows.tolist(), buffers, strict=True)):
-        assert torch.equal(buffer.keys[1][0, :, row], key[index, :, 0])
-        assert torch.equal(buffer.values[1][0, :, row], value[index, :, 0])
+    key, value = (torch.randn(3, len(rows[0]), 2, dim).to(DEVICE, torch.float16).transpose(1, 2) for dim in (64, 48))
+    if rows[2] == [9, 30, 30]:
+        key[2, :, 2], value[2, :, 2] = key[2, :, 1], value[2, :, 1]
+    append_rows(key, value, table, 1, at)
+    for index, (own, buffer) in enumerate(zip(rows, buffers, strict=True)):
+        assert torch.equal(buffer.keys[1][0, :, own], key[index])
+        assert torch.equal(buffer.values[1][0, :, own], value[index])
         for held, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
-            held[:, :, row], old[:, :, row] = 0, 0
+            layer = 1 if held is buffer.keys[1] or held is buffer.values[1] else 0
+            if layer == 1:
+                held[:, :, own], old[:, :, own] = 0, 0
             assert torch.allclose(held, old, rtol=0, atol=0, equal_nan=True)
 
 
-def test_steps_that_do_not_fit_are_refused() -> None:
-    query, buffers, table, rows = step_operands([7, 0], 4, 2, 64, 64, torch.float32)
+def test_rows_that_do_not_fit_are_refused() -> None:
+    query, buffers, table, rows = tabled([[7], [0]], 4, 2, 64, 64, torch.float32)
     for call, message in (
-        (lambda: step_attention(query[:1], table, 0, rows[:1], scaling=1.0), "a table of 1 requests"),
-        (lambda: step_attention(query, table, 0, rows[:1], scaling=1.0), r"rows must be \[2\] int64"),
-        (lambda: step_attention(query[..., :32], table, 0, rows, scaling=1.0), "one row of each request"),
-        (lambda: step_attention(query[:, :3], table, 0, rows, scaling=1.0), "3 query heads over 2 key heads"),
-        (lambda: append_step(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
-        (lambda: append_step(query, query, table, 0, rows), "do not go into buffers"),
-        (lambda: step_attention(query.half(), table, 0, rows, scaling=1.0), "float16 over buffers of torch.float32"),
-        (lambda: step_attention(query, table, 0, rows, scaling=1.0, window=0), "window must be at least 1"),
+        (lambda: table_attention(query[:1], table, 0, rows[:1], scaling=1.0), "a table of 1 requests"),
+        (lambda: table_attention(query, table, 0, rows[:1], scaling=1.0), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query, table, 0, rows[:, 0], scaling=1.0), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query[..., :32], table, 0, rows, scaling=1.0), "64 channels side by side"),
+        (lambda: table_attention(query[..., ::2], table, 0, rows, scaling=1.0), "64 channels side by side"),
+        (lambda: table_attention(query[:, :3], table, 0, rows, scaling=1.0), "3 query heads over 2 key heads"),
+        (lambda: append_rows(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
+        (lambda: append_rows(query, query, table, 0, rows), "do not go into buffers"),
+        (lambda: append_rows(query[:, :2], query[:, :2].repeat_interleave(2, 3)[..., ::2], table, 0, rows), "side"),
+        (lambda: table_attention(query.half(), table, 0, rows, scaling=1.0), "float16 over buffers of torch.float32"),
+        (lambda: table_attention(query, table, 0, rows, scaling=1.0, window=0), "window must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
     apart = KVBuffer(tuple(held.transpose(1, 2) for held in buffers[0].keys), buffers[0].values)
     with pytest.raises(ValueError, match="must be contiguous"):
-        StepTable.of([apart], table.shapes, 8)
+        KVTable.of([apart], table.shapes, 8)
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:
@@ -336,8 +356,8 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby())
     monkeypatch.setattr("qcfuse_rag.fuse.step.kernels_run_on", lambda *given: True)
     monkeypatch.setattr(attention, "sparse_attention", counted("attention", sparse_attention))
-    monkeypatch.setattr(step, "step_attention", counted("step", step_attention))
-    monkeypatch.setattr(step, "append_step", counted("append", append_step))
+    monkeypatch.setattr(table, "table_attention", counted("by table", table_attention))
+    monkeypatch.setattr(table, "append_rows", counted("append", append_rows))
     monkeypatch.setattr(context_score, "context_scores", counted("score", context_scores))
     monkeypatch.setattr(place, "place_blocks", counted("place", place_blocks))
     return called
@@ -365,7 +385,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     assert set(with_kernels) == {"attention", "score", "place"}
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
-    assert set(with_kernels) == {"step", "append"}
+    assert set(with_kernels) == {"by table", "append"}
     monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: None)
     for module in ("kernels.support", "assembly", "step"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: False)
@@ -441,7 +461,7 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=DTYPES[2].marks)], ids=str)
 def test_every_kernel_is_within_its_tolerance_here(dtype: torch.dtype) -> None:
     errors = support.kernel_errors(torch.device(DEVICE), dtype, 64)
-    assert len(errors) == 3 + 3 + 4 + 4
+    assert len(errors) == 3 + 3 + 5 + 4
     assert max(errors.values()) < support.TOLERANCE
 
 

@@ -18,7 +18,7 @@ SHARED_BYTES = 99 << 10
 """What a program may take on the smallest of them: Ada, and Ampere but for the A100."""
 SPILLED_BYTES = 512
 """Beyond, a program spends its time on them."""
-KERNELS = {"attend", "attend_each", "append", "combine", "denominators", "weights_of_keys", "place"}
+KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
 
 
 @pytest.mark.timeout(900)

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.recorder import CudaRecorder, Recorder
 from qcfuse_rag.fuse.step import forward_step
-from qcfuse_rag.fuse.step_graph import CudaRecorder, DecodeSteps, Recorder
+from qcfuse_rag.fuse.step_graph import DecodeSteps
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 
@@ -86,7 +87,7 @@ class Nonsense(AgainAndAgain):
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("step", "step_graph"):
+    for module in ("step", "recorder"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
 
@@ -204,7 +205,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
     recorder = CountingRecorder()
     steps = DecodeSteps(model_of("llama", tokenizer), recorder)
     steps.warm_up()

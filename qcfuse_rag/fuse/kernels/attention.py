@@ -1,20 +1,22 @@
 """Sparse-row attention: few rows at arbitrary positions against a long buffer of keys, without a mask in memory.
 
-A streaming softmax (`streaming.py`) with two changes. A row knows its position in the
-prompt, so what it may see is compared in registers, and a block of rows stops at the last key any of them sees. The
-query heads that share a key head lie along the rows, so a key is read once for all of them. Where there are too few
-rows to fill a device, the keys are split and the parts put together afterwards (flash decoding).
+Keys and values are one request's tensors, or, for several requests at once and for CUDA graphs that serve any, wherever
+a table in device memory says they are; see `table.py`. Where there are too few rows to fill a device, the keys are
+split and the parts put together afterwards.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.attention import explicit_attention
+from qcfuse_rag.fuse.kernels.attend import attend
 from qcfuse_rag.fuse.kernels.launch import (
+    block_dim,
     check_extras,
     check_operands,
     keys_at_once,
@@ -22,88 +24,24 @@ from qcfuse_rag.fuse.kernels.launch import (
     processors,
     rows_at_once,
 )
-from qcfuse_rag.fuse.kernels.streaming import KEYS_PER_SPLIT, NEVER, Parts, constants, store_rows, stream_keys
+from qcfuse_rag.fuse.kernels.parts import KEYS_PER_SPLIT, Parts
+from qcfuse_rag.fuse.kernels.place import triton_type
 
 
-@triton.jit(do_not_specialize=["n_rows", "window", "split_keys"])
-def attend(
-    q,
-    k,
-    v,
-    rows,
-    sinks,
-    out,
-    maxima,
-    sums,
-    q_head,
-    q_row,
-    k_head,
-    k_token,
-    v_head,
-    v_token,
-    n_rows,
-    scaling,
-    softcap,
-    window,
-    split_keys,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One block of (row, query head) pairs of one key head, over one part of the keys.
+@dataclass(frozen=True, slots=True)
+class Tabled:
+    """Keys and values of several requests, each in memory of its own where tokens lie side by side.
 
-    `out` is `[splits, R, Hq, Dv]`: the result without SPLIT, unnormalised float32 sums with it.
+    Attributes:
+        entries: `[B, 4]` int64, see `COLUMNS`.
+        kv_heads, value_dim: of each.
+        aligned: whether all tokens begin at multiples of 16 bytes.
     """
-    kv_head, split = tl.program_id(1), tl.program_id(2)
-    pair = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    real = pair < n_rows * GROUP
-    row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
-    position = tl.load(rows + row, mask=real, other=NEVER).to(tl.int32)
 
-    dim = tl.arange(0, BLOCK_DIM)
-    query = tl.load(
-        q + head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + dim[None, :],
-        mask=real[:, None] & (dim < DIM)[None, :],
-        other=0.0,
-    )
-    result, total, largest = stream_keys(
-        query,
-        k + kv_head.to(tl.int64) * k_head,
-        v + kv_head.to(tl.int64) * v_head,
-        sinks + head,
-        position,
-        real,
-        k_token,
-        v_token,
-        scaling,
-        softcap,
-        window,
-        split == 0,
-        split * split_keys,
-        split_keys,
-        DIM,
-        VALUE_DIM,
-        BLOCK_DIM,
-        BLOCK_VALUE,
-        BLOCK_ROWS,
-        BLOCK_KEYS,
-        CAPPED,
-        WINDOWED,
-        SINKS,
-        PRECISION,
-    )
-    n_heads = tl.num_programs(1) * GROUP
-    at = (split.to(tl.int64) * n_rows + row) * n_heads + head
-    store_rows(out, maxima, sums, at, real, result, total, largest, VALUE_DIM, BLOCK_VALUE, SPLIT)
+    entries: Tensor
+    kv_heads: int
+    value_dim: int
+    aligned: bool
 
 
 def sparse_attention(
@@ -138,44 +76,97 @@ def sparse_attention(
         ValueError: if operands do not fit each other or are not laid out as said.
     """
     check_operands(query, key, value, rows)
+    return launch_attention(
+        query,
+        (key, value),
+        rows[None],
+        key.shape[2],
+        scaling=scaling,
+        softcap=softcap,
+        window=window,
+        sinks=sinks,
+        splits=splits,
+    )
+
+
+def launch_attention(
+    query: Tensor,
+    held: tuple[Tensor, Tensor] | Tabled,
+    rows: Tensor,
+    longest: int,
+    *,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+    sinks: Tensor | None,
+    splits: int | None,
+) -> Tensor:
+    """Attend with operands that have been checked.
+
+    Args:
+        query: `[B, Hq, R, D]`.
+        held: `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of the one request there is, or where to find them.
+        rows: `[B, R]` int64.
+        longest: keys that a row may see at most.
+        scaling: see `sparse_attention`, as what follows.
+        softcap: cap on scores.
+        window: sliding window.
+        sinks: `[Hq]` logits.
+        splits: parts to split the keys into.
+
+    Returns:
+        `[B, R, Hq, Dv]`.
+    """
     check_extras(query, window, sinks)
-    n_heads, n_rows, dim = query.shape[1:]
-    kv_heads, n_keys, value_dim = value.shape[1:]
+    requests, n_heads, n_rows, dim = query.shape
+    if isinstance(held, Tabled):
+        key = value = query
+        table, kv_heads, value_dim, aligned = held.entries, held.kv_heads, held.value_dim, held.aligned
+    else:
+        (key, value), table, aligned = held, rows, False
+        kv_heads, value_dim = key.shape[1], value.shape[3]
     group = n_heads // kv_heads
     block_rows = rows_at_once(query.dtype, n_rows * group)
-    block_keys = keys_at_once(query.dtype, max(dim, value_dim))  # as `constants` has it
-    blocks = triton.cdiv(n_rows * group, block_rows)
+    programs = triton.cdiv(n_rows * group, block_rows) * kv_heads
     if splits is None:
-        wanted = processors(query.device) // (blocks * kv_heads)
-        splits = max(1, min(wanted, n_keys // KEYS_PER_SPLIT))
-    split_keys = triton.cdiv(triton.cdiv(n_keys, splits), block_keys) * block_keys
-    splits = triton.cdiv(n_keys, split_keys)
-    out = torch.empty(1, n_rows, n_heads, value_dim, dtype=value.dtype, device=value.device)
+        splits = max(1, min(processors(query.device) // (programs * requests), longest // KEYS_PER_SPLIT))
+    out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):
-        attend[(blocks, kv_heads, splits)](
+        attend[(programs, splits, requests)](
             query,
             key,
             value,
+            table,
             rows,
             query if sinks is None else sinks,
             parts.results,
             parts.maxima,
             parts.sums,
-            query.stride(1),
-            query.stride(2),
-            key.stride(1),
-            key.stride(2),
-            value.stride(1),
-            value.stride(2),
+            *query.stride()[:3],
+            *key.stride()[1:3],
+            *value.stride()[1:3],
             n_rows,
             scaling,
             softcap or 1.0,
             window or 0,
-            split_keys,
+            TABLED=isinstance(held, Tabled),
+            KEPT=triton_type(query.dtype),
+            ALIGNED=aligned,
             GROUP=group,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            BLOCK_DIM=block_dim(dim),
+            BLOCK_VALUE=block_dim(value_dim),
             BLOCK_ROWS=block_rows,
-            **constants(query, value_dim, softcap, window, sinks, splits),
+            BLOCK_KEYS=keys_at_once(query.dtype, max(dim, value_dim)),
+            CAPPED=softcap is not None,
+            WINDOWED=window is not None,
+            SINKS=sinks is not None,
+            SPLIT=splits > 1,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=2,
         )
         parts.combine(out)
     return out

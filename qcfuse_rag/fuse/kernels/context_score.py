@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, keys_at_once, launching_on, rows_at_once
-from qcfuse_rag.fuse.kernels.streaming import NEVER, scores_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])

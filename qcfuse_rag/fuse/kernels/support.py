@@ -93,9 +93,9 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
     from qcfuse_rag.fuse.kernels.context_score import context_scores
     from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
-    from qcfuse_rag.fuse.kernels.step import append_step, step_attention, step_attention_reference
+    from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_attention_reference
+    from qcfuse_rag.fuse.kv_table import KVTable
     from qcfuse_rag.fuse.score import plain_attention_weights
-    from qcfuse_rag.fuse.step_table import StepTable
     from qcfuse_rag.store.numbers import narrow
 
     generator = torch.Generator(device).manual_seed(0)
@@ -118,18 +118,19 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             context_scores(query, key, rows, known, **how),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
         )
-    shape, ends = KVShape(KV_HEADS, dim, dim), torch.tensor([TOKENS - 1, ROWS], device=device)
+    shape, ends = KVShape(KV_HEADS, dim, dim), torch.stack([rows, rows - ROWS])
     buffers = [KVBuffer((random(1, KV_HEADS, TOKENS, dim),), (random(1, KV_HEADS, TOKENS, dim),)) for _ in ends]
-    table = StepTable.of(buffers, [shape], TOKENS)
-    asking, fresh, fresh_value = random(2, HEADS, 1, dim), random(2, KV_HEADS, 1, dim), random(2, KV_HEADS, 1, dim)
-    append_step(fresh, fresh_value, table, 0, ends)
-    for side, given in (("keys", fresh), ("values", fresh_value)):
+    table = KVTable.of(buffers, [shape], TOKENS)
+    asking, fresh, values = random(2, HEADS, ROWS, dim), random(2, KV_HEADS, ROWS, dim), random(2, KV_HEADS, ROWS, dim)
+    append_rows(fresh, values, table, 0, ends)
+    for side, given in (("keys", fresh), ("values", values)):
         there = [getattr(buffer, side)[0][0, :, end] for buffer, end in zip(buffers, ends, strict=True)]
-        errors[f"append {side}"] = _off(torch.stack(there), given[:, :, 0])
-    for name, how, splits in (("", plain, 1), (" split", special, 2)):
-        errors[f"step{name}"] = _off(
-            step_attention(asking, table, 0, ends, **how, splits=splits),
-            step_attention_reference(asking, buffers, 0, ends, **how),
+        errors[f"append {side}"] = _off(torch.stack(there), given)
+    for name, how, n_rows, splits in (("", plain, ROWS, 1), (" split", special, ROWS, 2), (" of one row", plain, 1, 2)):
+        last = ends[:, -n_rows:].contiguous()
+        errors[f"attention by table{name}"] = _off(
+            table_attention(asking[:, :, :n_rows], table, 0, last, **how, splits=splits),
+            table_attention_reference(asking[:, :, :n_rows], buffers, 0, last, **how),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
     for numbers in ("model", "int8"):

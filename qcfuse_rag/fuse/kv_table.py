@@ -1,9 +1,10 @@
-"""Where the keys and values of a decode step's requests are, as kernels read it."""
+"""Where the keys and values of some requests are, as kernels read it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from qcfuse_rag.model.rope import KVShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepTable:
-    """Where the keys and values of a step's requests are.
+class KVTable:
+    """Where the keys and values of some requests are.
 
     Attributes:
         entries: `[layers, B, 4]` int64 on the device: pointers to keys and values, and how far apart their heads are.
@@ -32,7 +33,7 @@ class StepTable:
     aligned: bool
 
     @classmethod
-    def of(cls, buffers: Sequence[KVBuffer], shapes: Sequence[KVShape], longest: int) -> StepTable:
+    def of(cls, buffers: Sequence[KVBuffer], shapes: Sequence[KVShape], longest: int) -> KVTable:
         """Write the table of some buffers.
 
         Args:
@@ -46,6 +47,45 @@ class StepTable:
         entries, some = list_places(buffers), buffers[0].keys[0]
         aligned = is_aligned(entries, shapes, some.dtype)
         return cls(entries.to(some.device), shapes, some.dtype, longest, aligned)
+
+
+class MovingTable:
+    """A table that CUDA graphs read, pointed at the buffers of those they serve next.
+
+    Where there are fewer of these than it has places for, the places left over point at a buffer that nobody reads.
+
+    Args:
+        unread: that buffer, laid out as `KVBuffer.allocate` does.
+        shapes: of each layer's keys and values.
+        requests: places.
+        longest: keys that a request may have.
+
+    Attributes:
+        table: the table.
+    """
+
+    def __init__(self, unread: KVBuffer, shapes: Sequence[KVShape], requests: int, longest: int) -> None:
+        self._unread = unread
+        self.table = KVTable.of([unread] * requests, shapes, longest)
+        self._places = self.table.entries.to("cpu", copy=True)
+        self._known: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
+
+    def point_at(self, buffers: Sequence[KVBuffer]) -> bool:
+        """Point at some buffers; return False if they are not aligned as what reads the table expects."""
+        empty = self.table.entries.shape[1] - len(buffers)
+        places = torch.stack([self._places_of(buffer) for buffer in (*buffers, *[self._unread] * empty)], dim=1)
+        if is_aligned(places, self.table.shapes, self.table.dtype) != self.table.aligned:
+            return False
+        if not torch.equal(places, self._places):
+            self.table.entries.copy_(places)
+            self._places = places
+        return True
+
+    def _places_of(self, buffer: KVBuffer) -> Tensor:
+        """Return where a buffer's layers are; looked up once for an answer."""
+        if buffer not in self._known:
+            self._known[buffer] = list_places([buffer])[:, 0]
+        return self._known[buffer]
 
 
 def list_places(buffers: Sequence[KVBuffer]) -> Tensor:

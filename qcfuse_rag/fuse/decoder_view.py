@@ -1,0 +1,73 @@
+"""A view of a model that shares its weights and runs other layers: how a pass changes what happens between layers.
+
+transformers' decoders run a list of layers. In a view the list is another one, so that no model code is patched, and
+passes that run the model itself know of none of this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class Course(Protocol):
+    """What runs instead of a decoder's layers in one pass."""
+
+    def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer.
+
+        Args:
+            layer: which.
+            inner: the layer itself.
+            hidden: `[1, R, H]` hidden states.
+            args: what else the decoder gives its layers.
+            kwargs: the same, by name.
+
+        Returns:
+            What the decoder expects of a layer.
+        """
+        ...
+
+
+class StandIn(nn.Module):
+    """A decoder layer in a view."""
+
+    def __init__(self, inner: nn.Module, index: int, course: Course) -> None:
+        super().__init__()
+        self.inner, self._index, self._course = inner, index, course
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the layer inside: decoders ask their layers for their kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Have the course compute the layer."""
+        return self._course.run(self._index, self.inner, hidden_states, args, kwargs)
+
+
+def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Module:
+    """Return a decoder with its first `depth` layers, which a course runs if there is one."""
+    layers = decoder._modules["layers"]
+    assert isinstance(layers, nn.ModuleList)
+    first: Sequence[nn.Module] = list(layers[:depth])
+    if course is not None:
+        first = [StandIn(layer, index, course) for index, layer in enumerate(first)]
+    return _with_modules(decoder, nn.ModuleList(first), instead=layers)
+
+
+def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: Course) -> nn.Module:
+    """Return a model whose decoder's layers a course runs."""
+    return _with_modules(model, decoder_view(decoder, n_layers, course), instead=decoder)
+
+
+def _with_modules(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
+    """Return a view of a module that shares its weights and has one direct child replaced."""
+    view = copy.copy(module)
+    view._modules = {name: new if child is instead else child for name, child in module._modules.items()}
+    return view
