@@ -19,6 +19,7 @@ from qcfuse_rag.errors import StoreError, Unverified
 from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import Prefilled, prefill
 from qcfuse_rag.fuse.recompute import Pause
 from qcfuse_rag.fuse.self_check import check_exact
@@ -75,6 +76,7 @@ class FusionEngine:
         profile: the profile that `load` gave the model its critical layers from, or None.
         profile_ignored: why `load` did not use the profile that is beside the store, or None.
         costs: what passes and loading cost here, by which a method's guard decides; see `fuse.measured`.
+        passes: computes rows of a prompt; see `fuse.pass_graph`.
         step: computes the next token's row of one or several requests; see `fuse.step_graph`.
         verdict: what `qcfuse verify` found out about the method on this model, where `load` found it, or None.
     """
@@ -100,6 +102,7 @@ class FusionEngine:
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
         self.costs = MeasuredCosts(lm, store)
+        self.passes = FusedPasses(lm)
         self.step = DecodeSteps(lm)
         self._loading = Loading(lm, load_limit_s)
         self.profile: Profile | None = None
@@ -416,7 +419,15 @@ class FusionEngine:
         with self._activity.one_more():
             self.store.advance()
             done = prefill(
-                self.lm, self.store, prompt, chosen, room=room, costs=self.costs, loading=self._loading, pause=pause
+                self.lm,
+                self.store,
+                prompt,
+                chosen,
+                room=room,
+                costs=self.costs,
+                loading=self._loading,
+                pause=pause,
+                passes=self.passes,
             )
         if self._shadow is not None and method is None:
             self._shadow.note(done)
@@ -438,12 +449,13 @@ class FusionEngine:
     def warm_up(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
-        Kernels are compiled and compared with their references, the first passes of the process made, decode steps
-        recorded where there is a GPU, and the costs measured that the method's guard goes by, if there is something in
-        the store to measure loading by. To be done before anything is asked.
+        Kernels are compiled and compared with their references, the first passes of the process made, passes and
+        decode steps recorded where there is a GPU, and the costs measured that the method's guard goes by, if there is
+        something in the store to measure loading by. To be done before anything is asked.
         """
         started = time.perf_counter()
         warm_up(self.lm, self.prompts)
+        self.passes.warm_up()
         self.step.warm_up()
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.costs()

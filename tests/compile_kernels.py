@@ -73,7 +73,8 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             for queries, at in ((asking, ends), (asking.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
                 yield name, dim, partial(table_attention, queries, table, 0, at, sinks=sinks, splits=splits, **how)
         yield name, dim, partial(context_scores, query, key, rows, known, **special)
-        yield name, dim, partial(append_rows, fresh, fresh, table, 0, ends)
+        for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
+            yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):

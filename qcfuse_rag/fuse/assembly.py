@@ -15,6 +15,7 @@ from qcfuse_rag.fuse.arrival import Arrival, Coming
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, widest_head
 from qcfuse_rag.fuse.loading import Loading
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.patience import Patience
 from qcfuse_rag.fuse.place import copy_chunk, stage_chunk
 from qcfuse_rag.fuse.pool import BufferPool
@@ -61,6 +62,7 @@ class Assembly:
         ids: `[T]` int64 token ids on the model's device.
         arriving: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for what is
             still on its way there. See `buffer`.
+        passes: compute rows over it.
         known: `[T]` bool, positions that hold stored keys and values.
         placed: what was placed, the head included.
         lookups: what became of every segment that could have been stored.
@@ -75,6 +77,7 @@ class Assembly:
     prompt: Prompt
     ids: Tensor
     arriving: KVBuffer
+    passes: FusedPasses
     known: Tensor
     placed: list[Placed] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
@@ -85,11 +88,27 @@ class Assembly:
     arrival: Arrival | None = None
 
     @classmethod
-    def empty(cls, lm: LanguageModel, prompt: Prompt, capacity: int, pool: BufferPool | None = None) -> Assembly:
-        """Start with nothing known and room for `capacity` tokens, in a pool's memory if there is one."""
+    def empty(
+        cls,
+        lm: LanguageModel,
+        prompt: Prompt,
+        capacity: int,
+        pool: BufferPool | None = None,
+        passes: FusedPasses | None = None,
+    ) -> Assembly:
+        """Start with nothing known and room for `capacity` tokens.
+
+        Args:
+            lm: the model.
+            prompt: the prompt.
+            capacity: tokens there will be.
+            pool: whose memory to use, if there is one.
+            passes: of the model, recorded ones perhaps.
+        """
         ids = torch.tensor(prompt.ids, dtype=torch.int64, device=lm.device)
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
-        return cls(lm, prompt, ids, buffer, known=torch.zeros(len(prompt), dtype=torch.bool, device=lm.device))
+        known = torch.zeros(len(prompt), dtype=torch.bool, device=lm.device)
+        return cls(lm, prompt, ids, buffer, passes or FusedPasses(lm), known)
 
     def load(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.layerwise import SteeredPass
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import Scores
@@ -100,7 +99,7 @@ class DeviationProbe:
         watch = DeviationWatch(layer, self.measure)
         plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding)
         course = SteeredPass(plan, watch, assembly.buffer)
-        forward_hidden(lm, assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
+        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
         assembly.row_layers += course.row_layers
         for index, (keys, values) in enumerate(kept):
             assembly.buffer.keys[index][:, :, rows] = keys

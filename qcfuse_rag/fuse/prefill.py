@@ -18,6 +18,7 @@ from qcfuse_rag.fuse.layerwise import NestedRows, Steering
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.outlook import outlook
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.patience import Patience, within
 from qcfuse_rag.fuse.recompute import Pause, recompute
 from qcfuse_rag.fuse.score import Scores
@@ -60,6 +61,7 @@ def prefill(
     costs: Callable[[], Costs] | None = None,
     loading: Loading | None = None,
     pause: Pause | None = None,
+    passes: FusedPasses | None = None,
 ) -> Prefilled:
     """Bring a prompt to its first token.
 
@@ -73,6 +75,7 @@ def prefill(
         costs: what the method's guard decides by, asked for if it has to; None leaves the guard out.
         loading: how to go on loading while computing; None loads everything first, however long it takes.
         pause: when to let others compute; methods that steer a pass between layers have none.
+        passes: of the model, recorded ones perhaps.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
@@ -84,7 +87,8 @@ def prefill(
     method = method if refusal is None else method.in_full
     refused: dict[int, Miss] = {}
     while True:  # each time around without another chunk at least
-        assembly = Assembly.empty(lm, prompt, len(prompt) + room, None if loading is None else loading.pool)
+        pool = None if loading is None else loading.pool
+        assembly = Assembly.empty(lm, prompt, len(prompt) + room, pool, passes)
         try:
             return _attempt(
                 assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, patience, refused, pause

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.assembly import Assembly
-from qcfuse_rag.fuse.forward import forward_hidden
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import Scores, attention_weights
 from qcfuse_rag.fuse.select import candidate_positions, inexact_chunks
@@ -108,7 +107,7 @@ class QuestionProbe:
 
         visible = self._visible(assembly, rows, known, depth)
         plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
-        forward_hidden(lm, assembly.ids[rows], plan, assembly.arriving, depth=depth)
+        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
         assembly.row_layers += len(rows) * depth
         if self.normalized:
             counted = candidate_positions(inexact_chunks(assembly)).to(lm.device)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.assembly import Assembly, Placed
-from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.layerwise import SteeredPass, Steering
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.select import Selection
@@ -54,7 +53,7 @@ def recompute(
         rows = _in_parts(assembly, rows, pause)
     course, plan = _course(assembly, rows, steering)
     buffer = assembly.arriving if course is None else assembly.buffer
-    logits = forward_rows(assembly.lm, assembly.ids[rows], plan, buffer, course)
+    logits = assembly.passes.forward_rows(assembly.ids[rows], plan, buffer, course)
     assembly.row_layers += _paid(assembly, rows, course)
     if course is not None and selection.until is None:
         selected = selected[torch.isin(selected, course.chosen)]
@@ -70,7 +69,7 @@ def _in_parts(assembly: Assembly, rows: Tensor, pause: Pause) -> Tensor:
     while len(rows) > pause.rows:
         part, rows = rows[: pause.rows], rows[pause.rows :]
         plan = RowsPlan.of(part, lm.sliding)
-        forward_hidden(lm, assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
+        assembly.passes.forward_hidden(assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
         assembly.row_layers += len(part) * lm.n_layers
         pause.call()
     return rows
@@ -92,7 +91,7 @@ def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Ten
     visible = [outside[: int(rows[-1]) + 1].nonzero()[:, 0]] * assembly.lm.n_layers
     course, plan = _course(assembly, rows, steering, visible)
     depth = assembly.lm.n_layers
-    forward_hidden(assembly.lm, assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
+    assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
     assembly.row_layers += _paid(assembly, rows, course)
 
 

@@ -69,6 +69,22 @@ def test_decode_steps_are_recorded_for_every_family(
     assert float((found - expected).norm() / expected.norm()) < 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fused_passes_are_recorded_for_every_family(
+    family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = engine_on("cuda", dtype, family, tokenizer)
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
+    expected = engine.prefill(prompt, method=method)
+    engine.passes.warm_up(rows=(16, 128))
+    if family not in WITH_EXPERTS:
+        assert engine.passes.refusal is None
+    for _ in range(5):  # what is not waited for shows now and then
+        found = engine.prefill(prompt, method=method)
+        assert float((found.logits - expected.logits).norm() / expected.logits.norm()) < 5e-2
+
+
 def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
     recorder, current = CudaRecorder(torch.device("cuda")), torch.cuda.current_stream()
     held = torch.ones(4, device="cuda")

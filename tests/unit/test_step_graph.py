@@ -1,88 +1,31 @@
 """Recorded decode steps: the step itself, whoever's turn it is; what cannot be recorded is computed as ever.
 
-Where there is no CUDA device a recording is the call itself, made again over the same tensors: it shows whether a step
-depends on anything else, and Triton's interpreter runs its kernels.
+Where there is no CUDA device, see `tests.recorders` for what stands for a recording.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.recorder import CudaRecorder, Recorder
+from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.fuse.step_graph import DecodeSteps
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
+from tests.recorders import DEVICE, CountingRecorder, Failing, Nonsense, Remembering
 
 pytest.importorskip("triton")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = ["llama", "gemma2-softcap", "qwen3-qk-norm"]
 if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
     FAMILIES.append("gpt-oss-sinks")
-
-
-class CountingRecorder:
-    """Records, and counts how often what it recorded was computed."""
-
-    def __init__(self) -> None:
-        self.recorded, self.replayed = 0, 0
-        self._inner = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        result, again = self._inner.record(compute)
-        self.recorded += 1
-
-        def replay() -> None:
-            self.replayed += 1
-            again()
-
-        return result, replay
-
-    def turn(self) -> AbstractContextManager[object]:
-        return self._inner.turn()
-
-
-class AgainAndAgain:
-    """Stands for a CUDA graph where there is no device for one."""
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        result = compute().clone()
-
-        def again() -> None:
-            result.copy_(compute())
-
-        return result, again
-
-    def turn(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-class Failing(AgainAndAgain):
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-
-class Remembering(AgainAndAgain):
-    """Records a step that depends on something that is not in its tensors: it never changes."""
-
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        return compute().clone(), lambda: None
-
-
-class Nonsense(AgainAndAgain):
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        return torch.full_like(compute(), torch.nan), lambda: None
 
 
 @pytest.fixture(autouse=True)

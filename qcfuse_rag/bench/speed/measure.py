@@ -20,6 +20,7 @@ from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.fuse.step_graph import DecodeSteps
@@ -96,7 +97,8 @@ def measure_speed(
         "decode": [],
     }
     generator = torch.Generator().manual_seed(0)
-    step = DecodeSteps(lm)
+    passes, step = FusedPasses(lm), DecodeSteps(lm)
+    passes.warm_up()
     if options.requests:
         step.warm_up(options.requests)
     with ExitStack() as stack:
@@ -104,7 +106,7 @@ def measure_speed(
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, stores, prompt, options.methods)
-            result["prefill"] += _prefills(lm, stores, prompt, options, ceilings)
+            result["prefill"] += _prefills(lm, passes, stores, prompt, options, ceilings)
             result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options, ceilings)
             if keep is not None:
                 keep(result)
@@ -157,7 +159,12 @@ def fill(lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, methods:
 
 
 def _prefills(
-    lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
+    lm: LanguageModel,
+    passes: FusedPasses,
+    stores: dict[str, KVStore],
+    prompt: Prompt,
+    options: SpeedOptions,
+    ceilings: Ceilings,
 ) -> list[dict[str, Any]]:
     """Time every side in turns; the first turn warms up."""
     ids = torch.tensor([prompt.ids], device=lm.device)
@@ -169,7 +176,7 @@ def _prefills(
     sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
     times: list[list[float]] = [[] for _ in sides]
     loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
-    reports = [prefill(lm, store, prompt, method, loading=loading).report for _, store, method in sides]
+    reports = [prefill(lm, store, prompt, method, loading=loading, passes=passes).report for _, store, method in sides]
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
     for turn in range(options.repeats + 1):
@@ -178,7 +185,7 @@ def _prefills(
         if turn:
             transformers.append(taken)
         for side, (_, store, method) in enumerate(sides):
-            timings = prefill(lm, store, prompt, method, loading=loading).report.timings
+            timings = prefill(lm, store, prompt, method, loading=loading, passes=passes).report.timings
             if turn:
                 times[side].append(timings.ttft_s)
                 stages[side].append(
@@ -187,6 +194,7 @@ def _prefills(
     full = median(times[0])
     rows = []
     for (tier, store, method), own, report, staged in zip(sides, times, reports, stages, strict=True):
+        again = partial(prefill, lm, store, prompt, method, loading=counted, passes=passes)
         arithmetic = row_operations(lm, report.row_layers / lm.n_layers, len(prompt)) / ceilings.flops
         bytes_s = (
             options.throttle if tier == "throttled" else ceilings.memory / 2 if tier == "device" else ceilings.loading
@@ -201,6 +209,7 @@ def _prefills(
                 "ratio": method.ratio,
                 "tier": tier,
                 "rows": report.rows,
+                "recorded": passes.refusal is None,
                 "ttft_s": ttft,
                 "spread_s": max(own) - min(own),
                 "full_s": full,
@@ -212,7 +221,7 @@ def _prefills(
                 "of_floor": max(arithmetic, loading_s) / ttft,
                 "bytes_loaded": report.bytes_loaded,
                 "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
-                "peak_bytes": peak_bytes(lm.device, partial(prefill, lm, store, prompt, method, loading=counted)),
+                "peak_bytes": peak_bytes(lm.device, again),
                 "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
             }
         )

@@ -20,6 +20,9 @@ from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on
 from qcfuse_rag.fuse.kernels.place import triton_type
 from qcfuse_rag.fuse.kv_table import KVTable
 
+ROWS_PER_PROGRAM = 16
+"""That one program writes of one head."""
+
 
 @triton.jit(do_not_specialize=["n_rows"])
 def append(
@@ -38,20 +41,26 @@ def append(
     VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """Write one head's fresh key and value of one row of one request."""
-    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    request, row = at // n_rows, at % n_rows
+    """Write one head's fresh keys and values of some rows of one request."""
+    blocks = tl.cdiv(n_rows, BLOCK_ROWS)
+    request, head = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    real = row < n_rows
+    position = tl.load(rows + request * n_rows + row, mask=real, other=0)
     place = table + request * COLUMNS
-    position = tl.load(rows + at)
-    keys = tl.load(place).to(tl.pointer_type(KEPT)) + head * tl.load(place + 2) + position * DIM
-    values = tl.load(place + 1).to(tl.pointer_type(KEPT)) + head * tl.load(place + 3) + position * VALUE_DIM
-    key += request * key_request + head * key_head + row * key_row
-    value += request * value_request + head * value_head + row * value_row
+    keys = tl.load(place).to(tl.pointer_type(KEPT)) + head * tl.load(place + 2)
+    values = tl.load(place + 1).to(tl.pointer_type(KEPT)) + head * tl.load(place + 3)
+    key += request * key_request + head * key_head
+    value += request * value_request + head * value_head
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
-    tl.store(keys + dim, tl.load(key + dim, mask=dim < DIM), mask=dim < DIM)
-    tl.store(values + value_dim, tl.load(value + value_dim, mask=value_dim < VALUE_DIM), mask=value_dim < VALUE_DIM)
+    inside, value_inside = real[:, None] & (dim < DIM)[None, :], real[:, None] & (value_dim < VALUE_DIM)[None, :]
+    fresh = tl.load(key + row[:, None] * key_row + dim[None, :], mask=inside)
+    fresh_value = tl.load(value + row[:, None] * value_row + value_dim[None, :], mask=value_inside)
+    tl.store(keys + position[:, None] * DIM + dim[None, :], fresh, mask=inside)
+    tl.store(values + position[:, None] * VALUE_DIM + value_dim[None, :], fresh_value, mask=value_inside)
 
 
 def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Tensor) -> None:
@@ -72,19 +81,22 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
         raise ValueError(f"keys {tuple(key.shape)} and values {tuple(value.shape)} do not go into buffers of {shape}")
     if value.stride(3) != 1:
         raise ValueError(f"channels must lie side by side, got values of strides {value.stride()}")
+    requests, n_rows = rows.shape
+    block_rows = min(ROWS_PER_PROGRAM, triton.next_power_of_2(n_rows))
     with launching_on(key.device):
-        append[(rows.numel(), shape.kv_heads)](
+        append[(requests * triton.cdiv(n_rows, block_rows), shape.kv_heads)](
             key,
             value,
             entries,
             rows,
             *key.stride()[:3],
             *value.stride()[:3],
-            rows.shape[1],
+            n_rows,
             DIM=shape.key_dim,
             VALUE_DIM=shape.value_dim,
             BLOCK_DIM=block_dim(shape.key_dim),
             BLOCK_VALUE=block_dim(shape.value_dim),
+            BLOCK_ROWS=block_rows,
             KEPT=triton_type(key.dtype),
         )
 

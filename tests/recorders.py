@@ -1,0 +1,70 @@
+"""Recorders for tests.
+
+Where there is no CUDA device a recording is the call itself, made again over the same tensors: it shows whether what is
+recorded depends on anything else, and Triton's interpreter runs its kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fuse.recorder import CudaRecorder
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class CountingRecorder:
+    """Records, and counts how often what it recorded was computed."""
+
+    def __init__(self) -> None:
+        self.recorded, self.replayed = 0, 0
+        self._inner = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = self._inner.record(compute)
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            again()
+
+        return result, replay
+
+    def turn(self) -> AbstractContextManager[object]:
+        return self._inner.turn()
+
+
+class AgainAndAgain:
+    """Stands for a CUDA graph where there is no device for one."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result = compute().clone()
+
+        def again() -> None:
+            result.copy_(compute())
+
+        return result, again
+
+    def turn(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+class Failing(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+
+class Remembering(AgainAndAgain):
+    """Records a step that depends on something that is not in its tensors: it never changes."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return compute().clone(), lambda: None
+
+
+class Nonsense(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        return torch.full_like(compute(), torch.nan), lambda: None

@@ -1,0 +1,316 @@
+"""Recorded passes: the pass itself, over whatever rows of whatever prompt; what cannot be recorded is computed as ever.
+
+Where there is no CUDA device, see `tests.recorders` for what stands for a recording.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
+from qcfuse_rag.fuse.prefill import prefill
+from qcfuse_rag.fuse.recorder import Recorder
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from tests.conftest import PASSAGES, QUESTION
+from tests.families import build_model
+from tests.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
+
+pytest.importorskip("triton")
+
+FAMILIES = ["llama", "gemma2-softcap", "gemma3-two-ropes", "qwen3-qk-norm", "cohere2-interleaved"]
+if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
+    FAMILIES.append("gpt-oss-sinks")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
+
+
+def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    return LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
+
+
+def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
+    """The same random keys and values twice."""
+    one, other = (KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    for mine, yours in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        yours.copy_(mine.normal_())
+    return one, other
+
+
+def agree(one: KVBuffer, other: KVBuffer) -> bool:
+    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+    return all(torch.allclose(mine, yours, **CLOSE) for mine, yours in pairs)
+
+
+def on_device(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
+    lm, recorder = model_of(family, tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(4, 8))
+    assert passes.refusal is None
+    assert recorder.recorded == 2 * lm.n_layers
+    for rows in ([0, 1, 2, 9], [5, 70, 71, 72, 90, 99], [3, 4, 5, 6, 7, 8, 9, 120], [30]):
+        ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
+        theirs, ours = two_buffers(lm, rows[-1] + 5)
+        plan = RowsPlan.of(at, lm.sliding)
+        expected, found = forward_rows(lm, ids, plan, theirs), passes.forward_rows(ids, plan, ours)
+        assert recorder.replayed == before + lm.n_layers
+        assert torch.allclose(found, expected, **CLOSE)
+        assert agree(ours, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
+def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
+    family: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lm, recorder = model_of(family, tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(8,))
+    before, depth = recorder.replayed, lm.n_layers - 1
+    theirs, ours = two_buffers(lm, 60)
+    seen: list[list[tuple[object, ...]]] = []
+    for compute, buffer in ((passes.forward_hidden, ours), (None, theirs)):
+        seen.append([])
+
+        def observe(layer: int, query: Tensor, key: Tensor, *how: object) -> None:
+            seen[-1].append((layer, query.clone(), key.clone(), *how))
+
+        plan = RowsPlan(on_device(20, 40, 41, 42, 43), 44, observe=observe, windows=lm.sliding)
+        if compute is None:
+            forward_hidden(lm, on_device(1, 2, 3, 4, 5), plan, buffer, depth=depth)
+        else:
+            compute(on_device(1, 2, 3, 4, 5), plan, buffer, depth=depth)
+    assert recorder.replayed == before + depth
+    assert [look[0] for look in seen[0]] == list(range(depth))
+    for mine, other in zip(*seen, strict=True):
+        assert mine[3:] == other[3:]
+        for one, two in zip(mine[1:3], other[1:3], strict=True):
+            assert isinstance(one, Tensor)
+            assert isinstance(two, Tensor)
+            assert one.shape == two.shape
+            assert torch.allclose(one, two, **CLOSE)
+    assert agree(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
+    """An engine with recorded passes, and what counts how many of their layers are computed."""
+    engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine.passes = FusedPasses(engine.lm, recorder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
+        engine.passes.warm_up(rows=(16, 64))
+    assert engine.passes.refusal is None
+    return engine, recorder
+
+
+@pytest.mark.parametrize("method", ["prophetkv", "epic", "qcfuse", "relaxkv", "full"])
+def test_answers_are_the_same_with_recorded_passes(
+    method: str, recorded: tuple[FusionEngine, CountingRecorder]
+) -> None:
+    """Of a method whose probe or pass cannot be recorded, the other one is; of full prefill, nothing."""
+    engine, recorder = recorded
+    prompt = engine.prompt(QUESTION, PASSAGES[:2])
+    chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
+    expected, before = prefill(engine.lm, engine.store, prompt, chosen), recorder.replayed
+    found = engine.prefill(prompt, method=chosen)
+    assert (recorder.replayed > before) == (method != "full")
+    assert found.report.selected == expected.report.selected
+    assert found.report.row_layers == expected.report.row_layers
+    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+
+
+def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(4,))
+    theirs, stored = two_buffers(lm, 30)
+    ours = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
+    for held in (*ours.keys, *ours.values):
+        held.fill_(torch.nan)
+    before, arrived = recorder.replayed, []
+
+    def arrive(layer: int) -> None:
+        assert recorder.replayed == before + layer
+        arrived.append(layer)
+        for mine, yours in ((ours.keys, stored.keys), (ours.values, stored.values)):
+            mine[layer].copy_(yours[layer])
+
+    plan, ids = RowsPlan.of(on_device(10, 11, 29), lm.sliding), on_device(1, 2, 3)
+    found = passes.forward_rows(ids, plan, replace(ours, arrive=arrive))
+    assert arrived == list(range(lm.n_layers))
+    assert torch.allclose(found, forward_rows(lm, ids, plan, theirs), **CLOSE)
+    assert agree(ours, theirs)
+
+
+def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
+    recorded: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = recorded
+    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    chunk = engine.store.get(key)
+    assert isinstance(chunk, ChunkKV)
+
+    class Damaged(HeldBlocks):
+        def __getitem__(self, name: str) -> Tensor:
+            if name == "value.1":
+                raise CorruptEntry("block value.1 does not match its checksum")
+            return super().__getitem__(name)
+
+    damaged = replace(chunk, blocks=Damaged({name: chunk.blocks[name] for name in chunk.names()}))
+    get, before = engine.store.get, recorder.replayed
+    monkeypatch.setattr(engine.store, "get", lambda one: damaged if one == key else get(one))
+    monkeypatch.setattr(engine.store, "discard", lambda one, reason: None)  # others want it whole
+    prompt, method = engine.prompt(QUESTION, PASSAGES[:2]), make_method("reuse", base=FRAMED)
+    found = engine.prefill(prompt, method=method)
+    assert recorder.replayed > before
+    assert [lookup.hit for lookup in found.report.lookups] == [True, True, False]
+    expected = prefill(engine.lm, engine.store, prompt, method)
+    assert found.report.lookups == expected.report.lookups
+    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+
+
+def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    """One waits for its store between layers; nobody waits for it."""
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(4,))
+    waits, goes_on = threading.Event(), threading.Event()
+    plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
+    (theirs, ours), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
+    slow_other = KVBuffer(tuple(one.clone() for one in slow.keys), tuple(one.clone() for one in slow.values))
+    found: list[Tensor] = []
+
+    def arrive(layer: int) -> None:
+        if layer == 1:
+            waits.set()
+            assert goes_on.wait(60)
+
+    first = threading.Thread(target=lambda: found.append(passes.forward_rows(ids, plan, replace(slow, arrive=arrive))))
+    first.start()
+    assert waits.wait(60)
+    before = recorder.replayed
+    assert torch.allclose(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs), **CLOSE)
+    assert recorder.replayed == before
+    goes_on.set()
+    first.join(60)
+    assert torch.allclose(found[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
+
+
+def test_passes_that_fit_no_recording_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(4,))
+    before = recorder.replayed
+    shifted = [torch.empty(held.numel() + 1, device=DEVICE)[1:].view(held.shape) for held in two_buffers(lm, 9)[0].keys]
+    cases = {
+        "more rows": (on_device(1, 2, 3, 4, 8), {}, None),
+        "every row": (on_device(0, 1, 2), {}, None),
+        "sets of visible keys": (on_device(5, 8), {"visible": [on_device(0, 5, 8)] * lm.n_layers}, None),
+        "a buffer that is not aligned": (on_device(5, 8), {}, shifted),
+    }
+    for name, (rows, about, keys) in cases.items():
+        theirs, ours = two_buffers(lm, 9)
+        if keys is not None:
+            for held, other in zip(keys, ours.keys, strict=True):
+                held.copy_(other)
+            ours = KVBuffer(tuple(keys), ours.values)
+        plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **about)  # type: ignore[arg-type]
+        found, expected = passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs)
+        assert torch.allclose(found, expected, **CLOSE), name
+        assert recorder.replayed == before, name
+
+
+class Spoiling(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        def spoil() -> None:
+            compute().fill_(torch.nan)
+
+        return compute(), spoil
+
+
+def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = FusedPasses(lm, recorder)
+    passes.warm_up(rows=(4,))
+    before = recorder.replayed
+    theirs, ours = two_buffers(lm, 9)
+    plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
+    expected = forward_rows(lm, ids, plan, theirs)
+    rotary, made = lm.model.get_decoder().rotary_emb, []
+
+    def doubled(module: object, given: object, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+        made.append(result)
+        return (*result, result[0]) if len(made) == 1 else None
+
+    with rotary.register_forward_hook(doubled):  # type: ignore[union-attr]
+        found = passes.forward_rows(ids, plan, ours)
+    assert len(made) == 2
+    assert recorder.replayed == before
+    assert torch.allclose(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (Failing(), "cannot be recorded: RuntimeError: called"),
+        (Remembering(), "are off by"),
+        (Spoiling(), "are off by nan"),
+    ],
+    ids=["failing", "remembering", "spoiling"],
+)
+def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
+    recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = FusedPasses(lm, recorder)
+    assert "warm_up" in str(passes.refusal)
+    with caplog.at_level(logging.WARNING):
+        passes.warm_up(rows=(4,))
+    assert reason in str(passes.refusal)
+    assert reason in caplog.text
+    theirs, ours = two_buffers(lm, 9)
+    plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
+    assert torch.equal(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs))
+
+
+def test_without_kernels_nothing_is_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
+    recorder = CountingRecorder()
+    passes = FusedPasses(model_of("llama", tokenizer), recorder)
+    passes.warm_up()
+    assert recorder.recorded == 0
+    assert "there are no kernels" in str(passes.refusal)
+
+
+def test_few_rows_are_computed_for_nothing() -> None:
+    assert list(ROWS) == sorted(ROWS)
+    for fewer, more in pairwise(ROWS):
+        assert fewer < 128 or more * 3 <= (fewer + 1) * 4
