@@ -118,7 +118,7 @@ SEVERAL_EACH = [[2, 70, 71, 200, 201], [0, 1, 2, 3, 4], [10, 64, 128, 192, 192]]
 @pytest.mark.parametrize("splits", [None, 4])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "value_dim"),
-    [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (71, 1, 32, 32)],
+    [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (35, 1, 32, 32)],
 )
 @pytest.mark.parametrize("rows", [ONE_EACH, SEVERAL_EACH], ids=["one row", "several rows"])
 def test_rows_attend_to_their_own_requests_buffer(
@@ -337,6 +337,20 @@ class Nearby:
 
 
 @pytest.fixture
+def warmed(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
+    """An engine of a family of models and a format of numbers, its passages warmed without kernels.
+
+    Ask for it before `with_kernels`.
+    """
+    family, numbers = getattr(request, "param", ("llama", "model"))
+    store = MemoryStore()
+    store.numbers = numbers
+    engine = FusionEngine(LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer), store)
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    return engine
+
+
+@pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have the engine use kernels on this device, if need be under the interpreter; returns what was called."""
     called: list[str] = []
@@ -364,23 +378,16 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "numbers"),
+    "warmed",
     [("llama", "int8"), ("gemma2-softcap", "model"), ("gpt-oss-sinks", "model"), ("cohere2-interleaved", "fp8")],
+    indirect=True,
+    ids=lambda about: "-".join(about),
 )
 def test_the_engine_answers_alike_with_and_without_kernels(
-    family: str,
-    numbers: str,
-    tokenizer: PreTrainedTokenizerFast,
-    with_kernels: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm = LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
-    store = MemoryStore()
-    store.numbers = numbers
-    engine = FusionEngine(lm, store)
-    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine, lm = warmed, warmed.lm
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    with_kernels.clear()
     ours = engine.prefill(prompt, method=method, room=4)
     assert set(with_kernels) == {"attention", "score", "place"}
     with_kernels.clear()
@@ -393,18 +400,26 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     theirs = engine.prefill(prompt, method=method, room=4)
     assert not with_kernels
     assert ours.report.selected == theirs.report.selected
-    assert ours.report.bytes_loaded == theirs.report.bytes_loaded or numbers != "model"
+    assert ours.report.bytes_loaded == theirs.report.bytes_loaded or engine.store.stats()[0].numbers != "model"
     assert relative_error(ours.logits, theirs.logits) < 1e-4
     assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [theirs.buffer])) < 1e-4
 
 
-def test_a_damaged_block_is_a_miss_with_kernels_too(
-    tokenizer: PreTrainedTokenizerFast, with_kernels: list[str]
-) -> None:
+def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:
+    other = FusionEngine(warmed.lm, MemoryStore())
+    other.warm(PASSAGES[:1], bases=(FRAMED,))
+    assert set(with_kernels) == {"attention", "score"}
+    [key] = other.keys(other.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
+    ours, theirs = other.store.get(key), warmed.store.get(key)
+    assert isinstance(ours, ChunkKV)
+    assert isinstance(theirs, ChunkKV)
+    for name in theirs.names():
+        assert torch.allclose(ours.blocks[name].float(), theirs.blocks[name].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_kernels: list[str]) -> None:
     """Nothing of the chunk is placed; what the store lacks is computed."""
-    lm = LanguageModel.wrap(build_model("llama").to(DEVICE), tokenizer)
-    engine = FusionEngine(lm, MemoryStore())
-    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine = warmed
     [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
@@ -465,9 +480,8 @@ def test_every_kernel_is_within_its_tolerance_here(dtype: torch.dtype) -> None:
     assert max(errors.values()) < support.TOLERANCE
 
 
-def test_a_chunk_that_does_not_fit_is_a_miss(tokenizer: PreTrainedTokenizerFast, with_kernels: list[str]) -> None:
-    engine = FusionEngine(LanguageModel.wrap(build_model("llama").to(DEVICE), tokenizer), MemoryStore())
-    engine.warm(PASSAGES, bases=(FRAMED,))
+def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels: list[str]) -> None:
+    engine = warmed
     [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
