@@ -1,10 +1,11 @@
 """Where a fused prefill's time goes on a CPU: matrix products and attention, or anything else.
 
-    python benchmarks/overhead.py [--model M] [--tokens 4096] [--method auto] [--ratio 0.05] [--rounds 5] [--json]
+    python benchmarks/overhead.py [--model M] [--tokens 4096] [--method auto] [--ratio 0.05] [--rounds 15] [--json]
 
-Prefills under torch's profiler, medians of the rounds after one that warms up. `python` is what no operator accounts
-for, and what the profiler takes to note each of them. Beside it stands transformers' own prefill of as many tokens as
-there were rows, with none before them, by which to judge how much of the rest is the model's own code.
+Linear layers, attention and the probe's scores, which are attention weights, are timed where they are called, in the
+very prefills that are timed as a whole; medians of the rounds after one that warms up. `loading` is finding stored
+caches and putting them where they belong. Beside it stands transformers' own prefill of as many tokens as there were
+rows, with none before them, by which to judge how much of the rest is the model's own code.
 """
 
 from __future__ import annotations
@@ -12,59 +13,78 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.profiler import ProfilerActivity, profile
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.bench.speed.measure import fill, random_prompt
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.fuse import probe
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
 
 KINDS = {
-    "attention": ("scaled_dot_product", "_softmax", "bmm", "masked_fill"),
-    "matrix products": ("mm", "addmm"),
-    "copies": ("copy_", "cat", "index", "clone", "contiguous"),
+    "attention": (torch.nn.functional, "scaled_dot_product_attention"),
+    "the probe's scores": (probe, "attention_weights"),
+    "matrix products": (torch.nn.functional, "linear"),
 }
-REST = "elementwise and other operators"
+"""What calls are spent on, and the function that does it."""
 
 
-def kind_of(name: str) -> str:
-    """Return what an operator's time is spent on."""
-    plain = name.removeprefix("aten::").lstrip("_")
-    for kind, beginnings in KINDS.items():
-        if any(plain == one.lstrip("_") or (len(one) > 5 and plain.startswith(one.lstrip("_"))) for one in beginnings):
-            return kind
-    return REST
+@contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Add up the seconds that each kind of computation takes."""
+    spent = dict.fromkeys(KINDS, 0.0)
+
+    def timing(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            spent[kind] += time.perf_counter() - started
+            return result
+
+        return call
+
+    with ExitStack() as patches:
+        for kind, (home, name) in KINDS.items():
+            patches.enter_context(mock.patch.object(home, name, timing(kind, getattr(home, name))))
+        yield spent
 
 
-def spent(call: Callable[[], object]) -> dict[str, float]:
-    """Return the seconds a call takes and what they are spent on."""
-    with profile(activities=[ProfilerActivity.CPU]) as watched:
+def spent(call: Callable[[], float]) -> dict[str, float]:
+    """Return the seconds a call takes and what they are spent on; it returns the seconds it spent loading."""
+    with timed() as by_kind:
         started = time.perf_counter()
-        call()
+        loading = call()
         wall = time.perf_counter() - started
-    by_kind = dict.fromkeys([*KINDS, REST], 0.0)
-    for event in watched.key_averages():
-        if event.key.startswith("aten::"):
-            by_kind[kind_of(event.key)] += event.self_cpu_time_total / 1e6
-    outside = wall - by_kind["attention"] - by_kind["matrix products"]
-    return {**by_kind, "python": wall - sum(by_kind.values()), "all": wall, "outside": outside}
+    outside = wall - sum(by_kind.values())
+    return {**by_kind, "loading": loading, "the rest": outside - loading, "all": wall, "outside": outside}
 
 
-def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Return for each call the medians of what `spent` says of it; calls take turns."""
-    found = [{name: spent(call) for name, call in calls.items()} for _ in range(rounds + 1)][1:]
-    return {name: {kind: median(one[name][kind] for one in found) for kind in found[0][name]} for name in calls}
+Side = tuple[Callable[[], AbstractContextManager[object]], Callable[[], float]]
+"""What to do around a call, and the call."""
+
+
+def measure(sides: dict[str, Side], rounds: int) -> dict[str, dict[str, float]]:
+    """Return for each side the medians of what `spent` says of its call; sides take turns."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, (around, call) in sides.items():
+            with around():
+                one = spent(call)
+            if turn:
+                found[name].append(one)
+    return {name: {kind: median(one[kind] for one in own) for kind in own[0]} for name, own in found.items()}
 
 
 def main() -> None:
@@ -74,7 +94,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--method", default="auto")
     parser.add_argument("--ratio", type=float, default=0.05)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     quiet_libraries()
@@ -82,21 +102,26 @@ def main() -> None:
     method, store = make_method(given.method, ratio=given.ratio), MemoryStore(1 << 40)
     prompt = random_prompt(lm, given.tokens, 512, torch.Generator().manual_seed(0))
     fill(lm, {"memory": store}, prompt, [method])
-    fused = partial(prefill, lm, store, prompt, method, loading=Loading(lm))
-    rows = fused().report.rows
+    run = partial(prefill, lm, store, prompt, method, loading=Loading(lm))
+    rows = run().report.rows
     ids = torch.tensor([prompt.ids[:rows]])
 
-    def stock() -> None:
-        with stock_attention(lm), torch.inference_mode():
-            lm.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    def fused() -> float:
+        return run().report.timings.load_s
 
+    def stock() -> float:
+        with torch.inference_mode():
+            lm.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        return 0.0
+
+    sides: dict[str, Side] = {"fused": (nullcontext, fused), "transformers": (partial(stock_attention, lm), stock)}
     found: dict[str, Any] = {
         "model": lm.name,
         "tokens": len(prompt),
         "rows": rows,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "seconds": measure({"fused": fused, "transformers": stock}, given.rounds),
+        "seconds": measure(sides, given.rounds),
     }
     if given.json:
         print(json.dumps(found, indent=1))

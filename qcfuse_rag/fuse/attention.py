@@ -230,9 +230,9 @@ def explicit_attention(
 def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Return `[1, Hq, R, T]` float32 scores before masking and softmax."""
     batch, heads, rows, dim = query.shape
-    folded = query.reshape(batch, key.shape[1], -1, dim).float()
-    scores = (folded @ key.float().transpose(-1, -2)).mul_(scaling)  # in place: they are all a pass has of this size
-    if softcap is not None:
+    folded = query.reshape(batch, key.shape[1], -1, dim).float() * scaling
+    scores = folded @ key.float().transpose(-1, -2)
+    if softcap is not None:  # in place: scores are all a pass has of this size
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     return scores.reshape(batch, heads, rows, key.shape[2])
 

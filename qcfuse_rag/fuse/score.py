@@ -95,7 +95,9 @@ def plain_attention_weights(
         if window is not None:
             seen &= distance < window
         scores = attention_scores(query[:, :, start : start + step], key, scaling, softcap)
-        weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)[0]  # [Hq, r, T]
+        hidden = int(seen.all(0).long().argmin())  # where keys begin that not every row sees: the question's own
+        scores[..., hidden:].masked_fill_(~seen[:, hidden:], float("-inf"))
+        weights = scores.softmax(-1)[0]  # [Hq, r, T]
         if reduce == "max":
             total = torch.maximum(total, weights.amax((0, 1)))
         else:
