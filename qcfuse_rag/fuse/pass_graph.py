@@ -122,7 +122,7 @@ class FusedPasses:
         """
         lm, size, errors = self._lm, graphs.n_rows, []
         generator = torch.Generator().manual_seed(size)
-        for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 3 * size)):
+        for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
             length = min(length, lm.window.tokens)
             others = torch.randperm(length - 1, generator=generator)[: n_rows - 1].sort().values
             rows = torch.cat([others, torch.tensor([length - 1])]).to(lm.device)

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.support import TOLERANCE, kernel_refusal, kernels_run_on, widest_head
+from qcfuse_rag.fuse.kernels.support import kernel_refusal, kernels_run_on, widest_head
 
 if TYPE_CHECKING:
     from qcfuse_rag.model.language_model import LanguageModel
+
+TOLERANCE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Relative error of a whole model's logits: keys shared out otherwise are added up in another order, and every layer
+adds to that. A recording that kept what it should have read is off by about 1."""
 
 LOG = logging.getLogger(__name__)
 
@@ -95,7 +99,7 @@ def recording_refusal(lm: LanguageModel, what: str, record: Callable[[], Sequenc
     except Exception as error:  # whatever a model does that cannot be recorded; it runs without
         refusal = f"they cannot be recorded: {type(error).__name__}: {error}"
     else:
-        if off <= TOLERANCE:
+        if off <= TOLERANCE[lm.dtype]:
             return None
         refusal = f"recorded {what} are off by {off:.2g}"
     LOG.warning("%s are launched kernel by kernel: %s", what, refusal)

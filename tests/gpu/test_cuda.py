@@ -66,7 +66,7 @@ def test_decode_steps_are_recorded_for_every_family(
     if family not in WITH_EXPERTS:
         assert engine.step.refusal is None
     found, expected = engine.step([5], [position], [buffer]), forward_step(engine.lm, [5], [position], [buffer])
-    assert float((found - expected).norm() / expected.norm()) < 1e-2
+    assert float((found - expected).norm() / expected.norm()) < 5e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

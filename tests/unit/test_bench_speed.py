@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qcfuse_rag import LanguageModel, PromptTooLong, QCFuseError, make_method
 from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
 from qcfuse_rag.bench.speed.memory import peak_bytes
-from qcfuse_rag.bench.speed.roofline import row_operations, step_bytes
+from qcfuse_rag.bench.speed.roofline import Ceilings, add_floors, row_operations, step_bytes
 from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.fuse.self_check import stock_attention
@@ -116,6 +116,23 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     with stock_attention(tiny):
         pass  # the model still has ours afterwards
     assert tiny.model.config._attn_implementation == "qcfuse"
+
+
+def test_floors_follow_the_best_rates_that_were_found() -> None:
+    """A machine may be slow while its rates are measured, and a floor above what was measured is none."""
+    slow, fast = Ceilings(1e9, 4e9, 2e9), Ceilings(3e9, 5e9, 1e9)
+    best = slow.or_better(fast)
+    assert best == fast.or_better(slow) == Ceilings(3e9, 5e9, 2e9)
+    row = {"operations": 6e9, "bytes_loaded": 1e9, "ttft_s": 4.0}
+    prefill = [{**row, "tier": tier} for tier in ("memory", "device", "throttled")]
+    result = {"prefill": prefill, "decode": [{"bytes": 1e9, "step_s": 0.5}]}
+    add_floors(result, best, throttle=2.5e8)
+    assert [one["arithmetic_s"] for one in prefill] == [2.0] * 3
+    assert [one["loading_s"] for one in prefill] == [0.5, 0.4, 4.0]
+    assert [one["of_floor"] for one in prefill] == [0.5, 0.5, 1.0]
+    assert result["decode"][0]["bytes_s"] == 0.2
+    assert result["decode"][0]["of_floor"] == 0.4
+    assert result["ceilings"] == {"flops": 3e9, "memory_bytes_s": 5e9, "loading_bytes_s": 2e9}
 
 
 def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:

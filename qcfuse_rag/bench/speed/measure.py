@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qcfuse_rag.bench.speed.memory import peak_bytes
-from qcfuse_rag.bench.speed.roofline import Ceilings, measure_ceilings, row_operations, seconds, step_bytes
+from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds, step_bytes
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.fuse.buffer import KVBuffer
@@ -89,9 +89,7 @@ def measure_speed(
         PromptTooLong: if a context exceeds the model's window.
     """
     ceilings = measure_ceilings(lm)
-    rates = {"flops": ceilings.flops, "memory_bytes_s": ceilings.memory, "loading_bytes_s": ceilings.loading}
     result: dict[str, Any] = {
-        "ceilings": rates,
         "kv_bytes_per_token": lm.kv_bytes_per_token,
         "prefill": [],
         "decode": [],
@@ -106,8 +104,10 @@ def measure_speed(
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, stores, prompt, options.methods)
-            result["prefill"] += _prefills(lm, passes, stores, prompt, options, ceilings)
-            result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options, ceilings)
+            result["prefill"] += _prefills(lm, passes, stores, prompt, options)
+            result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options)
+            ceilings = ceilings.or_better(measure_ceilings(lm))
+            add_floors(result, ceilings, options.throttle)
             if keep is not None:
                 keep(result)
             if progress is not None:
@@ -164,7 +164,6 @@ def _prefills(
     stores: dict[str, KVStore],
     prompt: Prompt,
     options: SpeedOptions,
-    ceilings: Ceilings,
 ) -> list[dict[str, Any]]:
     """Time every side in turns; the first turn warms up."""
     ids = torch.tensor([prompt.ids], device=lm.device)
@@ -195,11 +194,6 @@ def _prefills(
     rows = []
     for (tier, store, method), own, report, staged in zip(sides, times, reports, stages, strict=True):
         again = partial(prefill, lm, store, prompt, method, loading=counted, passes=passes)
-        arithmetic = row_operations(lm, report.row_layers / lm.n_layers, len(prompt)) / ceilings.flops
-        bytes_s = (
-            options.throttle if tier == "throttled" else ceilings.memory / 2 if tier == "device" else ceilings.loading
-        )
-        loading_s = report.bytes_loaded / bytes_s
         ttft = median(own)
         rows.append(
             {
@@ -216,9 +210,7 @@ def _prefills(
                 "transformers_s": median(transformers),
                 "speedup": full / ttft,
                 "speedup_transformers": median(transformers) / ttft,
-                "arithmetic_s": arithmetic,
-                "loading_s": loading_s,
-                "of_floor": max(arithmetic, loading_s) / ttft,
+                "operations": row_operations(lm, report.row_layers / lm.n_layers, len(prompt)),
                 "bytes_loaded": report.bytes_loaded,
                 "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
                 "peak_bytes": peak_bytes(lm.device, again),
@@ -229,7 +221,7 @@ def _prefills(
 
 
 def _decodes(
-    lm: LanguageModel, step: DecodeSteps, store: KVStore, prompt: Prompt, options: SpeedOptions, ceilings: Ceilings
+    lm: LanguageModel, step: DecodeSteps, store: KVStore, prompt: Prompt, options: SpeedOptions
 ) -> list[dict[str, Any]]:
     """Time decode steps of one and of several requests over the same prompt."""
     found = []
@@ -243,7 +235,6 @@ def _decodes(
             positions = [len(prompt) + at] * requests
             taken.append(seconds(lm, lambda: step(tokens, positions, buffers)))  # noqa: B023
         step_s = median(taken[1:])
-        floor = step_bytes(lm, len(prompt), requests) / ceilings.memory
         found.append(
             {
                 "context": sum(len(span) for span in prompt.chunks),
@@ -251,8 +242,7 @@ def _decodes(
                 "recorded": step.refusal is None,
                 "step_s": step_s,
                 "tokens_per_s": requests / step_s,
-                "bytes_s": floor,
-                "of_floor": floor / step_s,
+                "bytes": step_bytes(lm, len(prompt), requests),
             }
         )
     return found

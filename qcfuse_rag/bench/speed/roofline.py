@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,20 +30,24 @@ class Ceilings:
     memory: float
     loading: float
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """Return the better of two rates each: a machine that others use is slower at times, and never faster."""
+        return Ceilings(*(max(getattr(one, field.name) for one in (self, other)) for field in fields(self)))
+
 
 def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
-    """Measure, the median of some samples each."""
+    """Measure, the best of some samples each."""
     gpu = lm.device.type == "cuda"
     size, count = (8192, 1 << 28) if gpu else (1536, 1 << 25)
     a, b = (torch.randn(size, size, dtype=lm.dtype, device=lm.device) for _ in range(2))
-    product = median(seconds(lm, lambda: a @ b) for _ in range(samples))
+    product = min(seconds(lm, lambda: a @ b) for _ in range(samples))
     there, back = (torch.randn(count, device=lm.device) for _ in range(2))
-    copy = median(seconds(lm, lambda: there.copy_(back)) for _ in range(samples))
+    copy = min(seconds(lm, lambda: there.copy_(back)) for _ in range(samples))
     memory = 2 * there.nbytes / copy
     loading = memory / 2  # of what is copied, each byte is read and written
     if gpu:
         host = torch.empty(count, pin_memory=True)
-        loading = there.nbytes / median(seconds(lm, lambda: there.copy_(host)) for _ in range(samples))
+        loading = there.nbytes / min(seconds(lm, lambda: there.copy_(host)) for _ in range(samples))
     return Ceilings(2 * size**3 / product, memory, loading)
 
 
@@ -70,6 +74,29 @@ def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
     """Return the bytes that a decode step of some requests reads: the weights once, each one's keys and values."""
     weights = sum(weight.nbytes for weight in (*_layer_weights(lm), _head(lm)))
     return weights + requests * tokens * lm.kv_bytes_per_token
+
+
+def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
+    """Add to what was measured the best rates found so far, and how near each figure comes to what they allow.
+
+    Args:
+        result: of `measure.measure_speed`.
+        ceilings: the rates.
+        throttle: bytes a second of the tier of that name.
+    """
+    result["ceilings"] = {
+        "flops": ceilings.flops,
+        "memory_bytes_s": ceilings.memory,
+        "loading_bytes_s": ceilings.loading,
+    }
+    rates = {"throttled": throttle, "device": ceilings.memory / 2}
+    for row in result["prefill"]:
+        row["arithmetic_s"] = row["operations"] / ceilings.flops
+        row["loading_s"] = row["bytes_loaded"] / rates.get(row["tier"], ceilings.loading)
+        row["of_floor"] = max(row["arithmetic_s"], row["loading_s"]) / row["ttft_s"]
+    for row in result["decode"]:
+        row["bytes_s"] = row["bytes"] / ceilings.memory
+        row["of_floor"] = row["bytes_s"] / row["step_s"]
 
 
 def _layer_weights(lm: LanguageModel) -> list[Tensor]:
