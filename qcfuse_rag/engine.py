@@ -101,8 +101,8 @@ class FusionEngine:
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
-        self.costs = MeasuredCosts(lm, store)
         self.passes = FusedPasses(lm)
+        self.costs = MeasuredCosts(lm, store, self.passes)
         self.step = DecodeSteps(lm)
         self._loading = Loading(lm, load_limit_s)
         self.profile: Profile | None = None

@@ -110,6 +110,24 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
+def build_nested_model(seed: int = 0) -> PreTrainedModel:
+    """Draw a tiny model of a family that can see: its decoder is no child of the model itself, but deeper inside."""
+    text = {**SIZES, **FAMILIES["gemma3-two-ropes"][1]}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision, mm_tokens_per_image=1)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    assert model.get_decoder() not in model.children()
+    return model.eval()
+
+
 def stock_attention(name: str) -> str:
     """Return an attention of transformers that does all of the family's."""
     return "eager" if "softcap" in name or "sinks" in name else "sdpa"

@@ -74,8 +74,9 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         note_verdict(engine)
         with status("warming up"):
             engine.warm_up()
-        if engine.lm.device.type == "cuda" and engine.step.refusal is not None:
-            ERR.print(f"decode steps are launched kernel by kernel: {engine.step.refusal}", highlight=False)
+        for what, refusal in (("fused passes", engine.passes.refusal), ("decode steps", engine.step.refusal)):
+            if engine.lm.device.type == "cuda" and refusal is not None:
+                ERR.print(f"{what} are launched kernel by kernel: {refusal}", highlight=False)
         served = ServedEngine.of(engine, SchedulerSettings(waiting=options.waiting))
         backend = EngineBackend(served, name, most_tokens=options.most_tokens)
         app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)

@@ -15,6 +15,7 @@ import torch
 from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_rows
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.place import copy_chunk
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.base import BASES, BLIND
@@ -36,15 +37,22 @@ class Costs:
         pass_s: a pass, whatever its size.
         row_s: each row besides.
         load_s: each token that is loaded from the store.
+        recorded_pass_s: a pass over some rows of a prompt where those are recorded, instead of `pass_s`; else None.
     """
 
     pass_s: float
     row_s: float
     load_s: float = 0.0
+    recorded_pass_s: float | None = None
 
-    def compute(self, rows: int, share: float = 1.0) -> float:
-        """Predict a pass over so many rows through a share of the layers."""
-        return share * (self.pass_s + rows * self.row_s) if rows else 0.0
+    def compute(self, rows: int) -> float:
+        """Predict a pass over a whole prompt."""
+        return self.pass_s + rows * self.row_s if rows else 0.0
+
+    def compute_some(self, rows: int, share: float = 1.0) -> float:
+        """Predict a pass over so many rows of a prompt through a share of the layers."""
+        pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
+        return share * (pass_s + rows * self.row_s) if rows else 0.0
 
     def load(self, tokens: int) -> float:
         """Predict how long so many tokens take to load."""
@@ -52,13 +60,23 @@ class Costs:
 
 
 @torch.inference_mode()
-def measure_passes(lm: LanguageModel, *, samples: int = 2) -> Costs:
-    """Time a few prefills; the best of the samples counts, which other work on the machine disturbs least."""
+def measure_passes(lm: LanguageModel, passes: FusedPasses | None = None, *, samples: int = 2) -> Costs:
+    """Time a few prefills; the best of the samples counts, which other work on the machine disturbs least.
+
+    Args:
+        lm: the model.
+        passes: of the model, recorded ones perhaps.
+        samples: of each.
+    """
     few, many = (min(size, lm.window.tokens) for size in SIZES)
     prefill_once(lm, few)  # the first pass of a process pays for much that later ones do not
     short, long = (min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples)) for size in (few, many))
     row_s = max(long - short, 1e-9) / max(1, many - few)
-    return Costs(max(0.0, short - few * row_s), row_s)
+    recorded_pass_s = None
+    if passes is not None and passes.refusal is None:
+        some = min(timed(lm, partial(_some_rows_once, lm, passes, few)) for _ in range(samples + 1))
+        recorded_pass_s = max(0.0, some - few * row_s)
+    return Costs(max(0.0, short - few * row_s), row_s, recorded_pass_s=recorded_pass_s)
 
 
 @torch.inference_mode()
@@ -106,6 +124,16 @@ def prefill_once(lm: LanguageModel, tokens: int) -> None:
     rows = torch.arange(tokens, device=lm.device)
     buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
     forward_rows(lm, rows % lm.model.get_input_embeddings().num_embeddings, RowsPlan.of(rows, lm.sliding), buffer)
+
+
+def _some_rows_once(lm: LanguageModel, passes: FusedPasses, tokens: int) -> None:
+    """Compute so many rows that mean nothing, behind one that is there."""
+    rows = torch.arange(1, min(tokens + 1, lm.window.tokens), device=lm.device)
+    buffer = KVBuffer.allocate(lm.shapes, len(rows) + 1, dtype=lm.dtype, device=lm.device)
+    for held in (*buffer.keys, *buffer.values):
+        held[:, :, 0] = 0
+    ids = rows % lm.model.get_input_embeddings().num_embeddings
+    passes.forward_rows(ids, RowsPlan.of(rows, lm.sliding), buffer)
 
 
 def timed(lm: LanguageModel, work: Callable[[], object]) -> float:

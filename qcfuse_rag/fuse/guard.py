@@ -44,8 +44,8 @@ class BreakEven:
         full = costs.compute(outlook.prompt_tokens)
         fused = (
             costs.load(outlook.stored_tokens)
-            + costs.compute(outlook.probe_rows, outlook.probe_share)
-            + costs.compute(outlook.rows)
+            + costs.compute_some(outlook.probe_rows, outlook.probe_share)
+            + costs.compute_some(outlook.rows)
         )
         if fused < self.margin * full:
             return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.decoder_view import Course, decoder_view, model_view
+from qcfuse_rag.fuse.decoder_view import decoder_view, model_view
 from qcfuse_rag.fuse.forward import planned_inputs
 from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.recorder import Recorder
@@ -25,7 +25,10 @@ class NotAsRecorded(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """What an observer of a layer is told: its queries `[1, Hq, R, D]`, and how they attend."""
+    """What an observer of a layer is told: its queries `[1, Hq, R, D]`, and how they attend.
+
+    The queries lie where those of the next layer will; who wants to keep them copies them.
+    """
 
     query: Tensor
     scaling: float
@@ -82,16 +85,29 @@ class LayerGraphs:
         course = _Replaying(self._layers, self._between, plan, buffer)
         model = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, course)
         logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        course.check_complete(lm.n_layers)
         return logits[0, -1].float()
 
-    def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> object:
-        """Compute rows through some layers, as `fuse.forward.forward_hidden` does; return what nobody needs.
+    def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
+        """Compute rows through some layers, as `fuse.forward.forward_hidden` does; return that it was done.
 
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
         course = _Replaying(self._layers, self._between, plan, buffer)
-        return decoder_view(self._lm.model.get_decoder(), depth, course)(**self._inputs(ids, plan, buffer))
+        decoder_view(self._lm.model.get_decoder(), depth, course)(**self._inputs(ids, plan, buffer))
+        course.check_complete(depth)
+        return True
+
+    def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
+        """Compute what `logits` does by the same kernels, launched one by one: what a recording is to be."""
+        logits: Tensor = self._lm.model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        return logits[0, -1].float()
+
+    @property
+    def last_query(self) -> Tensor:
+        """`[1, Hq, R, D]`, what the last layer has left for an observer."""
+        return self._layers[-1].look.query
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
         """Point the recorded layers at a request, and return what its model is called with."""
@@ -116,10 +132,11 @@ class LayerGraphs:
         name = (purpose, like.shape[2:], like.dtype)
         if name not in self._memory:
             self._memory[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        assert like.shape[1] <= self._memory[name].shape[1], "passes of more rows are recorded first"
         return self._memory[name][:, : like.shape[1]]
 
 
-class _Recording(Course):
+class _Recording:
     """Records the layers one after the other, each with the hidden states that the one before has left."""
 
     def __init__(self, recorder: Recorder, room: Callable[[str, Tensor], Tensor], looks: dict[int, Look]) -> None:
@@ -153,7 +170,7 @@ class _Recording(Course):
         return self._copies[id(given)][1]
 
 
-class _Replaying(Course):
+class _Replaying:
     """Runs recorded layers over a request."""
 
     def __init__(
@@ -162,6 +179,12 @@ class _Replaying(Course):
         self._layers, self._between = layers, between
         self._plan, self._buffer = plan, buffer
         self._copied: dict[int, Tensor] = {}
+        self._ran = 0
+
+    def check_complete(self, depth: int) -> None:
+        """Raise `NotAsRecorded` if anything else has run than so many recorded layers."""
+        if self._ran != depth:
+            raise NotAsRecorded
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a recorded layer, when what is stored of it is there; have the pass's observer look at it."""
@@ -178,6 +201,7 @@ class _Replaying(Course):
                 self._copied[id(held)] = new
                 held.copy_(new)
         recorded.replay()
+        self._ran += 1
         observe, look = self._plan.observe, recorded.look
         if observe is not None:
             query, key = look.query[:, :, : len(self._plan.rows)], self._buffer.keys[layer][:, :, : self._plan.length]

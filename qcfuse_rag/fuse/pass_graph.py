@@ -9,8 +9,10 @@ used; what is not recorded, or came out otherwise, is launched kernel by kernel.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -20,14 +22,25 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.layer_graph import LayerGraphs, NotAsRecorded
 from qcfuse_rag.fuse.layerwise import SteeredPass
-from qcfuse_rag.fuse.recorder import CudaRecorder, Recorder, recording_refusal
+from qcfuse_rag.fuse.recorder import (
+    LOOSE,
+    STRICT,
+    CudaRecorder,
+    Off,
+    Recorder,
+    missing_kernels,
+    recording_refusal,
+    used_here,
+)
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.model.language_model import LanguageModel
 
 ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 """Numbers of rows to record. Up to some hundred a layer takes as long as it takes to read its weights, so rows are for
-nothing; from there on there are at most a third too many. With more than the last, computing takes longer than
-launching."""
+nothing; from there on there are at most a third too many. With more than the last, computing should take longer than
+launching; neither has been measured."""
+
+LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -42,7 +55,8 @@ class FusedPasses:
         recorder: a `CudaRecorder` by default.
 
     Attributes:
-        refusal: why no passes are recorded, or None if they are.
+        refusal: why no passes are recorded, or None if some are.
+        replayed: how many passes were run by recorded layers so far.
     """
 
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
@@ -50,6 +64,7 @@ class FusedPasses:
         self._graphs: dict[int, LayerGraphs] = {}
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
+        self.replayed = 0
 
     @torch.inference_mode()
     def forward_rows(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: SteeredPass | None = None) -> Tensor:
@@ -57,17 +72,17 @@ class FusedPasses:
         logits = None
         if course is None:
             logits = self._replayed(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
-        return forward_rows(self._lm, ids, plan, buffer, course) if logits is None else logits
+        return forward_rows(self._lm, ids, plan, buffer, course) if logits is None else used_here(logits)
 
     @torch.inference_mode()
     def forward_hidden(
         self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: SteeredPass | None = None
     ) -> None:
         """Compute rows through some layers; see `fuse.forward.forward_hidden`."""
-        hidden = None
+        done = None
         if course is None:
-            hidden = self._replayed(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
-        if hidden is None:
+            done = self._replayed(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
+        if not done:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, course=course)
 
     def warm_up(self, rows: Sequence[int] = ROWS) -> None:
@@ -79,28 +94,37 @@ class FusedPasses:
         Args:
             rows: how many rows passes are recorded for, as far as they are fewer than the model's window.
         """
-        self._graphs = {}
+        self._graphs, self.refusal = {}, missing_kernels(self._lm)
+        if self.refusal is not None:
+            return
         graphs: dict[int, LayerGraphs] = {}
         memory: dict[object, Tensor] = {}
-        sizes = sorted({size for size in rows if size < self._lm.window.tokens}, reverse=True)
+        refusals: dict[int, str] = {}
+        # The largest first: the others take a part of its memory.
+        for size in sorted({size for size in rows if size < self._lm.window.tokens}, reverse=True):
 
-        def record() -> list[float]:
-            self._recorder = self._recorder or CudaRecorder(self._lm.device)
-            for size in sizes:  # the largest first: the others take a part of its memory
+            def record(size: int = size) -> list[Off]:
+                self._recorder = self._recorder or CudaRecorder(self._lm.device)
                 graphs[size] = LayerGraphs(self._lm, size, self._recorder, memory)
-            return [error for graph in graphs.values() for error in self._errors(graph)]
+                return self._compared(graphs[size])
 
-        self.refusal = recording_refusal(self._lm, "fused passes", record)
-        if self.refusal is None:
-            self._graphs = graphs
+            refusal = recording_refusal(record)
+            if refusal is not None:
+                refusals[size] = refusal
+        if refusals:
+            sizes = ", ".join(map(str, refusals))
+            LOG.warning("passes of %s rows are launched kernel by kernel: %s", sizes, next(iter(refusals.values())))
+        self._graphs = {size: one for size, one in graphs.items() if size not in refusals}
+        self.refusal = None if self._graphs else next(iter(refusals.values()), "there are no numbers of rows to record")
 
     def _replayed(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
         """Run the smallest recorded pass that fits; None if none does, or somebody else runs one."""
-        fitting = [size for size in self._graphs if size >= len(plan.rows)]
+        graphs = self._graphs
+        fitting = [size for size in graphs if size >= len(plan.rows)]
         # Of a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
         if not fitting or ids.dim() != 1 or plan.visible is not None or len(plan.rows) == plan.length:
             return None
-        return self._taking_turns(lambda: run(self._graphs[min(fitting)]))
+        return self._taking_turns(lambda: run(graphs[min(fitting)]))
 
     def _taking_turns(self, run: Callable[[], T]) -> T | None:
         assert self._recorder is not None
@@ -108,33 +132,47 @@ class FusedPasses:
             return None
         try:
             with self._recorder.turn():
-                return run()
+                result = run()
         except NotAsRecorded:  # rows that were computed are computed again, the same
             return None
         finally:
             self._turn.release()
+        self.replayed += 1
+        return result
 
     @torch.inference_mode()
-    def _errors(self, graphs: LayerGraphs) -> list[float]:
-        """Return how far a recorded pass is from the one it stands for, over random keys and values.
+    def _compared(self, graphs: LayerGraphs) -> list[Off]:
+        """Compare a recorded pass with the pass it stands for, over random keys and values that arrive on its way.
 
         Once with as many rows as were recorded, and once with fewer of a longer prompt.
         """
-        lm, size, errors = self._lm, graphs.n_rows, []
-        generator = torch.Generator().manual_seed(size)
+        lm, size, found = self._lm, graphs.n_rows, []
+        generator = torch.Generator(lm.device).manual_seed(size)
         for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
             length = min(length, lm.window.tokens)
-            others = torch.randperm(length - 1, generator=generator)[: n_rows - 1].sort().values
-            rows = torch.cat([others, torch.tensor([length - 1])]).to(lm.device)
+            others = torch.randperm(length - 1, generator=generator, device=lm.device)[: n_rows - 1].sort().values
+            rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
             ids = torch.arange(len(rows), device=lm.device) % lm.model.get_input_embeddings().num_embeddings
             buffers = [KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device) for _ in range(2)]
-            for one, other in zip(*((*buffer.keys, *buffer.values) for buffer in buffers), strict=True):
-                other.copy_(one.normal_())
+            ours, theirs = buffers
+            for mine, yours in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
+                mine.fill_(torch.nan)
+                yours.normal_(generator=generator)
+
+            def arrive(layer: int, ours: KVBuffer = ours, theirs: KVBuffer = theirs) -> None:
+                ours.keys[layer].copy_(theirs.keys[layer])
+                ours.values[layer].copy_(theirs.values[layer])
+
             plan = RowsPlan.of(rows, lm.sliding)
-            found = self._taking_turns(lambda: graphs.logits(ids, plan, buffers[0]))  # noqa: B023
-            if found is None:
+            arriving = replace(ours, arrive=arrive)
+            logits = self._taking_turns(lambda: graphs.logits(ids, plan, arriving))  # noqa: B023
+            if logits is None:
                 raise RuntimeError("a pass is not as it was recorded")
-            expected = forward_rows(lm, ids, plan, buffers[1])
-            for one, other in ((found, expected), (buffers[0].keys[-1], buffers[1].keys[-1])):
-                errors.append(float((one - other).norm() / other.norm()))
-        return errors
+            query = graphs.last_query.clone()
+            found.append(Off.of(logits, graphs.launched(ids, plan, theirs), STRICT))
+            found.append(Off.of(query, graphs.last_query, STRICT))
+            for side in ("keys", "values"):
+                mine, yours = (getattr(buffer, side)[-1][:, :, rows] for buffer in buffers)
+                found.append(Off.of(mine, yours, STRICT))
+            found.append(Off.of(logits, forward_rows(lm, ids, plan, theirs), LOOSE[lm.dtype]))
+        return found

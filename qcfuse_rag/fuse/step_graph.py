@@ -7,6 +7,7 @@ step it stands for before it is used; what is not recorded, or came out otherwis
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kv_table import MovingTable
-from qcfuse_rag.fuse.recorder import CudaRecorder, Recorder, recording_refusal
+from qcfuse_rag.fuse.recorder import (
+    LOOSE,
+    STRICT,
+    CudaRecorder,
+    Off,
+    Recorder,
+    missing_kernels,
+    recording_refusal,
+    used_here,
+)
 from qcfuse_rag.fuse.step import forward_plan, forward_step
 from qcfuse_rag.fuse.table_plan import TablePlan
 from qcfuse_rag.model.language_model import LanguageModel
@@ -24,6 +34,8 @@ from qcfuse_rag.model.language_model import LanguageModel
 REQUESTS = (1, 2, 4, 8)
 TRIED_AT = (5, 6, 200)
 """Positions at which a recorded step is compared; it must not have kept the one it was recorded at."""
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +45,14 @@ class StepGraph:
     Attributes:
         given: `[2, B]` int64, tokens and positions, read by the step.
         requests: whose buffers are read and written.
+        plan: what was recorded.
         logits: `[B, vocabulary]` float32, written by the step.
         replay: computes the step.
     """
 
     given: Tensor
     requests: MovingTable
+    plan: TablePlan
     logits: Tensor
     replay: Callable[[], None]
 
@@ -79,17 +93,21 @@ class DecodeSteps:
         Args:
             requests: how many requests steps are recorded for.
         """
-        self._graphs = {}
+        self._graphs, self.refusal = {}, missing_kernels(self._lm)
+        if self.refusal is not None:
+            return
         graphs: dict[int, StepGraph] = {}
 
-        def record() -> list[float]:
+        def record() -> list[Off]:
             self._recorder = self._recorder or CudaRecorder(self._lm.device)
             graphs.update({count: self._recorded(count, self._recorder) for count in requests})
-            return [error for graph in graphs.values() for error in self._errors(graph)]
+            return [one for graph in graphs.values() for one in self._compared(graph)]
 
-        self.refusal = recording_refusal(self._lm, "decode steps", record)
+        self.refusal = recording_refusal(record)
         if self.refusal is None:
             self._graphs = graphs
+        else:
+            LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
     @torch.inference_mode()
     def _recorded(self, requests: int, recorder: Recorder) -> StepGraph:
@@ -99,7 +117,7 @@ class DecodeSteps:
         moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
         logits, replay = recorder.record(lambda: forward_plan(lm, given[0], plan))
-        return StepGraph(given, moving, logits, replay)
+        return StepGraph(given, moving, plan, logits, replay)
 
     def _replayed(
         self, graph: StepGraph, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
@@ -108,20 +126,22 @@ class DecodeSteps:
         assert self._recorder is not None
         empty = graph.given.shape[1] - len(tokens)
         given = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
-        with self._turn, self._recorder.turn():
-            if not graph.requests.point_at(buffers):
-                return None
-            graph.given.copy_(given)
-            graph.replay()
-            return graph.logits[: len(tokens)].clone()
+        with self._turn:
+            with self._recorder.turn():
+                if not graph.requests.point_at(buffers):
+                    return None
+                graph.given.copy_(given)
+                graph.replay()
+                logits = graph.logits[: len(tokens)].clone()
+            return used_here(logits)
 
     @torch.inference_mode()
-    def _errors(self, graph: StepGraph) -> list[float]:
-        """Return how far a recorded step is from the one it stands for, over random keys and values.
+    def _compared(self, graph: StepGraph) -> list[Off]:
+        """Compare a recorded step with the step it stands for, over random keys and values.
 
         Once with a place left empty, where there are several, and with requests of different lengths.
         """
-        lm, errors, places = self._lm, [], graph.given.shape[1]
+        lm, found, places = self._lm, [], graph.given.shape[1]
         generator = torch.Generator(lm.device).manual_seed(0)
         for round_, last in enumerate(min(at, lm.window.tokens - 1) for at in TRIED_AT):
             positions = [max(0, last - 3 * place) for place in range(max(1, places - round_ % 2))]
@@ -130,8 +150,9 @@ class DecodeSteps:
                 for held in (*buffer.keys, *buffer.values):
                     held.normal_(generator=generator)
             given = ([1 + place for place in range(len(positions))], positions, buffers)
-            expected, found = forward_step(lm, *given), self._replayed(graph, *given)
-            if found is None:
+            replayed = self._replayed(graph, *given)
+            if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            errors.append(float((found - expected).norm() / expected.norm()))
-        return errors
+            again = forward_plan(lm, graph.given[0], graph.plan)[: len(positions)]
+            found += [Off.of(replayed, again, STRICT), Off.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype])]
+        return found

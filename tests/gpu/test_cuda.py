@@ -80,8 +80,10 @@ def test_fused_passes_are_recorded_for_every_family(
     engine.passes.warm_up(rows=(16, 128))
     if family not in WITH_EXPERTS:
         assert engine.passes.refusal is None
-    for _ in range(5):  # what is not waited for shows now and then
+    for turn in range(5):  # what is not waited for shows now and then
         found = engine.prefill(prompt, method=method)
+        if engine.passes.refusal is None:
+            assert engine.passes.replayed > 2 * turn, "a probe and a pass each"
         assert float((found.logits - expected.logits).norm() / expected.logits.norm()) < 5e-2
 
 

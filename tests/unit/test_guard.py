@@ -124,7 +124,19 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
     costs = measure_passes(llama)
     assert costs.compute(0) == 0
     assert costs.compute(100) < costs.compute(1000)
-    assert costs.compute(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
+    assert costs.compute_some(100) == costs.compute(100)
+    assert costs.compute_some(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
+
+
+def test_recorded_passes_are_predicted_by_what_they_take() -> None:
+    """Full prefill is launched as ever: only what fusing computes gets cheaper."""
+    costs = Costs(pass_s=1.0, row_s=0.001)
+    ahead = Outlook(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
+    assert BreakEven().refusal(ahead, costs) is not None
+    recorded = replace(costs, recorded_pass_s=0.1)
+    assert BreakEven().refusal(ahead, recorded) is None
+    assert recorded.compute(1000) == costs.compute(1000)
+    assert recorded.compute_some(0) == 0
 
 
 def test_a_margin_must_be_above_zero() -> None:

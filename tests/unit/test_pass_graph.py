@@ -20,18 +20,19 @@ from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_me
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
 from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model
+from tests.families import build_model, build_nested_model
 from tests.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
 
 pytest.importorskip("triton")
 
-FAMILIES = ["llama", "gemma2-softcap", "gemma3-two-ropes", "qwen3-qk-norm", "cohere2-interleaved"]
+FAMILIES = ["llama", "gemma2-softcap", "gemma3-two-ropes", "qwen3-qk-norm", "cohere2-interleaved", "nested"]
 if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
     FAMILIES.append("gpt-oss-sinks")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -43,7 +44,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
-    return LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
+    model = build_nested_model() if family == "nested" else build_model(family)
+    return LanguageModel.wrap(model.to(DEVICE), tokenizer)
 
 
 def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
@@ -71,6 +73,7 @@ def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizer
     passes.warm_up(rows=(4, 8))
     assert passes.refusal is None
     assert recorder.recorded == 2 * lm.n_layers
+    compared = passes.replayed
     for rows in ([0, 1, 2, 9], [5, 70, 71, 72, 90, 99], [3, 4, 5, 6, 7, 8, 9, 120], [30]):
         ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
         theirs, ours = two_buffers(lm, rows[-1] + 5)
@@ -79,6 +82,7 @@ def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizer
         assert recorder.replayed == before + lm.n_layers
         assert torch.allclose(found, expected, **CLOSE)
         assert agree(ours, theirs)
+    assert passes.replayed == compared + 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
@@ -275,14 +279,84 @@ def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
     assert torch.allclose(found, expected, **CLOSE)
 
 
+class Forgetful(AgainAndAgain):
+    """Records a model's layers, and computes one of them no more."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        self.seen += 1
+        return (result, lambda: None) if self.seen == 2 else (result, again)
+
+
+class FullAt(AgainAndAgain):
+    """Has no room for passes of so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        if result.shape[1] >= self.rows:
+            raise torch.OutOfMemoryError("no room")
+        return result, again
+
+
+def test_where_there_is_no_room_for_many_rows_fewer_are_recorded(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = FusedPasses(lm, FullAt(8))
+    with caplog.at_level(logging.WARNING):
+        passes.warm_up(rows=(4, 8, 16))
+    assert passes.refusal is None
+    assert "passes of 16, 8 rows are launched kernel by kernel: they cannot be recorded: OutOfMemory" in caplog.text
+    compared = passes.replayed
+    for rows, replayed in ((on_device(2, 8), 1), (on_device(1, 2, 3, 4, 8), 0)):
+        theirs, ours = two_buffers(lm, 9)
+        plan = RowsPlan.of(rows, lm.sliding)
+        assert torch.allclose(passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs), **CLOSE)
+        assert passes.replayed == compared + replayed
+        compared = passes.replayed
+
+
+def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> str:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernel_refusal", full)
+    passes = FusedPasses(model_of("llama", tokenizer), AgainAndAgain())
+    passes.warm_up(rows=(4,))
+    assert passes.refusal == "there are no kernels: there is no room to try them"
+
+
+def test_what_recorded_passes_take_is_measured_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = FusedPasses(lm, AgainAndAgain())
+    measured = MeasuredCosts(lm, MemoryStore(), passes)
+    assert measured().recorded_pass_s is None
+    passes.warm_up(rows=(16,))
+    before = passes.replayed
+    costs = measured()
+    assert costs.recorded_pass_s is not None
+    assert passes.replayed > before
+    assert measured().recorded_pass_s == costs.recorded_pass_s
+
+
 @pytest.mark.parametrize(
     ("recorder", "reason"),
     [
         (Failing(), "cannot be recorded: RuntimeError: called"),
         (Remembering(), "are off by"),
         (Spoiling(), "are off by nan"),
+        (Forgetful(), "are off by"),
     ],
-    ids=["failing", "remembering", "spoiling"],
+    ids=["failing", "remembering", "spoiling", "forgetful"],
 )
 def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
     recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture

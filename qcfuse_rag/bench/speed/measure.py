@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,7 +97,8 @@ def measure_speed(
     }
     generator = torch.Generator().manual_seed(0)
     passes, step = FusedPasses(lm), DecodeSteps(lm)
-    passes.warm_up()
+    result["recording_s"] = seconds(lm, passes.warm_up)
+    result["recording_refusal"] = passes.refusal
     if options.requests:
         step.warm_up(options.requests)
     with ExitStack() as stack:
@@ -175,7 +177,10 @@ def _prefills(
     sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
     times: list[list[float]] = [[] for _ in sides]
     loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
-    reports = [prefill(lm, store, prompt, method, loading=loading, passes=passes).report for _, store, method in sides]
+    reports, replayed = [], [passes.replayed]
+    for _, store, method in sides:
+        reports.append(prefill(lm, store, prompt, method, loading=loading, passes=passes).report)
+        replayed.append(passes.replayed)
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
     for turn in range(options.repeats + 1):
@@ -192,7 +197,10 @@ def _prefills(
                 )
     full = median(times[0])
     rows = []
-    for (tier, store, method), own, report, staged in zip(sides, times, reports, stages, strict=True):
+    recorded_passes = [after - before for before, after in pairwise(replayed)]
+    for (tier, store, method), own, report, staged, recorded in zip(
+        sides, times, reports, stages, recorded_passes, strict=True
+    ):
         again = partial(prefill, lm, store, prompt, method, loading=counted, passes=passes)
         ttft = median(own)
         rows.append(
@@ -203,7 +211,7 @@ def _prefills(
                 "ratio": method.ratio,
                 "tier": tier,
                 "rows": report.rows,
-                "recorded": passes.refusal is None,
+                "recorded_passes": recorded,
                 "ttft_s": ttft,
                 "spread_s": max(own) - min(own),
                 "full_s": full,

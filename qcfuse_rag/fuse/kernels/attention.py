@@ -23,9 +23,9 @@ from qcfuse_rag.fuse.kernels.launch import (
     launching_on,
     processors,
     rows_at_once,
+    triton_type,
 )
-from qcfuse_rag.fuse.kernels.parts import KEYS_PER_SPLIT, Parts
-from qcfuse_rag.fuse.kernels.place import triton_type
+from qcfuse_rag.fuse.kernels.parts import KEYS_PER_SPLIT, MOST_SPLITS, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,9 @@ def launch_attention(
     block_rows = rows_at_once(query.dtype, n_rows * group)
     programs = triton.cdiv(n_rows * group, block_rows) * kv_heads
     if splits is None:
-        splits = max(1, min(processors(query.device) // (programs * requests), longest // KEYS_PER_SPLIT))
+        seen = longest if window is None or n_rows > 1 else min(longest, window)
+        wanted = min(processors(query.device) // (programs * requests), seen // KEYS_PER_SPLIT)
+        splits = max(1, min(wanted, MOST_SPLITS))
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.support import DTYPES, MAX_DIM
@@ -20,6 +21,17 @@ def processors(device: torch.device) -> int:
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Have launches go to a device, which Triton takes for the thread's current one, whatever the operands'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def triton_type(dtype: torch.dtype) -> tl.dtype:
+    """Return how Triton calls a dtype of keys and values."""
+    return {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.int8: tl.int8,
+        torch.float8_e4m3fn: tl.float8e4nv,
+    }[dtype]
 
 
 def block_dim(dim: int) -> int:

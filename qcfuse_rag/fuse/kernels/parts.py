@@ -13,6 +13,8 @@ from qcfuse_rag.fuse.kernels.launch import block_dim
 
 KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
+MOST_SPLITS = 32
+"""What one program puts together."""
 
 
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
@@ -25,22 +27,23 @@ def combine(
     splits,
     VALUE_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ):
-    """Put the parts of one (row, head) pair together."""
+    """Put the parts of one (row, head) pair together, read all at once: each waits for memory as long as all do."""
     pair = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, BLOCK_VALUE)
-    inside = dim < VALUE_DIM
-    largest = tl.load(maxima + pair)
-    for split in range(1, splits):
-        largest = tl.maximum(largest, tl.load(maxima + split * n_pairs + pair))
-    result = tl.zeros([BLOCK_VALUE], tl.float32)
-    total = 0.0
-    for split in range(splits):
-        at = split * n_pairs + pair
-        weight = tl.exp2(tl.load(maxima + at) - largest)
-        total += tl.load(sums + at) * weight
-        result += tl.load(parts + at * VALUE_DIM + dim, mask=inside, other=0.0) * weight
-    tl.store(out + pair * VALUE_DIM + dim, (result / total).to(out.dtype.element_ty), mask=inside)
+    split, dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_VALUE)
+    there = split < splits
+    at = split * n_pairs + pair
+    own = tl.load(maxima + at, mask=there, other=float("-inf"))
+    weight = tl.exp2(own - tl.max(own, 0))  # of a part without a key that the row sees: 0
+    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * weight, 0)
+    part = tl.load(
+        parts + at[:, None] * VALUE_DIM + dim[None, :],
+        mask=there[:, None] & (dim < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    result = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out + pair * VALUE_DIM + dim, result.to(out.dtype.element_ty), mask=dim < VALUE_DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,8 @@ class Parts:
     """Where programs leave what they found: the output itself, or a part of it for each split of the keys.
 
     Attributes:
-        results: the output, or `[splits, R, Hq, Dv]` float32 unnormalised sums.
-        maxima, sums: `[splits, R, Hq]` float32, not looked at unless split.
+        results: the output, or `[splits, B R Hq, Dv]` float32 unnormalised sums.
+        maxima, sums: `[splits, B R Hq]` float32, not looked at unless split.
         splits: how many.
     """
 
@@ -81,4 +84,5 @@ class Parts:
                 self.splits,
                 VALUE_DIM=dim,
                 BLOCK_VALUE=block_dim(dim),
+                BLOCK_SPLITS=triton.next_power_of_2(self.splits),
             )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on
+from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on, triton_type
 from qcfuse_rag.model.rope import LayerRope, angles, rotate
 from qcfuse_rag.store.numbers import restore
 
@@ -193,17 +193,6 @@ def _launch(group: list[Block]) -> None:
             BY_TOKEN=by_token,
             INTERLEAVED=interleaved,
         )
-
-
-def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Return how Triton calls a dtype of keys and values."""
-    return {
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-        torch.int8: tl.int8,
-        torch.float8_e4m3fn: tl.float8e4nv,
-    }[dtype]
 
 
 def place_blocks_reference(blocks: Sequence[Block]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.attend import COLUMNS
 from qcfuse_rag.fuse.kernels.attention import Tabled, launch_attention, sparse_attention_reference
-from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on
-from qcfuse_rag.fuse.kernels.place import triton_type
+from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on, triton_type
 from qcfuse_rag.fuse.kv_table import KVTable
 
 ROWS_PER_PROGRAM = 16
