@@ -553,7 +553,17 @@ class FusionEngine:
     ) -> list[Generation]:
         """Answer prompts as if one by one, doing once what they begin with in common; see `generate.many`."""
         params = sampling or SamplingParams()
-        return answer_many(self.lm, self.store, prompts, method or self.method, params, progress=progress)
+        return answer_many(
+            self.lm,
+            self.store,
+            prompts,
+            method or self.method,
+            params,
+            progress=progress,
+            loading=self._loading,
+            passes=self.passes,
+            step=self.step,
+        )
 
     def close(self) -> None:
         """Stop watching and close the store."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import prefill, require_room
 from qcfuse_rag.fuse.shared import SharedPrefix
-from qcfuse_rag.generate.decode import Generation, TextStream
+from qcfuse_rag.generate.decode import Generation, Step, TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
@@ -26,6 +28,9 @@ def answer_many(
     params: SamplingParams,
     *,
     progress: Callable[[int, int], None] | None = None,
+    loading: Loading | None = None,
+    passes: FusedPasses | None = None,
+    step: Step | None = None,
 ) -> list[Generation]:
     """Answer prompts as if one by one, sharing the work for what they begin with.
 
@@ -41,6 +46,9 @@ def answer_many(
         method: what to reuse and what to recompute.
         params: how to choose tokens.
         progress: called with answers `(done, total)` after each.
+        loading: how to go on loading while computing, and how long to wait; see `fuse.prefill.prefill`.
+        passes: of the model, recorded ones perhaps.
+        step: computes the next token's row; launched kernel by kernel if None.
 
     Returns:
         An answer for each prompt, in the order of the prompts.
@@ -57,8 +65,9 @@ def answer_many(
         prompt = prompts[index]
         shared.keep = sum(shared_tokens(prompt, prompts[following]) for following in order[place + 1 : place + 2])
         store.advance()
-        prefilled = prefill(lm, store, prompt, method, room=params.max_new_tokens, shared=shared)
-        answers[index] = TextStream(lm, prefilled, params).result()
+        room = params.max_new_tokens
+        prefilled = prefill(lm, store, prompt, method, room=room, shared=shared, loading=loading, passes=passes)
+        answers[index] = TextStream(lm, prefilled, params, step=step).result()
         if progress is not None:
             progress(len(answers), len(prompts))
     return [answers[index] for index in range(len(prompts))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,9 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.generate.many import shared_tokens, sharing_order
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import Miss
+from qcfuse_rag.store.key import ChunkKey
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
@@ -129,3 +133,25 @@ def test_sampled_answers_follow_their_seed(engine: FusionEngine) -> None:
 
 def test_no_prompts_no_answers(engine: FusionEngine) -> None:
     assert engine.answer_many([]) == []
+
+
+def test_a_store_that_hangs_costs_each_prompt_its_limit_and_nothing_else(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("llama"), tokenizer)
+    engine = FusionEngine(lm, MemoryStore(), load_limit_s=0.3)
+    engine.warm(PASSAGES[:2], bases=(BLIND, FRAMED))
+    params, full = SamplingParams(max_new_tokens=2), METHODS["full"]
+    prompts, released = batch(engine)[:2], threading.Event()
+    expected = [engine.generate(prompt, params, method=full).ids for prompt in prompts]
+    get = engine.store.get
+
+    def hanging(key: ChunkKey) -> ChunkKV | Miss:
+        assert released.wait(60)
+        return get(key)
+
+    monkeypatch.setattr(engine.store, "get", hanging)
+    answers = engine.answer_many(prompts, params, method=METHODS["reuse"])
+    released.set()
+    assert [answer.ids for answer in answers] == expected
+    assert all("0.3 s" in str(answer.report.fallback) for answer in answers)
