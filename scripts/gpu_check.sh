@@ -41,8 +41,13 @@ fi
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
 python3 -c 'import torch, transformers, triton; print(torch.__version__, transformers.__version__, triton.__version__)' \
   | tee -a "$OUT/device.txt"
-step 190 kernels python3 -m pytest tests/unit/test_kernels.py tests/unit/test_step_graph.py tests/unit/test_pass_graph.py -q --maxfail=20 -p no:cacheprovider -o addopts="--import-mode=importlib"
-step 80 parity python3 -m pytest tests/gpu -q -p no:cacheprovider -o addopts="--import-mode=importlib"
+workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
+tests() { timeout "$1" python3 -m pytest $workers "${@:2}" -q -p no:cacheprovider -o addopts="--import-mode=importlib"; }
+export -f tests
+export workers
+step 90 recorded bash -c 'tests 85 tests/unit/test_step_graph.py tests/unit/test_pass_graph.py'
+step 110 kernels bash -c 'tests 105 tests/unit/test_kernels.py --maxfail=20'
+step 70 parity bash -c 'tests 65 tests/gpu'
 export -f qcfuse
 step 180 speed bash -c 'qcfuse 175 bench speed --shape "$0" --context 4096,10240 --ratios 0.05,0.1,0.2 \
   --tiers pinned,device --chunk 512 --repeats 3 --out "$1/speed.json"' "$SHAPE" "$OUT"

@@ -71,14 +71,18 @@ class MovingTable:
         self._known: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
 
     def point_at(self, buffers: Sequence[KVBuffer]) -> bool:
-        """Point at some buffers; return False if they are not aligned as what reads the table expects."""
+        """Point at some buffers; return False if they are not laid out as what reads the table expects."""
         empty = self.table.entries.shape[1] - len(buffers)
-        places = torch.stack([self._places_of(buffer) for buffer in (*buffers, *[self._unread] * empty)], dim=1)
+        try:
+            places = torch.stack([self._places_of(buffer) for buffer in (*buffers, *[self._unread] * empty)], dim=1)
+        except ValueError:
+            return False
+        if torch.equal(places, self._places):
+            return True
         if is_aligned(places, self.table.shapes, self.table.dtype) != self.table.aligned:
             return False
-        if not torch.equal(places, self._places):
-            self.table.entries.copy_(places)
-            self._places = places
+        self.table.entries.copy_(places)
+        self._places = places
         return True
 
     def _places_of(self, buffer: KVBuffer) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -64,13 +65,14 @@ class LayerGraphs:
     @torch.inference_mode()
     def __init__(self, lm: LanguageModel, n_rows: int, recorder: Recorder, memory: dict[object, Tensor]) -> None:
         self.n_rows = n_rows
-        self._lm, self._memory = lm, memory
+        self._lm = lm
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         self._requests = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
-        self._looks: dict[int, Look] = {}
-        self._plan = TablePlan(rows, self._requests.table, lm.sliding, self._note)
-        recording = _Recording(recorder, self._room, self._looks)
+        looks: dict[int, Look] = {}
+        # Nothing here refers to itself: graphs go when nobody holds them, not in the midst of another recording.
+        self._plan = TablePlan(rows, self._requests.table, lm.sliding, partial(_note, looks, memory))
+        recording = _Recording(recorder, memory, looks)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
         decoder_view(lm.model.get_decoder(), lm.n_layers, recording)(**inputs)
         self._layers, self._between = recording.layers, recording.between
@@ -118,29 +120,38 @@ class LayerGraphs:
         self._plan.rows.copy_(rows)
         return planned_inputs(ids, self._plan.rows, self._plan.cache(), self._plan)
 
-    def _note(
-        self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-    ) -> None:
-        """Have a layer that is being recorded leave its queries where an observer will find them."""
-        if layer not in self._looks:
-            room = self._room("query", query.transpose(1, 2)).transpose(1, 2)
-            self._looks[layer] = Look(room, scaling, softcap, window)
-        self._looks[layer].query.copy_(query)
 
-    def _room(self, purpose: str, like: Tensor) -> Tensor:
-        """Return memory for a `[1, R, ..]` tensor, part of what a pass of more rows has for the same purpose."""
-        name = (purpose, like.shape[2:], like.dtype)
-        if name not in self._memory:
-            self._memory[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        assert like.shape[1] <= self._memory[name].shape[1], "passes of more rows are recorded first"
-        return self._memory[name][:, : like.shape[1]]
+def _note(
+    looks: dict[int, Look],
+    memory: dict[object, Tensor],
+    layer: int,
+    query: Tensor,
+    _key: Tensor,
+    scaling: float,
+    softcap: float | None,
+    window: int | None,
+) -> None:
+    """Have a layer that is being recorded leave its queries where an observer will find them."""
+    if layer not in looks:
+        room = _room(memory, "query", query.transpose(1, 2)).transpose(1, 2)
+        looks[layer] = Look(room, scaling, softcap, window)
+    looks[layer].query.copy_(query)
+
+
+def _room(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
+    """Return memory for a `[1, R, ..]` tensor, part of what a pass of more rows has for the same purpose."""
+    name = (purpose, like.shape[2:], like.dtype)
+    if name not in memory:
+        memory[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    assert like.shape[1] <= memory[name].shape[1], "passes of more rows are recorded first"
+    return memory[name][:, : like.shape[1]]
 
 
 class _Recording:
     """Records the layers one after the other, each with the hidden states that the one before has left."""
 
-    def __init__(self, recorder: Recorder, room: Callable[[str, Tensor], Tensor], looks: dict[int, Look]) -> None:
-        self._recorder, self._room, self._looks = recorder, room, looks
+    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], looks: dict[int, Look]) -> None:
+        self._recorder, self._memory, self._looks = recorder, memory, looks
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerGraph] = []
         self.between: tuple[Tensor, Tensor]
@@ -148,7 +159,7 @@ class _Recording:
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a layer."""
         if layer == 0:
-            self.between = self._room("even", hidden), self._room("odd", hidden)
+            self.between = _room(self._memory, "even", hidden), _room(self._memory, "odd", hidden)
             self.between[0].copy_(hidden)
         before, after = self.between[layer % 2], self.between[1 - layer % 2]
         args, kwargs = _with_tensors((args, kwargs), self._copy)

