@@ -59,19 +59,26 @@ class LayerGraphs:
         lm: the model.
         n_rows: how many.
         recorder: records each layer.
-        memory: what passes of fewer rows share with those of more, recorded before; they are never run at once.
+        request: of one place; passes of all numbers of rows share it, as they are never run at once.
+        memory: what passes of fewer rows share with those of more, which are recorded before.
     """
 
     @torch.inference_mode()
-    def __init__(self, lm: LanguageModel, n_rows: int, recorder: Recorder, memory: dict[object, Tensor]) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        n_rows: int,
+        recorder: Recorder,
+        request: MovingTable,
+        memory: dict[object, Tensor],
+    ) -> None:
         self.n_rows = n_rows
-        self._lm = lm
+        self._lm, self._request = lm, request
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
-        unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
-        self._requests = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
+        request.point_at([])  # what is recorded writes where nobody reads
         looks: dict[int, Look] = {}
         # Nothing here refers to itself: graphs go when nobody holds them, not in the midst of another recording.
-        self._plan = TablePlan(rows, self._requests.table, lm.sliding, partial(_note, looks, memory))
+        self._plan = TablePlan(rows, request.table, lm.sliding, partial(_note, looks, memory))
         recording = _Recording(recorder, memory, looks)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
         decoder_view(lm.model.get_decoder(), lm.n_layers, recording)(**inputs)
@@ -113,7 +120,7 @@ class LayerGraphs:
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
         """Point the recorded layers at a request, and return what its model is called with."""
-        if not self._requests.point_at([buffer]):
+        if not self._request.point_at([buffer]):
             raise NotAsRecorded
         missing = self.n_rows - len(ids)
         ids, rows = (torch.cat([given, given[-1:].expand(missing)])[None] for given in (ids, plan.rows))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.layer_graph import LayerGraphs, NotAsRecorded
 from qcfuse_rag.fuse.layerwise import SteeredPass
 from qcfuse_rag.fuse.recorder import (
@@ -98,15 +99,18 @@ class FusedPasses:
         if self.refusal is not None:
             return
         self._recorder = self._given  # an earlier one goes with all it has recorded
+        lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
+        unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
+        request = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest first: the others take a part of its memory.
-        for size in sorted({size for size in rows if size < self._lm.window.tokens}, reverse=True):
+        for size in sorted({size for size in rows if size < lm.window.tokens}, reverse=True):
 
             def record(size: int = size) -> list[Off]:
-                recorder = self._recorder = self._recorder or CudaRecorder(self._lm.device)
-                graphs[size] = LayerGraphs(self._lm, size, recorder, memory)
+                recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
+                graphs[size] = LayerGraphs(lm, size, recorder, request, memory)
                 return self._compared(graphs[size])
 
             refusal = recording_refusal(record)

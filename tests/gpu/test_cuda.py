@@ -66,7 +66,8 @@ def test_decode_steps_are_recorded_for_every_family(
     if family not in WITH_EXPERTS:
         assert engine.step.refusal is None
     found, expected = engine.step([5], [position], [buffer]), forward_step(engine.lm, [5], [position], [buffer])
-    assert float((found - expected).norm() / expected.norm()) < 5e-2
+    off = {torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]  # parts of keys are added up in another order
+    assert float((found - expected).norm() / expected.norm()) < off
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
 from tests.conftest import PASSAGES, QUESTION
+from tests.damage import damaged
 from tests.families import build_model
 
 pytest.importorskip("triton")
@@ -424,17 +424,9 @@ def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_k
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
 
-    class Damaged(HeldBlocks):
-        def __getitem__(self, name: str) -> Tensor:
-            if name == "value.1":
-                raise CorruptEntry("block value.1 does not match its checksum")
-            return super().__getitem__(name)
-
-    tensors = {name: chunk.blocks[name] for name in chunk.names()}
+    broken, get = damaged(chunk, "value.1"), engine.store.get
     engine.store.discard(key)
-    damaged = replace(chunk, blocks=Damaged(tensors))
-    get = engine.store.get
-    engine.store.get = lambda one: damaged if one == key else get(one)  # type: ignore[method-assign]
+    engine.store.get = lambda one: broken if one == key else get(one)  # type: ignore[method-assign]
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
     assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]

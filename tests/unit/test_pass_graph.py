@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.measured import MeasuredCosts
@@ -25,8 +24,9 @@ from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from qcfuse_rag.store.chunk import ChunkKV
 from tests.conftest import PASSAGES, QUESTION
+from tests.damage import damaged
 from tests.families import build_model, build_nested_model
 from tests.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
 
@@ -178,15 +178,8 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
 
-    class Damaged(HeldBlocks):
-        def __getitem__(self, name: str) -> Tensor:
-            if name == "value.1":
-                raise CorruptEntry("block value.1 does not match its checksum")
-            return super().__getitem__(name)
-
-    damaged = replace(chunk, blocks=Damaged({name: chunk.blocks[name] for name in chunk.names()}))
-    get, before = engine.store.get, recorder.replayed
-    monkeypatch.setattr(engine.store, "get", lambda one: damaged if one == key else get(one))
+    broken, get, before = damaged(chunk, "value.1"), engine.store.get, recorder.replayed
+    monkeypatch.setattr(engine.store, "get", lambda one: broken if one == key else get(one))
     monkeypatch.setattr(engine.store, "discard", lambda one, reason: None)  # others want it whole
     prompt, method = engine.prompt(QUESTION, PASSAGES[:2]), make_method("reuse", base=FRAMED)
     found = engine.prefill(prompt, method=method)
