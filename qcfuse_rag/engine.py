@@ -540,8 +540,16 @@ class FusionEngine:
     ) -> VerifiedGeneration:
         """Answer as full prefill would, token for token, drafting on the fused cache; see `generate.verify`."""
         self.store.advance()
-        chosen = method or self.method
-        return generate_verified(self.lm, self.store, prompt, chosen, sampling or SamplingParams(), draft=draft)
+        return generate_verified(
+            self.lm,
+            self.store,
+            prompt,
+            method or self.method,
+            sampling or SamplingParams(),
+            draft=draft,
+            loading=self._loading,
+            passes=self.passes,
+        )
 
     def answer_many(
         self,

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.forward import forward_logits
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.generate.answer import Answer
@@ -102,6 +104,8 @@ def generate_verified(
     params: SamplingParams,
     *,
     draft: int = DRAFT_TOKENS,
+    loading: Loading | None = None,
+    passes: FusedPasses | None = None,
 ) -> VerifiedGeneration:
     """Answer greedily as full prefill would, drafting on what a method fuses.
 
@@ -122,6 +126,8 @@ def generate_verified(
         method: what the draft reuses and recomputes.
         params: greedy.
         draft: tokens between two checks.
+        loading: how to go on loading while computing, and how long to wait; see `fuse.prefill.prefill`.
+        passes: of the model, recorded ones perhaps.
 
     Raises:
         ValueError: if the answer is not to be greedy, or a draft has no tokens.
@@ -133,14 +139,16 @@ def generate_verified(
         raise ValueError(f"only greedy answers can be verified, not temperature {params.temperature}; set it to 0")
     if draft < 1:
         raise ValueError(f"a draft must have at least 1 token, got {draft}")
-    exact = prefill(lm, store, prompt, Method("full", base=None), room=params.max_new_tokens)
-    fused = prefill(lm, store, prompt, method, room=params.max_new_tokens)
+    exact, fused = (
+        prefill(lm, store, prompt, one, room=params.max_new_tokens, loading=loading, passes=passes)
+        for one in (Method("full", base=None), method)
+    )
     started = time.perf_counter()
     answer = Answer(lm, params)
     quick, sure = Side(lm, fused.buffer, len(prompt)), Side(lm, exact.buffer, len(prompt))
     drafted = [int(fused.logits.argmax())]  # by the prefills alone: nothing to check in a pass
     right = [int(exact.logits.argmax())]
-    total = compared = accepted = passes = 0
+    total = compared = accepted = checking = 0
     while True:
         total += len(drafted)
         for index, token in enumerate(right):
@@ -156,10 +164,10 @@ def generate_verified(
             side.roll_back(len(answer.ids) - 1)
         drafted = _draft(quick, answer, min(draft, answer.left - 1))
         right = sure.follow(answer.ids + drafted).argmax(-1).tolist()
-        passes += 1
+        checking += 1
     answer.finish()
     elapsed = time.perf_counter() - started
-    counts = {"drafted": total, "compared": compared, "accepted": accepted, "passes": passes}
+    counts = {"drafted": total, "compared": compared, "accepted": accepted, "passes": checking}
     return VerifiedGeneration(
         answer.text, tuple(answer.ids), answer.reason, fused.report, elapsed, exact=exact.report, **counts
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from itertools import product, takewhile
 
@@ -16,6 +17,7 @@ from qcfuse_rag import (
     Generation,
     LanguageModel,
     MemoryStore,
+    Miss,
     Prompt,
     PromptTooLong,
     SamplingParams,
@@ -156,3 +158,17 @@ def test_what_cannot_be_verified_is_refused_before_any_work(engine: FusionEngine
         engine.generate_verified(prompt, draft=0)
     with pytest.raises(PromptTooLong, match="context window"):
         engine.generate_verified(prompt, SamplingParams(max_new_tokens=5000))
+
+
+def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_the_same(
+    engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, released = SamplingParams(max_new_tokens=6), threading.Event()
+    expected = engine.generate(prompt, params, method=FULL)
+    impatient = FusionEngine(engine.lm, engine.store, load_limit_s=0.3)
+    monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))
+    found = impatient.generate_verified(prompt, params, method=METHODS[0])
+    released.set()
+    assert same(found, expected)
+    assert "0.3 s" in str(found.report.fallback)
+    assert found.exact.fallback is None  # full prefill asks the store for nothing
