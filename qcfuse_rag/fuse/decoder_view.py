@@ -7,7 +7,8 @@ passes that run the model itself know of none of this.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -64,6 +65,56 @@ def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Mo
 def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: Course) -> nn.Module:
     """Return a model whose decoder's layers a course runs."""
     return _with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
+
+
+class KeptViews:
+    """Views of a model that are made once, because making one takes as long as launching many kernels.
+
+    One pass at a time runs through them.
+
+    Args:
+        model: the model.
+        decoder: of the model.
+        n_layers: it has.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
+        self._decoder, self._given = decoder, _Given()
+        self._model = model_view(model, decoder, n_layers, self._given)
+        self._decoders: dict[int, nn.Module] = {}
+
+    @contextmanager
+    def model(self, course: Course) -> Iterator[nn.Module]:
+        """Have a course run all layers; yields the model."""
+        with self._given.instead(course):
+            yield self._model
+
+    @contextmanager
+    def decoder(self, depth: int, course: Course) -> Iterator[nn.Module]:
+        """Have a course run the first `depth` layers; yields the decoder."""
+        if depth not in self._decoders:
+            self._decoders[depth] = decoder_view(self._decoder, depth, self._given)
+        with self._given.instead(course):
+            yield self._decoders[depth]
+
+
+class _Given:
+    """Runs the course of the pass that is running, and holds on to none."""
+
+    def __init__(self) -> None:
+        self._course: Course | None = None
+
+    @contextmanager
+    def instead(self, course: Course) -> Iterator[None]:
+        self._course = course
+        try:
+            yield
+        finally:
+            self._course = None
+
+    def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._course is not None
+        return self._course.run(layer, inner, hidden, args, kwargs)
 
 
 def _with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.decoder_view import decoder_view, model_view
+from qcfuse_rag.fuse.decoder_view import KeptViews, decoder_view
 from qcfuse_rag.fuse.forward import planned_inputs
 from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.recorder import Recorder
@@ -59,7 +59,8 @@ class LayerGraphs:
         lm: the model.
         n_rows: how many.
         recorder: records each layer.
-        request: of one place; passes of all numbers of rows share it, as they are never run at once.
+        request: of one place; passes of all numbers of rows share it and the views, as they are never run at once.
+        views: of the model.
         memory: what passes of fewer rows share with those of more, which are recorded before.
     """
 
@@ -70,10 +71,11 @@ class LayerGraphs:
         n_rows: int,
         recorder: Recorder,
         request: MovingTable,
+        views: KeptViews,
         memory: dict[object, Tensor],
     ) -> None:
         self.n_rows = n_rows
-        self._lm, self._request = lm, request
+        self._lm, self._request, self._views = lm, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
         request.point_at([])  # what is recorded writes where nobody reads
         looks: dict[int, Look] = {}
@@ -90,11 +92,10 @@ class LayerGraphs:
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
-        lm = self._lm
         course = _Replaying(self._layers, self._between, plan, buffer)
-        model = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, course)
-        logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
-        course.check_complete(lm.n_layers)
+        with self._views.model(course) as model:
+            logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        course.check_complete(self._lm.n_layers)
         return logits[0, -1].float()
 
     def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
@@ -104,7 +105,8 @@ class LayerGraphs:
             NotAsRecorded: if the pass differs from what was recorded.
         """
         course = _Replaying(self._layers, self._between, plan, buffer)
-        decoder_view(self._lm.model.get_decoder(), depth, course)(**self._inputs(ids, plan, buffer))
+        with self._views.decoder(depth, course) as decoder:
+            decoder(**self._inputs(ids, plan, buffer))
         course.check_complete(depth)
         return True
 

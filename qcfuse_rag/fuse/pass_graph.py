@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.decoder_view import KeptViews
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.layer_graph import LayerGraphs, NotAsRecorded
@@ -103,6 +104,7 @@ class FusedPasses:
         graphs: dict[int, LayerGraphs] = {}
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         request = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
+        views = KeptViews(lm.model, lm.model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest first: the others take a part of its memory.
@@ -110,7 +112,7 @@ class FusedPasses:
 
             def record(size: int = size) -> list[Off]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
-                graphs[size] = LayerGraphs(lm, size, recorder, request, memory)
+                graphs[size] = LayerGraphs(lm, size, recorder, request, views, memory)
                 return self._compared(graphs[size])
 
             refusal = recording_refusal(record)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.decoder_view import StandIn
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
@@ -382,3 +383,20 @@ def test_few_rows_are_computed_for_nothing() -> None:
     assert list(ROWS) == sorted(ROWS)
     for fewer, more in pairwise(ROWS):
         assert fewer < 128 or more * 3 <= (fewer + 1) * 4
+
+
+def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, made = model_of("llama", tokenizer), []
+    passes = FusedPasses(lm, CountingRecorder())
+    passes.warm_up(rows=(4,))
+    monkeypatch.setattr("qcfuse_rag.fuse.decoder_view.StandIn", lambda *given: made.append(given[1]) or StandIn(*given))
+    buffer, _ = two_buffers(lm, 20)
+    plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
+    before = passes.replayed
+    for _ in range(3):
+        passes.forward_rows(ids, plan, buffer)
+        passes.forward_hidden(ids, plan, buffer, depth=1)
+    assert passes.replayed == before + 6
+    assert made == [0]  # of the first layer alone, for the first pass that ends there
