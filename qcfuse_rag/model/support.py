@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,8 +38,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel("the model is spread over several devices; load it on one")
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
-    layer_types, _ = get_layer_types_and_kwargs(config)
-    other = sorted(set(layer_types) - SUPPORTED_LAYERS)
+    other = sorted({kind for kind, _ in _layers(config)} - SUPPORTED_LAYERS)
     if other:
         raise UnsupportedModel(
             f"layers of type {', '.join(other)} keep a state that depends on everything before, so a chunk's part "
@@ -62,13 +62,30 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     return ContextWindow(window, "the model's own limit")
 
 
+def stock_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention of transformers' own that computes all that a model asks for.
+
+    Torch's caps no scores, and transformers 5.17 takes it for Gemma 2 all the same.
+    """
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
+
+
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return each layer's sliding window in tokens, or None where a layer sees everything before it."""
-    kinds, settings = get_layer_types_and_kwargs(config)
     return tuple(
-        int(setting["sliding_window"]) if kind == "sliding_attention" else None
-        for kind, setting in zip(kinds, settings, strict=True)
+        int(settings["sliding_window"]) if kind == "sliding_attention" else None for kind, settings in _layers(config)
     )
+
+
+def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """Return each layer's type, and what transformers would make its cache with."""
+    kinds, settings = get_layer_types_and_kwargs(config)
+    if isinstance(settings, list):
+        return list(zip(kinds, settings, strict=True))
+    # Before transformers 5.19 one setting is for all, and layers that keep nothing of their own are left out.
+    without = int(config.num_hidden_layers) - len(kinds)
+    return [(kind, settings) for kind in (*kinds, *["dummy"] * without)]
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
