@@ -51,11 +51,12 @@ drop-in: setup
 ray: setup
 	QCFUSE_RAY=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/ray
 
-# The frameworks' objects over the oldest versions of the frameworks that are supported.
+# Over the oldest versions that are supported: the frameworks' objects, and of transformers every family of models.
 oldest: setup
 	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.13.0 llama-index-workflows==1.3.0 \
-		llama-index-instrumentation==0.4.0 langchain-core==1.6.0
-	PYTHONPATH=.oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not real" -k "not standard" integrations
+		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
+	PYTHONPATH=.oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not real" -k "not standard" integrations \
+		tests/golden/test_families.py tests/unit/test_support.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.
 site: setup
