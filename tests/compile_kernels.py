@@ -72,7 +72,8 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             yield name, dim, partial(sparse_attention, query, key, key, rows, sinks=sinks, splits=splits, **how)
             for queries, at in ((asking, ends), (asking.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
                 yield name, dim, partial(table_attention, queries, table, 0, at, sinks=sinks, splits=splits, **how)
-        yield name, dim, partial(context_scores, query, key, rows, known, **special)
+        for splits in (1, 3):
+            yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)

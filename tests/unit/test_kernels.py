@@ -20,7 +20,7 @@ from tests.families import build_model
 pytest.importorskip("triton")
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels import attention, context_score, place, support, table
+from qcfuse_rag.fuse.kernels import attention, context_score, parts, place, support, table
 from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
@@ -200,19 +200,21 @@ def test_keys_after_the_last_row_are_not_read() -> None:
     assert relative_error(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [None, 2, 5], ids="splits {}".format)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("reduce", "window", "softcap"), [("mean", None, None), ("max", None, None), ("mean", 50, 5.0), ("max", 50, None)]
 )
 def test_context_scores_are_those_of_the_reference(
-    dtype: torch.dtype, reduce: str, window: int | None, softcap: float | None
+    dtype: torch.dtype, reduce: str, window: int | None, softcap: float | None, splits: int | None
 ) -> None:
+    """However many parts the keys are split into, some of which a row may see nothing of."""
     query, key, _, rows = operands(6, 2, [*range(150, 181), 190], 191, 64, 64, dtype)
     known = torch.rand(191, device=DEVICE) < 0.7
     known[rows] = True
     poisoned = key.masked_fill(~known[None, None, :, None], float("nan"))
     about = {"scaling": 0.2, "softcap": softcap, "window": window, "reduce": reduce}
-    found = context_scores(query, poisoned, rows, known, **about)  # type: ignore[arg-type]
+    found = context_scores(query, poisoned, rows, known, splits=splits, **about)  # type: ignore[arg-type]
     clean = key.masked_fill(~known[None, None, :, None], 0.0)
     expected = attention_weights(query.float(), clean.float(), rows, known, **about)  # type: ignore[arg-type]
     assert relative_error(found, expected) < TOLERANCE[dtype]
@@ -225,7 +227,19 @@ def test_context_scores_of_many_rows_and_a_few_channels() -> None:
     query, key, _, rows = operands(9, 3, list(range(100)), 100, 80, 80, torch.float32)
     known = torch.ones(100, dtype=torch.bool, device=DEVICE)
     expected = attention_weights(query, key, rows, known, scaling=0.1)
-    assert relative_error(context_scores(query, key, rows, known, scaling=0.1), expected) < 1e-5
+    for splits in (1, 3):  # the first rows see nothing of the last part
+        found = context_scores(query, key, rows, known, scaling=0.1, splits=splits)
+        assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys", "splits"), [(16, 10_240, 16), (1, 100_000, 32), (1, 600, 2), (1, 100, 1), (300, 100_000, 1)]
+)
+def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
+    programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "processors", lambda device: 264)
+    assert parts.splits_of(programs, keys, torch.device(DEVICE)) == splits
 
 
 def test_the_same_prompt_is_scored_alike() -> None:

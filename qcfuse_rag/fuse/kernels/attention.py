@@ -21,11 +21,10 @@ from qcfuse_rag.fuse.kernels.launch import (
     check_operands,
     keys_at_once,
     launching_on,
-    processors,
     rows_at_once,
     triton_type,
 )
-from qcfuse_rag.fuse.kernels.parts import KEYS_PER_SPLIT, MOST_SPLITS, Parts
+from qcfuse_rag.fuse.kernels.parts import Parts, splits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +129,7 @@ def launch_attention(
     programs = triton.cdiv(n_rows * group, block_rows) * kv_heads
     if splits is None:
         seen = longest if window is None or n_rows > 1 else min(longest, window)
-        wanted = min(processors(query.device) // (programs * requests), seen // KEYS_PER_SPLIT)
-        splits = max(1, min(wanted, MOST_SPLITS))
+        splits = splits_of(programs * requests, seen, query.device)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):

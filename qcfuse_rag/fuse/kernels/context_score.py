@@ -1,7 +1,8 @@
 """Context scores: what share of the rows' attention each key gets, without holding rows x keys.
 
-Two passes over the keys. The first finds each row's denominator, as a logarithm; the second sums, for every key, the
-weights over rows and heads. Both sum in a fixed order, so the same prompt is always scored alike.
+Two passes over the keys. The first finds each row's denominator, as a logarithm; a question's few rows do not fill a
+device, so parts of the keys have one each. The second puts them together and sums, for every key, the weights over rows
+and heads. Both sum in a fixed order, so the same prompt is always scored alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, keys_at_once, launching_on, rows_at_once
+from qcfuse_rag.fuse.kernels.parts import splits_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -39,8 +41,11 @@ def denominators(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The logarithm (base 2) of the softmax denominator of one block of (row, query head) pairs of one key head."""
-    kv_head = tl.program_id(1)
+    """The logarithm (base 2) of the softmax denominator of one block of (row, query head) pairs of one key head.
+
+    Of one part of the keys: `logs` is `[splits, Hq, R]`.
+    """
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     pair = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = pair < n_rows * GROUP
     row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
@@ -50,6 +55,9 @@ def denominators(
     if WINDOWED:
         first = tl.min(tl.where(real, position, 2147483647), 0) - window + 1
         start = (tl.maximum(first, 0) // BLOCK_KEYS) * BLOCK_KEYS
+    split_keys = tl.cdiv(tl.cdiv(stop - start, tl.num_programs(2)), BLOCK_KEYS) * BLOCK_KEYS
+    start += split * split_keys
+    stop = tl.minimum(start + split_keys, stop)
     dim = tl.arange(0, BLOCK_DIM)
     query = tl.load(
         q + head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + dim[None, :],
@@ -75,10 +83,11 @@ def denominators(
         safe = tl.where(new == float("-inf"), 0.0, new)
         total = total * tl.exp2(largest - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)
         largest = new
-    tl.store(logs + head.to(tl.int64) * n_rows + row, largest + tl.log2(total), mask=real)
+    at = (split.to(tl.int64) * tl.num_programs(1) * GROUP + head) * n_rows + row
+    tl.store(logs + at, largest + tl.log2(total), mask=real)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "window"])
+@triton.jit(do_not_specialize=["n_rows", "n_keys", "splits", "window"])
 def weights_of_keys(
     q,
     k,
@@ -92,9 +101,11 @@ def weights_of_keys(
     k_token,
     n_rows,
     n_keys,
+    splits,
     scaling,
     softcap,
     window,
+    BLOCK_SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -115,6 +126,7 @@ def weights_of_keys(
         mask=there[None, :] & (dim < DIM)[:, None],
         other=0.0,
     )
+    split, n_heads = tl.arange(0, BLOCK_SPLITS), tl.num_programs(1) * GROUP
     result = tl.zeros([BLOCK_KEYS], tl.float32)
     for begin in range(0, n_rows * GROUP, BLOCK_ROWS):
         pair = begin + tl.arange(0, BLOCK_ROWS)
@@ -130,7 +142,13 @@ def weights_of_keys(
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
         score = scores_of(query, key, seen, scaling, softcap, CAPPED, PRECISION)
-        log = tl.load(logs + head.to(tl.int64) * n_rows + row, mask=real, other=0.0)
+        parts = tl.load(
+            logs + (split.to(tl.int64)[:, None] * n_heads + head[None, :]) * n_rows + row[None, :],
+            mask=(split < splits)[:, None] & real[None, :],
+            other=float("-inf"),
+        )
+        most = tl.where(real, tl.max(parts, 0), 0.0)
+        log = tl.where(real, most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0)), 0.0)
         weight = tl.exp2(score - log[:, None])
         result = tl.maximum(result, tl.max(weight, 0)) if LARGEST else result + tl.sum(weight, 0)
     tl.store(out + kv_head.to(tl.int64) * n_keys + token, result, mask=token < n_keys)
@@ -146,6 +164,7 @@ def context_scores(
     softcap: float | None = None,
     window: int | None = None,
     reduce: str = "mean",
+    splits: int | None = None,
 ) -> Tensor:
     """Return the attention each key gets, pooled over rows and heads; see `fuse.score.attention_weights`.
 
@@ -158,6 +177,7 @@ def context_scores(
         softcap: cap on scores, or None.
         window: sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
+        splits: parts to split the keys into; by what fills the device if None.
 
     Returns:
         `[T]` float32.
@@ -187,13 +207,27 @@ def context_scores(
     }
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
     about = (scaling, softcap or 1.0, window or 0)
-    logs = torch.empty(n_heads, n_rows, dtype=torch.float32, device=key.device)
     blocks = triton.cdiv(n_rows * group, block_rows)
+    splits = splits or splits_of(blocks * kv_heads, n_keys, key.device)
+    logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
     with launching_on(key.device):
-        denominators[(blocks, kv_heads)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
+        denominators[(blocks, kv_heads, splits)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
         weights_of_keys[(triton.cdiv(n_keys, block_keys), kv_heads)](
-            query, key, rows, known, logs, out, *strides, n_rows, n_keys, *about, LARGEST=largest, **shared
+            query,
+            key,
+            rows,
+            known,
+            logs,
+            out,
+            *strides,
+            n_rows,
+            n_keys,
+            splits,
+            *about,
+            BLOCK_SPLITS=triton.next_power_of_2(splits),
+            LARGEST=largest,
+            **shared,
         )
     return out.amax(0) if largest else out.sum(0) / (n_heads * n_rows)

@@ -9,12 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.launch import block_dim
+from qcfuse_rag.fuse.kernels.launch import block_dim, processors
 
 KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
 MOST_SPLITS = 32
 """What one program puts together."""
+
+
+def splits_of(programs: int, keys: int, device: torch.device) -> int:
+    """Return how many parts to split keys into, that so few programs for all of them fill a device."""
+    wanted = min(processors(device) // programs, keys // KEYS_PER_SPLIT)
+    return max(1, min(wanted, MOST_SPLITS))
 
 
 @triton.jit(do_not_specialize=["n_pairs", "splits"])

@@ -115,7 +115,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             sparse_attention_reference(query, key, value, rows, **how),
         )
         errors[f"context score{name}"] = _off(
-            context_scores(query, key, rows, known, **how),
+            context_scores(query, key, rows, known, **how, splits=splits),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
         )
     shape, ends = KVShape(KV_HEADS, dim, dim), torch.stack([rows, rows - ROWS])
