@@ -52,14 +52,17 @@ def test_shapes_have_the_published_numbers_of_parameters() -> None:
 
 
 def test_operations_are_those_torch_counts(tiny: LanguageModel) -> None:
-    """Of full prefill; torch counts attention's upper half too, which need not be computed."""
+    """Of full prefill; torch counts attention's upper half too, which need not be computed.
+
+    And the angles of rotations, where transformers gets them by a product: 16 operations a token.
+    """
     tokens = 200
     ids = torch.randint(512, (1, tokens))
     tiny.model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         tiny.model(input_ids=ids, logits_to_keep=1)
     attention = 3 * 4 * 2 * (16 + 16) * tokens * tokens / 2
-    assert row_operations(tiny, tokens, tokens) == pytest.approx(counter.get_total_flops() - attention, rel=1e-6)
+    assert row_operations(tiny, tokens, tokens) == pytest.approx(counter.get_total_flops() - attention, abs=16 * tokens)
 
 
 def test_a_step_reads_the_weights_once_and_each_requests_cache(tiny: LanguageModel) -> None:
