@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import pytest
@@ -190,6 +192,17 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     apart = KVBuffer(tuple(held.transpose(1, 2) for held in buffers[0].keys), buffers[0].values)
     with pytest.raises(ValueError, match="must be contiguous"):
         KVTable.of([apart], table.shapes, 8)
+
+
+def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
+    timed = run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_floors.py"))
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2}
+    found = list(timed["cases"](sizes, 1030, 40, torch.float32, torch.device(DEVICE)))
+    assert len(found) == 7
+    for case in found:
+        taken = case.kernel().clone()  # what is placed is placed by both at the same place
+        assert relative_error(taken, case.plain()) < 1e-5, case.name
+        assert case.nbytes > 0
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:

@@ -19,9 +19,8 @@ from qcfuse_rag.fuse.kernels.launch import (
     block_dim,
     check_extras,
     check_operands,
-    keys_at_once,
     launching_on,
-    rows_at_once,
+    tile_of,
     triton_type,
 )
 from qcfuse_rag.fuse.kernels.parts import Parts, splits_of
@@ -125,8 +124,8 @@ def launch_attention(
         (key, value), table, aligned = held, rows, False
         kv_heads, value_dim = key.shape[1], value.shape[3]
     group = n_heads // kv_heads
-    block_rows = rows_at_once(query.dtype, n_rows * group)
-    programs = triton.cdiv(n_rows * group, block_rows) * kv_heads
+    tile = tile_of(query.dtype, max(dim, value_dim), n_rows * group)
+    programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
     if splits is None:
         seen = longest if window is None or n_rows > 1 else min(longest, window)
         splits = splits_of(programs * requests, seen, query.device)
@@ -158,15 +157,15 @@ def launch_attention(
             VALUE_DIM=value_dim,
             BLOCK_DIM=block_dim(dim),
             BLOCK_VALUE=block_dim(value_dim),
-            BLOCK_ROWS=block_rows,
-            BLOCK_KEYS=keys_at_once(query.dtype, max(dim, value_dim)),
+            BLOCK_ROWS=tile.rows,
+            BLOCK_KEYS=tile.keys,
             CAPPED=softcap is not None,
             WINDOWED=window is not None,
             SINKS=sinks is not None,
             SPLIT=splits > 1,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=4,
-            num_stages=2,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         parts.combine(out)
     return out

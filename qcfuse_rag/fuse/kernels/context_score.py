@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, keys_at_once, launching_on, rows_at_once
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on, tile_of
 from qcfuse_rag.fuse.kernels.parts import splits_of
 
 
@@ -191,30 +191,29 @@ def context_scores(
     if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():
         raise ValueError(f"known must be [{n_keys}] bool, got {tuple(known.shape)} {known.dtype}")
     group = n_heads // kv_heads
-    block_rows = rows_at_once(query.dtype, n_rows * group)
-    block_keys = keys_at_once(query.dtype, dim)
+    tile = tile_of(query.dtype, dim, n_rows * group)
     shared = {
         "GROUP": group,
         "DIM": dim,
         "BLOCK_DIM": block_dim(dim),
-        "BLOCK_ROWS": block_rows,
-        "BLOCK_KEYS": block_keys,
+        "BLOCK_ROWS": tile.rows,
+        "BLOCK_KEYS": tile.keys,
         "CAPPED": softcap is not None,
         "WINDOWED": window is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "num_warps": 4,
-        "num_stages": 2,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
     }
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
     about = (scaling, softcap or 1.0, window or 0)
-    blocks = triton.cdiv(n_rows * group, block_rows)
+    blocks = triton.cdiv(n_rows * group, tile.rows)
     splits = splits or splits_of(blocks * kv_heads, n_keys, key.device)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
     with launching_on(key.device):
         denominators[(blocks, kv_heads, splits)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
-        weights_of_keys[(triton.cdiv(n_keys, block_keys), kv_heads)](
+        weights_of_keys[(triton.cdiv(n_keys, tile.keys), kv_heads)](
             query,
             key,
             rows,

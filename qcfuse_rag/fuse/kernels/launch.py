@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -39,17 +40,31 @@ def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def rows_at_once(dtype: torch.dtype, pairs: int) -> int:
-    """Return how many (row, query head) pairs of so many a program takes.
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program of the kernels that score has in hand at a time.
+
+    Attributes:
+        rows: (row, query head) pairs.
+        keys: looked at in one turn of its loop.
+        warps: of 32 threads, that share the work.
+        stages: turns whose keys are on their way at once, the one that is computed included.
+    """
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
+    """Return what a program takes of so many (row, query head) pairs with so many channels.
 
     Float32 is multiplied in registers, which hold few rows and keys at a time.
     """
-    return min(16 if dtype == torch.float32 else 64, max(16, 1 << (pairs - 1).bit_length()))
-
-
-def keys_at_once(dtype: torch.dtype, dim: int) -> int:
-    """Return how many keys with so many channels a program looks at in one turn of its loop."""
-    return (64 if dim <= 128 else 32) // (2 if dtype == torch.float32 else 1)
+    wide = dtype == torch.float32
+    rows = min(16 if wide else 64, max(16, 1 << (pairs - 1).bit_length()))
+    return Tile(rows, (64 if dim <= 128 else 32) // (2 if wide else 1))
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:

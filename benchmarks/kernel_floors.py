@@ -1,0 +1,242 @@
+"""What each kernel takes on this GPU, beside what torch takes for the same and what arithmetic and bytes allow.
+
+    python benchmarks/kernel_floors.py [--shape qwen3-8b] [--tokens 10240] [--rows 1024] [--tiles] [--json]
+
+Medians of Triton's `do_bench`, which empties the cache between two calls. The floor is the longer of two times:
+operations at the rate of a large matrix product, bytes at that of a large copy, both measured here. With `--tiles` the
+kernels that score are timed with other tiles too, from which `fuse.kernels.launch.tile_of` may have to choose anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from qcfuse_rag.bench.speed.roofline import measure_ceilings
+from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
+from qcfuse_rag.cli.console import quiet_libraries
+from qcfuse_rag.fuse import attention as torch_attention
+from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.kernels import attention, context_score
+from qcfuse_rag.fuse.kernels.attention import sparse_attention
+from qcfuse_rag.fuse.kernels.context_score import context_scores
+from qcfuse_rag.fuse.kernels.launch import Tile
+from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.fuse.kernels.table import table_attention
+from qcfuse_rag.fuse.kv_table import KVTable
+from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fuse.score import plain_attention_weights
+from qcfuse_rag.fuse.step import StepPlan
+from qcfuse_rag.model.rope import KVShape, LayerRope
+from qcfuse_rag.store.numbers import LOSSLESS, narrow
+
+QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
+TILES = (
+    Tile(64, 64, 4, 2),
+    Tile(64, 64, 4, 3),
+    Tile(64, 128, 4, 2),
+    Tile(128, 64, 4, 2),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 128, 8, 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something a kernel does.
+
+    Attributes:
+        name: what.
+        kernel: does it.
+        plain: does it in torch.
+        operations: floating-point operations it takes.
+        nbytes: bytes it reads and writes at least.
+        scoring: whether it goes by tiles.
+    """
+
+    name: str
+    kernel: Callable[[], Tensor]
+    plain: Callable[[], Tensor]
+    operations: float
+    nbytes: float
+    scoring: bool = True
+
+
+def cases(
+    sizes: Mapping[str, Any], tokens: int, n_rows: int, dtype: torch.dtype, device: torch.device
+) -> Iterator[Case]:
+    """Yield what fusing a prompt of so many tokens has kernels do in one layer, and the placing of its chunks.
+
+    Args:
+        sizes: of a model, as in its configuration.
+        tokens: of the prompt.
+        n_rows: to recompute, the question's among them.
+        dtype: of keys and values.
+        device: where.
+    """
+    heads, layers = int(sizes["num_attention_heads"]), int(sizes["num_hidden_layers"])
+    kv_heads, dim = int(sizes["num_key_value_heads"]), int(sizes.get("head_dim") or sizes["hidden_size"] // heads)
+    how, size = {"scaling": dim**-0.5}, dtype.itemsize
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    key, value = random(1, kv_heads, tokens, dim), random(1, kv_heads, tokens, dim)
+    asking = torch.arange(tokens - QUESTION_ROWS, tokens, device=device)
+    others = torch.randperm(tokens - QUESTION_ROWS, device=device)[: n_rows - QUESTION_ROWS].sort().values
+    for name, rows in (("rows", torch.cat([others, asking])), ("question", asking)):
+        query = random(1, heads, len(rows), dim)
+        yield Case(
+            f"attention: {len(rows)} {name}",
+            partial(sparse_attention, query, key, value, rows, **how),
+            partial(_in_torch, query, key, value, RowsPlan.of(rows), **how),
+            4.0 * dim * heads * float((rows + 1).sum()),
+            size * (key.numel() + value.numel() + 2 * query.numel()),
+        )
+    known = torch.ones(tokens, dtype=torch.bool, device=device)
+    yield Case(
+        f"context score: {QUESTION_ROWS} question",
+        partial(context_scores, query, key, asking, known, **how),
+        partial(plain_attention_weights, query, key, asking, known, **how),
+        4.0 * dim * heads * float((asking + 1).sum()),
+        size * (2 * key.numel() + query.numel()),
+    )
+    for requests in REQUESTS:
+        buffers = [KVBuffer((key.clone(),), (value.clone(),)) for _ in range(requests)]
+        table = KVTable.of(buffers, (KVShape(kv_heads, dim, dim),), tokens)
+        query, at = random(requests, heads, 1, dim), torch.full((requests, 1), tokens - 1, device=device)
+        plan = StepPlan(buffers, at, (tokens - 1,) * requests, (None,))
+        yield Case(
+            f"attention: decode step of {requests}",
+            partial(table_attention, query, table, 0, at, **how),
+            partial(_in_torch, query, query, query, plan, **how),
+            4.0 * dim * heads * tokens * requests,
+            size * requests * (key.numel() + value.numel()),
+        )
+    rope = LayerRope(10000.0 ** -(torch.arange(0, dim, 2, device=device) / dim))
+    for numbers in (LOSSLESS, "int8"):
+        buffer = KVBuffer.allocate((KVShape(kv_heads, dim, dim),) * layers, tokens, dtype=dtype, device=device)
+        blocks = []
+        for start in range(0, tokens - CHUNK + 1, CHUNK):
+            for sides in zip(buffer.keys, buffer.values, strict=True):
+                for into, turned, over in zip(sides, (rope, None), (0, 2), strict=True):
+                    stored = random(CHUNK, kv_heads, dim)
+                    block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
+                    blocks.append(Block(block, scale, into, start, turned))
+        yield Case(
+            f"place: {len(blocks):,} blocks, {numbers}",
+            partial(_placed, place_blocks, blocks),
+            partial(_placed, place_blocks_reference, blocks),
+            0.0,
+            sum(block.nbytes + block.stored.numel() * size for block in blocks),
+            scoring=False,
+        )
+
+
+def _placed(place: Callable[[list[Block]], None], blocks: list[Block]) -> Tensor:
+    place(blocks)
+    return blocks[0].into[:, :, :CHUNK]
+
+
+def _in_torch(query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan | StepPlan, *, scaling: float) -> Tensor:
+    """Attend as the engine does where there are no kernels."""
+    layer: Any = SimpleNamespace(layer_idx=0)
+    with mock.patch.object(torch_attention, "kernels_take", return_value=False):
+        out, _ = torch_attention.rows_attention(
+            layer, query, key, value, None, scaling, fusion=plan, sliding_window=None
+        )
+    return out
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Return the median of what a call takes on the device."""
+    return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median"))
+
+
+def with_tile(call: Callable[[], object], tile: Tile) -> float | None:
+    """Return what a call takes with a tile; None if the device cannot hold it."""
+    with ExitStack() as patches:
+        for home in (attention, context_score):
+            patches.enter_context(mock.patch.object(home, "tile_of", return_value=tile))
+        try:
+            return milliseconds(call)
+        except triton.runtime.errors.OutOfResources:
+            return None
+
+
+def measure(case: Case, flops: float, memory: float, tiles: tuple[Tile, ...]) -> dict[str, Any]:
+    """Return what a case takes, as plain data."""
+    floor_ms = 1e3 * max(case.operations / flops, case.nbytes / memory)
+    found: dict[str, Any] = {"case": case.name, "kernel_ms": milliseconds(case.kernel), "floor_ms": floor_ms}
+    found["torch_ms"] = milliseconds(case.plain)
+    found["tiles"] = [
+        {
+            "rows": one.rows,
+            "keys": one.keys,
+            "warps": one.warps,
+            "stages": one.stages,
+            "ms": with_tile(case.kernel, one),
+        }
+        for one in (tiles if case.scoring else ())
+    ]
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-8b", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=10240)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels run on a CUDA device; there is none here")
+    quiet_libraries()
+    dtype, device = torch.bfloat16, torch.device("cuda")
+    ceilings = measure_ceilings(random_model("smollm2-135m", dtype="bfloat16"))  # of the device: any model will do
+    tiles = TILES if given.tiles else ()
+    with torch.inference_mode():
+        rows = [
+            measure(case, ceilings.flops, ceilings.memory, tiles)
+            for case in cases(SHAPES[given.shape], given.tokens, given.rows, dtype, device)
+        ]
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    if given.json:
+        print(json.dumps({**about, **vars(given), "cases": rows}, indent=1))
+        return
+    table = Table("kernel", "time", "floor", "of floor", "torch", "times as fast")
+    for row in rows:
+        taken, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
+        figures = (
+            f"{taken:.3f} ms",
+            f"{floor:.3f} ms",
+            f"{floor / taken:.2f}",
+            f"{plain:.3f} ms",
+            f"{plain / taken:.1f}",
+        )
+        table.add_row(row["case"], *figures)
+        for tile in row["tiles"]:
+            size = "{rows} x {keys}, {warps} warps, {stages} stages".format(**tile)
+            table.add_row(f"  {size}", "does not fit" if tile["ms"] is None else f"{tile['ms']:.3f} ms")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
