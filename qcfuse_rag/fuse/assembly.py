@@ -230,7 +230,7 @@ class Assembly:
             adapted = found
         if isinstance(adapted, Adapted):
             try:
-                adapted = replace(adapted, chunk=adapted.chunk.ranked())  # what a probe reads is waited for here
+                adapted = replace(adapted, chunk=adapted.chunk.ready_to_probe())  # what is read is waited for here
             except CorruptEntry as error:
                 store.discard(adapted.key or key, str(error))
                 return Miss(str(error))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.score import Scores
 
@@ -27,7 +25,6 @@ class InterProbe:
         for placed in assembly.placed_chunks:
             score = -torch.arange(len(placed.span), dtype=torch.float32, device=device)
             if "inter" in placed.chunk.extras:
-                with suppress(CorruptEntry, OSError):  # keys and values are in place, and sound
-                    score = placed.chunk.blocks["inter"][:, 0].to(device)
+                score = placed.chunk.blocks["inter"][:, 0].to(device)
             by_layer[0, placed.span.start : placed.span.stop] = score
         return Scores(by_layer, (0,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,21 +47,24 @@ class HeldBlocks(Blocks):
         return len(self._tensors)
 
 
-class RankedBlocks(Blocks):
-    """Blocks whose ranking has been read, whatever those of a store keep of what they have read.
+class ReadBlocks(Blocks):
+    """Blocks of which some have been read, whatever those of a store keep of what they have read.
 
-    A probe needs the ranking when it is too late to wait for a store, or to do without the chunk.
+    A probe needs them when it is too late to wait for a store, or to do without the chunk.
     """
 
-    def __init__(self, inner: Blocks) -> None:
-        self._inner, self._ranking = inner, inner[RANKING]
+    def __init__(self, inner: Blocks, names: Iterable[str]) -> None:
+        self._inner = inner
+        self._read = {name: inner[name] for name in names}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a block."""
-        return self._ranking[start:stop] if name == RANKING else self._inner.rows(name, start, stop)
+        read = self._read.get(name)
+        return self._inner.rows(name, start, stop) if read is None else read[start:stop]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._ranking if name == RANKING else self._inner[name]
+        read = self._read.get(name)
+        return self._inner[name] if read is None else read
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._inner)
@@ -163,14 +166,14 @@ class ChunkKV:
         """Return the most important tokens of each layer: `[n_layers, ceil(ratio * n_tokens)]` ascending indices."""
         return self.blocks[RANKING][:, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
 
-    def ranked(self) -> ChunkKV:
-        """Return the same chunk with its ranking read, and nothing else.
+    def ready_to_probe(self) -> ChunkKV:
+        """Return the same chunk with all read that probes look at, its ranking and its extras, and nothing else.
 
         Raises:
-            CorruptEntry: if the ranking fails its check.
-            OSError: if it cannot be read.
+            CorruptEntry: if one fails its check.
+            OSError: if one cannot be read.
         """
-        return replace(self, blocks=RankedBlocks(self.blocks))
+        return replace(self, blocks=ReadBlocks(self.blocks, (RANKING, *self.extras)))
 
     def names(self) -> list[str]:
         """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""

@@ -260,6 +260,19 @@ def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: Fusi
         assert {by for name, by in read if name.startswith(("key", "value"))} == {"qcfuse-loading"}
 
 
+def test_so_is_what_cachecraft_reads_instead_of_a_probe(engine: FusionEngine, store: WatchedStore) -> None:
+    """The scores of captured passages lie beside their keys and values."""
+    another = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
+    engine.warm([another])
+    engine.capture([PASSAGES])
+    prompt = engine.prompt(QUESTION, [PASSAGES[0], another, PASSAGES[2]])
+    readers: list[str] = []
+    store.before = lambda name: readers.append(threading.current_thread().name) if name == "inter" else None
+    done = engine.prefill(prompt, method=make_method("cachecraft", ratio=0.3))
+    assert done.scores is not None
+    assert set(readers) == {"qcfuse-lookup"}
+
+
 def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
     engine, released = FusionEngine(llama, store, load_limit_s=0.2), threading.Event()
     engine.warm(PASSAGES)
