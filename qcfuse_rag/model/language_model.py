@@ -14,7 +14,7 @@ from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
-from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows, stock_attention
+from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows, stock_attention_name
 from qcfuse_rag.model.vocabulary import grammar_vocabulary
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class LanguageModel:
             sliding=sliding_windows(model.config.get_text_config()),
             window=window,
             fingerprint=fingerprint_model(model, tokenizer, ropes),
-            stock_attention=stock_attention(model),
+            stock_attention=stock_attention_name(model),
             critical_layers=default_critical_layers(len(shapes)),
         )
 

@@ -12,6 +12,8 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from qcfuse_rag.errors import UnsupportedModel
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SHARING = "dummy"
+"""What transformers calls a layer that keeps no keys and values: it uses those of another, or has no attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,10 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel("the model is spread over several devices; load it on one")
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
-    other = sorted({kind for kind, _ in _layers(config)} - SUPPORTED_LAYERS)
+    kinds = {kind for kind, _ in _layers(config)}
+    if SHARING in kinds:
+        raise UnsupportedModel("some layers keep no keys and values of their own, so there is nothing of them to store")
+    other = sorted(kinds - SUPPORTED_LAYERS)
     if other:
         raise UnsupportedModel(
             f"layers of type {', '.join(other)} keep a state that depends on everything before, so a chunk's part "
@@ -62,7 +67,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     return ContextWindow(window, "the model's own limit")
 
 
-def stock_attention(model: PreTrainedModel) -> str:
+def stock_attention_name(model: PreTrainedModel) -> str:
     """Return the name of the attention of transformers' own that computes all that a model asks for.
 
     Torch's caps no scores, and transformers 5.17 takes it for Gemma 2 all the same.
@@ -81,11 +86,10 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """Return each layer's type, and what transformers would make its cache with."""
     kinds, settings = get_layer_types_and_kwargs(config)
-    if isinstance(settings, list):
-        return list(zip(kinds, settings, strict=True))
-    # Before transformers 5.19 one setting is for all, and layers that keep nothing of their own are left out.
-    without = int(config.num_hidden_layers) - len(kinds)
-    return [(kind, settings) for kind in (*kinds, *["dummy"] * without)]
+    # Before transformers 5.19 one setting is for all; before 5.23 the last layers are left out if they keep nothing.
+    each = settings if isinstance(settings, list) else [settings] * len(kinds)
+    layers = list(zip(kinds, each, strict=True))
+    return layers + [(SHARING, {})] * (int(config.num_hidden_layers) - len(layers))
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3nTextConfig,
     LlamaConfig,
     Mamba2Config,
     PreTrainedTokenizerFast,
@@ -54,6 +55,14 @@ def test_linear_attention_layers_are_refused_by_name() -> None:
     model = build_model("llama")
     model.config.layer_types = ["full_attention", "linear_attention"] * 2
     with pytest.raises(UnsupportedModel, match="layers of type linear_attention keep a state"):
+        refuse_unsupported(model)
+
+
+def test_layers_that_use_the_keys_of_others_are_refused() -> None:
+    """Whether transformers names them or leaves them out."""
+    model = build_model("llama")
+    model.config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
+    with pytest.raises(UnsupportedModel, match="some layers keep no keys and values of their own"):
         refuse_unsupported(model)
 
 
