@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qcfuse_rag.fuse.kernels.support import kernels_run_on, widest_head
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.generate.decode import TextStream
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -16,19 +17,23 @@ from qcfuse_rag.store.memory import MemoryStore
 
 TOKENS = 64
 """Of a passage."""
+FEW, MANY = 2, 18
+"""Passages of a prompt. Over many, kernels split the keys, which is compiled apart."""
 
 
 def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
-    """Warm two passages, fuse a prompt of them and decode two tokens: kernels are compiled, libraries find their feet.
+    """Warm two passages, fuse prompts of them and decode two tokens: kernels are compiled, libraries find their feet.
 
     Args:
         lm: the model.
-        prompts: whose head the prompt has.
+        prompts: whose head the prompts have.
     """
     store, text = MemoryStore(), prompts.chunk_ids(PRIMER)
-    head, passages = prompts.frame or text[:1], [text[:TOKENS]] * 2
-    segments = [(Role.HEAD, head), *((Role.CHUNK, ids) for ids in passages), (Role.QUESTION, text[:8])]
-    prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
-    WarmJob(lm, store, head, passages, bases=(FRAMED,), primer=passages[0]).run()
-    done = prefill(lm, store, prompt, make_method("prophetkv", ratio=0.1, base=FRAMED), room=2)
-    TextStream(lm, done, SamplingParams(max_new_tokens=2)).result()
+    head, passage, question = prompts.frame or text[:1], text[:TOKENS], text[: TOKENS // 2]
+    WarmJob(lm, store, head, [passage], bases=(FRAMED,), primer=passage).run()
+    method = make_method("prophetkv", ratio=0.1, base=FRAMED)
+    for passages in (FEW, MANY) if kernels_run_on(lm.device, lm.dtype, widest_head(lm)) else (FEW,):
+        segments = [(Role.HEAD, head), *((Role.CHUNK, passage) for _ in range(passages)), (Role.QUESTION, question)]
+        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
+        if len(prompt) + 2 <= lm.window.tokens:
+            TextStream(lm, prefill(lm, store, prompt, method, room=2), SamplingParams(max_new_tokens=2)).result()

@@ -31,6 +31,7 @@ from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_at
 from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.fuse.score import attention_weights
 from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.generate import warm_up as warming
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import narrow
 
@@ -511,3 +512,33 @@ def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels:
     done = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=FRAMED))
     assert "not go into" in str([lookup.reason for lookup in done.report.lookups])
     assert done.logits.isfinite().all()
+
+
+def test_warming_up_compiles_what_few_keys_take_and_what_many_do(
+    warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of another length than the warm-up's waits for no compiler."""
+    assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
+    monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
+    monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
+    monkeypatch.setattr(parts, "processors", lambda device: 64)
+    monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
+    split: dict[str, set[bool]] = {"attend": set(), "weights_of_keys": set()}
+
+    def watched(home: Any, name: str, told: str) -> None:
+        kernel = getattr(home, name)
+
+        class Watched:
+            def __getitem__(self, grid: Any) -> Any:
+                def launch(*operands: Any, **options: Any) -> None:
+                    split[name].add(bool(options[told] > 1 if told == "BLOCK_SPLITS" else options[told]))
+                    kernel[grid](*operands, **options)
+
+                return launch
+
+        monkeypatch.setattr(home, name, Watched())
+
+    watched(attention, "attend", "SPLIT")
+    watched(context_score, "weights_of_keys", "BLOCK_SPLITS")
+    warming.warm_up(replace(warmed.lm, window=replace(warmed.lm.window, tokens=2048)), warmed.prompts)
+    assert split == {"attend": {True, False}, "weights_of_keys": {True, False}}

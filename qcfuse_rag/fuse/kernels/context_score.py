@@ -1,8 +1,8 @@
 """Context scores: what share of the rows' attention each key gets, without holding rows x keys.
 
 Two passes over the keys. The first finds each row's denominator, as a logarithm; a question's few rows do not fill a
-device, so parts of the keys have one each. The second puts them together and sums, for every key, the weights over rows
-and heads. Both sum in a fixed order, so the same prompt is always scored alike.
+device, so a program looks at a part of the keys only. The second puts parts together and sums, for every key, the
+weights over rows and heads. Both sum in a fixed order, so the same prompt is always scored alike.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on, tile_of
-from qcfuse_rag.fuse.kernels.parts import splits_of
+from qcfuse_rag.fuse.kernels.parts import MOST_SPLITS, splits_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -177,7 +177,7 @@ def context_scores(
         softcap: cap on scores, or None.
         window: sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
-        splits: parts to split the keys into; by what fills the device if None.
+        splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
 
     Returns:
         `[T]` float32.
@@ -207,7 +207,9 @@ def context_scores(
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
     about = (scaling, softcap or 1.0, window or 0)
     blocks = triton.cdiv(n_rows * group, tile.rows)
-    splits = splits or splits_of(blocks * kv_heads, n_keys, key.device)
+    if splits is None:
+        seen = n_keys if window is None else min(n_keys, n_rows + window)  # rows that ask lie side by side
+        splits = splits_of(blocks * kv_heads, seen, key.device)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
@@ -225,7 +227,7 @@ def context_scores(
             n_keys,
             splits,
             *about,
-            BLOCK_SPLITS=triton.next_power_of_2(splits),
+            BLOCK_SPLITS=1 if splits == 1 else MOST_SPLITS,
             LARGEST=largest,
             **shared,
         )

@@ -14,7 +14,7 @@ from qcfuse_rag.fuse.kernels.launch import block_dim, processors
 KEYS_PER_SPLIT = 256
 """Fewer are not worth a program of their own."""
 MOST_SPLITS = 32
-"""What one program puts together."""
+"""What one program puts together; it is compiled for so many and leaves out those that are not there."""
 
 
 def splits_of(programs: int, keys: int, device: torch.device) -> int:
@@ -90,5 +90,5 @@ class Parts:
                 self.splits,
                 VALUE_DIM=dim,
                 BLOCK_VALUE=block_dim(dim),
-                BLOCK_SPLITS=triton.next_power_of_2(self.splits),
+                BLOCK_SPLITS=MOST_SPLITS,
             )
