@@ -124,8 +124,8 @@ class LayerGraphs:
         """Point the recorded layers at a request, and return what its model is called with."""
         if not self._request.point_at([buffer]):
             raise NotAsRecorded
-        missing = self.n_rows - len(ids)
-        ids, rows = (torch.cat([given, given[-1:].expand(missing)])[None] for given in (ids, plan.rows))
+        repeats = self.n_rows - len(ids)
+        ids, rows = (torch.cat([given, given[-1:].expand(repeats)])[None] for given in (ids, plan.rows))
         self._plan.rows.copy_(rows)
         return planned_inputs(ids, self._plan.rows, self._plan.cache(), self._plan)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,16 +140,14 @@ def generate_verified(
         raise ValueError(f"only greedy answers can be verified, not temperature {params.temperature}; set it to 0")
     if draft < 1:
         raise ValueError(f"a draft must have at least 1 token, got {draft}")
-    exact, fused = (
-        prefill(lm, store, prompt, one, room=params.max_new_tokens, loading=loading, passes=passes)
-        for one in (Method("full", base=None), method)
-    )
+    done = partial(prefill, lm, store, prompt, room=params.max_new_tokens, loading=loading, passes=passes)
+    exact, fused = done(Method("full", base=None)), done(method)
     started = time.perf_counter()
     answer = Answer(lm, params)
     quick, sure = Side(lm, fused.buffer, len(prompt)), Side(lm, exact.buffer, len(prompt))
     drafted = [int(fused.logits.argmax())]  # by the prefills alone: nothing to check in a pass
     right = [int(exact.logits.argmax())]
-    total = compared = accepted = checking = 0
+    total = compared = accepted = checks = 0
     while True:
         total += len(drafted)
         for index, token in enumerate(right):
@@ -164,10 +163,10 @@ def generate_verified(
             side.roll_back(len(answer.ids) - 1)
         drafted = _draft(quick, answer, min(draft, answer.left - 1))
         right = sure.follow(answer.ids + drafted).argmax(-1).tolist()
-        checking += 1
+        checks += 1
     answer.finish()
     elapsed = time.perf_counter() - started
-    counts = {"drafted": total, "compared": compared, "accepted": accepted, "passes": checking}
+    counts = {"drafted": total, "compared": compared, "accepted": accepted, "passes": checks}
     return VerifiedGeneration(
         answer.text, tuple(answer.ids), answer.reason, fused.report, elapsed, exact=exact.report, **counts
     )

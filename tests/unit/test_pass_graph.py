@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.decoder_view import StandIn
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
@@ -146,6 +146,16 @@ def test_answers_are_the_same_with_recorded_passes(
     assert found.report.selected == expected.report.selected
     assert found.report.row_layers == expected.report.row_layers
     assert torch.allclose(found.logits, expected.logits, **CLOSE)
+
+
+def test_a_verified_answers_draft_begins_with_recorded_passes(
+    recorded: tuple[FusionEngine, CountingRecorder],
+) -> None:
+    engine, recorder = recorded
+    prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
+    found = engine.generate_verified(prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
+    assert recorder.replayed > before
+    assert found.ids == engine.generate(prompt, params, method=make_method("full")).ids
 
 
 def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedTokenizerFast) -> None:
