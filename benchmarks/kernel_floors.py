@@ -1,10 +1,12 @@
-"""What each kernel takes on this GPU, beside what torch takes for the same and what arithmetic and bytes allow.
+"""What kernels take on this GPU, beside what torch takes for the same and what arithmetic and bytes allow.
 
     python benchmarks/kernel_floors.py [--shape qwen3-8b] [--tokens 10240] [--rows 1024] [--tiles] [--json]
 
-Medians of Triton's `do_bench`, which empties the cache between two calls. The floor is the longer of two times:
-operations at the rate of a large matrix product, bytes at that of a large copy, both measured here. With `--tiles` the
-kernels that score are timed with other tiles too, from which `fuse.kernels.launch.tile_of` may have to choose anew.
+Medians of Triton's `do_bench`, which empties the cache before each call. Attention and scores are replayed from a CUDA
+graph, so that their time is the device's; what torch takes, and placing, are timed as they are called, host included.
+The floor is the longer of two times: operations at the rate of a large matrix product, bytes at that of a large copy,
+both measured here. With `--tiles` the kernels that score are timed with other tiles too, from which
+`fuse.kernels.launch.tile_of` may have to choose anew.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,6 @@ from unittest import mock
 import torch
 import triton
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from qcfuse_rag.bench.speed.roofline import measure_ceilings
@@ -34,7 +35,7 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels import attention, context_score
 from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import Tile
+from qcfuse_rag.fuse.kernels.launch import Tile, tile_of
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
 from qcfuse_rag.fuse.kernels.table import table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
@@ -45,15 +46,8 @@ from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
-TILES = (
-    Tile(64, 64, 4, 2),
-    Tile(64, 64, 4, 3),
-    Tile(64, 128, 4, 2),
-    Tile(128, 64, 4, 2),
-    Tile(128, 64, 8, 2),
-    Tile(128, 64, 8, 3),
-    Tile(128, 128, 8, 2),
-)
+MOST_ROWS = 128
+"""(Row, query head) pairs of a tile; with more, registers are spilled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ class Case:
         plain: does it in torch.
         operations: floating-point operations it takes.
         nbytes: bytes it reads and writes at least.
-        scoring: whether it goes by tiles.
+        tile: it goes by, if it does.
     """
 
     name: str
@@ -74,7 +68,7 @@ class Case:
     plain: Callable[[], Tensor]
     operations: float
     nbytes: float
-    scoring: bool = True
+    tile: Tile | None
 
 
 def cases(
@@ -107,6 +101,7 @@ def cases(
             partial(_in_torch, query, key, value, RowsPlan.of(rows), **how),
             4.0 * dim * heads * float((rows + 1).sum()),
             size * (key.numel() + value.numel() + 2 * query.numel()),
+            tile_of(dtype, dim, len(rows) * heads // kv_heads),
         )
     known = torch.ones(tokens, dtype=torch.bool, device=device)
     yield Case(
@@ -115,6 +110,7 @@ def cases(
         partial(plain_attention_weights, query, key, asking, known, **how),
         4.0 * dim * heads * float((asking + 1).sum()),
         size * (2 * key.numel() + query.numel()),
+        tile_of(dtype, dim, QUESTION_ROWS * heads // kv_heads),
     )
     for requests in REQUESTS:
         buffers = [KVBuffer((key.clone(),), (value.clone(),)) for _ in range(requests)]
@@ -127,6 +123,7 @@ def cases(
             partial(_in_torch, query, query, query, plan, **how),
             4.0 * dim * heads * tokens * requests,
             size * requests * (key.numel() + value.numel()),
+            tile_of(dtype, dim, heads // kv_heads),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim, 2, device=device) / dim))
     for numbers in (LOSSLESS, "int8"):
@@ -144,7 +141,7 @@ def cases(
             partial(_placed, place_blocks_reference, blocks),
             0.0,
             sum(block.nbytes + block.stored.numel() * size for block in blocks),
-            scoring=False,
+            None,
         )
 
 
@@ -154,47 +151,72 @@ def _placed(place: Callable[[list[Block]], None], blocks: list[Block]) -> Tensor
 
 
 def _in_torch(query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan | StepPlan, *, scaling: float) -> Tensor:
-    """Attend as the engine does where there are no kernels."""
+    """Attend as the engine does, which is without kernels while `without_kernels`."""
     layer: Any = SimpleNamespace(layer_idx=0)
-    with mock.patch.object(torch_attention, "kernels_take", return_value=False):
-        out, _ = torch_attention.rows_attention(
-            layer, query, key, value, None, scaling, fusion=plan, sliding_window=None
-        )
+    out, _ = torch_attention.rows_attention(layer, query, key, value, None, scaling, fusion=plan, sliding_window=None)
     return out
 
 
+def without_kernels() -> AbstractContextManager[object]:
+    """Have torch attend."""
+    return mock.patch.object(torch_attention, "kernels_take", new=_never)
+
+
+def _never(*_: Tensor) -> bool:  # a mock would take as long as what is timed
+    return False
+
+
 def milliseconds(call: Callable[[], object]) -> float:
-    """Return the median of what a call takes on the device."""
+    """Return the median of what a call takes."""
     return float(triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median"))
 
 
-def with_tile(call: Callable[[], object], tile: Tile) -> float | None:
-    """Return what a call takes with a tile; None if the device cannot hold it."""
+def on_device(call: Callable[[], object]) -> float:
+    """Return the median of what the device takes for a call."""
+    call()  # what is compiled is compiled before it is recorded
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return milliseconds(graph.replay)
+
+
+def others(tile: Tile) -> list[Tile]:
+    """Return tiles to try instead of one."""
+    taller = replace(tile, rows=min(2 * tile.rows, MOST_ROWS))
+    wider = replace(tile, keys=2 * tile.keys)
+    tried = (
+        replace(tile, stages=3),
+        wider,
+        replace(wider, stages=3),
+        taller,
+        replace(taller, warps=8),
+        replace(taller, warps=8, stages=3),
+        replace(taller, warps=8, keys=2 * tile.keys),
+    )
+    return [one for one in dict.fromkeys(tried) if one != tile]
+
+
+def with_tile(call: Callable[[], object], tile: Tile) -> dict[str, Any]:
+    """Return what a call takes with a tile, or why it cannot be had."""
     with ExitStack() as patches:
         for home in (attention, context_score):
             patches.enter_context(mock.patch.object(home, "tile_of", return_value=tile))
         try:
-            return milliseconds(call)
-        except triton.runtime.errors.OutOfResources:
-            return None
+            return {"tile": str(tile), "ms": on_device(call), "refusal": None}
+        except Exception as error:  # a compiler has many ways to refuse, and what was measured before is not to be lost
+            return {"tile": str(tile), "ms": None, "refusal": f"{type(error).__name__}: {error}"[:200]}
 
 
-def measure(case: Case, flops: float, memory: float, tiles: tuple[Tile, ...]) -> dict[str, Any]:
+def measure(case: Case, flops: float, memory: float, *, tiles: bool) -> dict[str, Any]:
     """Return what a case takes, as plain data."""
-    floor_ms = 1e3 * max(case.operations / flops, case.nbytes / memory)
-    found: dict[str, Any] = {"case": case.name, "kernel_ms": milliseconds(case.kernel), "floor_ms": floor_ms}
-    found["torch_ms"] = milliseconds(case.plain)
-    found["tiles"] = [
-        {
-            "rows": one.rows,
-            "keys": one.keys,
-            "warps": one.warps,
-            "stages": one.stages,
-            "ms": with_tile(case.kernel, one),
-        }
-        for one in (tiles if case.scoring else ())
-    ]
-    return found
+    taken = milliseconds(case.kernel) if case.tile is None else on_device(case.kernel)
+    with without_kernels():
+        plain = milliseconds(case.plain)
+    tried = [with_tile(case.kernel, one) for one in others(case.tile)] if tiles and case.tile is not None else []
+    floor = 1e3 * max(case.operations / flops, case.nbytes / memory)
+    about = {"case": case.name, "tile": None if case.tile is None else str(case.tile), "others": tried}
+    return {**about, "kernel_ms": taken, "torch_ms": plain, "floor_ms": floor}
 
 
 def main() -> None:
@@ -206,36 +228,32 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    if not QUESTION_ROWS <= given.rows < given.tokens:
+        parser.error(f"there must be {QUESTION_ROWS} rows at least, and fewer than tokens")
     if not torch.cuda.is_available():
         sys.exit("kernels run on a CUDA device; there is none here")
     quiet_libraries()
-    dtype, device = torch.bfloat16, torch.device("cuda")
     ceilings = measure_ceilings(random_model("smollm2-135m", dtype="bfloat16"))  # of the device: any model will do
-    tiles = TILES if given.tiles else ()
+    rows, console = [], Console()
     with torch.inference_mode():
-        rows = [
-            measure(case, ceilings.flops, ceilings.memory, tiles)
-            for case in cases(SHAPES[given.shape], given.tokens, given.rows, dtype, device)
-        ]
-    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        for case in cases(SHAPES[given.shape], given.tokens, given.rows, torch.bfloat16, torch.device("cuda")):
+            rows.append(measure(case, ceilings.flops, ceilings.memory, tiles=given.tiles))
+            if not given.json:
+                console.print(said(rows[-1]), highlight=False)
     if given.json:
+        about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         print(json.dumps({**about, **vars(given), "cases": rows}, indent=1))
-        return
-    table = Table("kernel", "time", "floor", "of floor", "torch", "times as fast")
-    for row in rows:
-        taken, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
-        figures = (
-            f"{taken:.3f} ms",
-            f"{floor:.3f} ms",
-            f"{floor / taken:.2f}",
-            f"{plain:.3f} ms",
-            f"{plain / taken:.1f}",
-        )
-        table.add_row(row["case"], *figures)
-        for tile in row["tiles"]:
-            size = "{rows} x {keys}, {warps} warps, {stages} stages".format(**tile)
-            table.add_row(f"  {size}", "does not fit" if tile["ms"] is None else f"{tile['ms']:.3f} ms")
-    Console().print(table)
+
+
+def said(row: dict[str, Any]) -> str:
+    """Return what was measured of a case in words, its tiles in lines of their own."""
+    taken, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
+    first = (
+        f"{row['case']}: {taken:.3f} ms, {floor / taken:.2f} of the floor ({floor:.3f} ms), "
+        f"{plain / taken:.1f} times as fast as torch ({plain:.3f} ms)"
+    )
+    lines = [f"  {one['tile']}: {one['refusal'] or format(one['ms'], '.3f') + ' ms'}" for one in row["others"]]
+    return "\n".join([first, *([f"  {row['tile']}: this one"] if lines else []), *lines])
 
 
 if __name__ == "__main__":

@@ -202,7 +202,8 @@ def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
     assert len(found) == 7
     for case in found:
         taken = case.kernel().clone()  # what is placed is placed by both at the same place
-        assert relative_error(taken, case.plain()) < 1e-5, case.name
+        with timed["without_kernels"]():
+            assert relative_error(taken, case.plain()) < 1e-5, case.name
         assert case.nbytes > 0
 
 
