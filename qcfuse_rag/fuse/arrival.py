@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +19,9 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place
 from qcfuse_rag.fuse.patience import Patience
-from qcfuse_rag.fuse.place import Tables, copy_layer, stage_layer
-from qcfuse_rag.fuse.transfer import Transfer
-from qcfuse_rag.model.rope import LayerRope
+from qcfuse_rag.fuse.place import copy_layer, stage_layer
+from qcfuse_rag.fuse.transfer import Sent, Transfer
+from qcfuse_rag.model.rope import AngleTables, LayerRope
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
 
@@ -81,8 +81,10 @@ class Arrival:
         self._ropes, self._parts = ropes, parts
         self._transfer, self._patience = transfer, patience
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
-        self._layers: queue.SimpleQueue[LateMiss | Callable[[], None]] = queue.SimpleQueue()
-        self._tables: list[Tables] = [{} for _ in parts]
+        self._layers: queue.SimpleQueue[LateMiss | Sent | None] = queue.SimpleQueue()
+        self._next_up: LateMiss | Sent | None = None
+        self._tables: list[AngleTables] = [{} for _ in parts]
+        self._all_angles: AngleTables = {}
         self._placed = 0
         self._ahead = 0
         self._room = threading.Condition()
@@ -105,8 +107,7 @@ class Arrival:
                 left = self._patience.left_s
                 deadline = None if left is None else time.monotonic() + left
                 while self._placed <= last:
-                    self._place(self._placed, self._next(deadline))
-                    self._placed += 1
+                    self._place([self._next(deadline), *self._also_here()])
         except LateMiss:
             self.stop()
             raise
@@ -120,35 +121,55 @@ class Arrival:
             self._room.notify()
         self._buffer = None
 
-    def _next(self, deadline: float | None) -> Callable[[], None]:
-        """Return what makes the next layer's blocks safe to use here."""
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            item = self._layers.get(timeout=left)
-        except queue.Empty:
-            late = Miss(self._patience.exhausted)
-            raise LateMiss({part.start: late for part in self._parts}) from None
+    def _next(self, deadline: float | None) -> Sent | None:
+        """Return what the next layer's blocks were sent by; None where they are used as they were read."""
+        item, self._next_up = self._next_up, None
+        if item is None:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                item = self._layers.get(timeout=left)
+            except queue.Empty:
+                late = Miss(self._patience.exhausted)
+                raise LateMiss({part.start: late for part in self._parts}) from None
         if isinstance(item, LateMiss):
             raise item
         return item
 
-    def _place(self, layer: int, receive: Callable[[], None]) -> None:
-        receive()
+    def _also_here(self) -> list[Sent]:
+        """Return the same of layers after that which are on the device too, to be placed by the same launch.
+
+        Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
+        """
+        found: list[Sent] = []
+        while self._transfer is not None and self._next_up is None and not self._layers.empty():
+            item = self._layers.get()
+            if isinstance(item, Sent) and item.here:
+                found.append(item)
+            else:
+                self._next_up = item
+        return found
+
+    def _place(self, sent: Sequence[Sent | None]) -> None:
+        """Place the next layers."""
         buffer, staged, freed = self._buffer, [], 0
         assert buffer is not None
-        for part, view, tables in zip(self._parts, self._views, self._tables, strict=True):
-            try:
-                if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
-                    staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
-                else:
-                    copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
-            except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
-                raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
-            freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
+        for layer, one in enumerate(sent, start=self._placed):
+            if one is not None:
+                one.receive()
+            for part, view, tables in zip(self._parts, self._views, self._tables, strict=True):
+                try:
+                    if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
+                        staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
+                    else:
+                        copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
+                except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
+                    raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
+                freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
         if staged:
             from qcfuse_rag.fuse.kernels.place import place_blocks
 
-            place_blocks(staged)
+            place_blocks(staged, self._all_angles)
+        self._placed += len(sent)
         self.nbytes += freed
         with self._room:
             self._ahead -= freed
@@ -171,7 +192,7 @@ class Arrival:
                         if self._stopped:
                             return
                     if self._transfer is None:
-                        self._layers.put(_nothing)
+                        self._layers.put(None)
                     else:
                         self._layers.put(self._transfer.sent(brought))
                         self._keep_within(sum(block.nbytes for block in brought))
@@ -187,7 +208,3 @@ class Arrival:
             self._ahead += more
             while self._ahead > AHEAD_BYTES and not self._stopped:
                 self._room.wait()
-
-
-def _nothing() -> None:
-    """Make nothing safe: what is in host memory can be used at once."""

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.model.rope import LayerRope, angles, rotate, rotate_into
+from qcfuse_rag.model.rope import AngleTables, LayerRope, angles, angles_from, rotate, rotate_into
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.numbers import companion
 
 if TYPE_CHECKING:
     from qcfuse_rag.fuse.kernels.place import Block
 
-Tables = dict[int, tuple[Tensor, Tensor]]
-"""Cosines and sines by the identity of a rotation's frequencies; layers mostly share one."""
 ROTATED_AT_ONCE = 1024
 """Tokens: what is held beside the buffer meanwhile stays small, and in the processor's cache."""
 
@@ -46,7 +44,7 @@ def copy_chunk(
     Raises:
         CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
     """
-    tables: Tables = {}
+    tables: AngleTables = {}
     return sum(
         copy_layer(buffer, start, chunk, layer, sequences, rope=None if ropes is None else ropes[layer], tables=tables)
         for layer in range(chunk.n_layers)
@@ -62,7 +60,7 @@ def copy_layer(
     sequences: slice = slice(None),
     *,
     rope: LayerRope | None = None,
-    tables: Tables | None = None,
+    tables: AngleTables | None = None,
 ) -> int:
     """Copy one layer of a chunk; see `copy_chunk`.
 
@@ -89,11 +87,7 @@ def copy_layer(
     if rope is None or rope.inv_freq is None:
         into.copy_(keys, non_blocking=True)
     else:
-        tables = {} if tables is None else tables
-        if id(rope.inv_freq) not in tables:
-            positions = torch.arange(start, stop, device=into.device)
-            tables[id(rope.inv_freq)] = angles(rope.inv_freq.to(into.device), positions)
-        cos, sin = tables[id(rope.inv_freq)]
+        cos, sin = angles_from({} if tables is None else tables, rope, start, stop, into.device)
         rotate_into(into, keys.to(into.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
     into_values.copy_(values, non_blocking=True)
     return keys.nbytes + values.nbytes
@@ -116,9 +110,11 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
     return [block for layer, rope in enumerate(ropes) for block in stage_layer(buffer, start, chunk, layer, rope=rope)]
 
 
-@torch.inference_mode()
 def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[Block]:
-    """Bring one layer of a chunk to the buffer's device, its keys and its values; see `stage_chunk`."""
+    """Bring one layer of a chunk to the buffer's device, its keys and its values; see `stage_chunk`.
+
+    Called within `torch.inference_mode`, for every chunk and layer: entering it takes longer than what is done here.
+    """
     from qcfuse_rag.fuse.kernels.place import Block
 
     scaled, multiplied = companion(chunk.numbers) == "scale", companion(chunk.numbers) == "basis"
@@ -129,7 +125,6 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
         scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
         stored = block.contiguous().to(into.device, non_blocking=True)
         staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
-        staged[-1].check()
     return staged
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -98,14 +99,33 @@ class Transfer:
             link.ring.used_by(place, link.stream.record_event())
             return brought
 
-    def sent(self, brought: Sequence[Tensor]) -> Callable[[], None]:
-        """Return what the computing thread calls before it uses these; it has its device wait, not itself."""
-        arrived = self._link.stream.record_event()
+    def sent(self, brought: Sequence[Tensor]) -> Sent:
+        """Return what the computing thread asks before it uses these."""
+        return Sent(self.device, brought, self._link.stream.record_event())
 
-        def receive() -> None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(arrived)
-            for tensor in brought:
-                tensor.record_stream(computing)
 
-        return receive
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """Tensors that are on their way to a device, or there.
+
+    Attributes:
+        device: where to.
+        brought: the tensors.
+        arrived: happens on the device when they are there.
+    """
+
+    device: torch.device
+    brought: Sequence[Tensor]
+    arrived: torch.cuda.Event
+
+    @property
+    def here(self) -> bool:
+        """Whether they are there."""
+        return bool(self.arrived.query())  # type: ignore[no-untyped-call]
+
+    def receive(self) -> None:
+        """Have the device wait for them before it computes what is launched from now on; the host does not wait."""
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(self.arrived)
+        for tensor in self.brought:
+            tensor.record_stream(computing)

@@ -65,6 +65,29 @@ def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
+AngleTables = dict[int, tuple[Tensor, Tensor]]
+"""Cosines and sines by the identity of a rotation's frequencies, which layers mostly share."""
+
+
+def angles_from(
+    tables: AngleTables, rope: LayerRope, start: int, stop: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return what `angles` does at positions `start <= p < stop`, computed once for all layers that rotate alike.
+
+    Args:
+        tables: of the same positions; added to.
+        rope: of a layer that rotates.
+        start: first position.
+        stop: position after the last.
+        device: where to.
+    """
+    assert rope.inv_freq is not None
+    name = id(rope.inv_freq)
+    if name not in tables:
+        tables[name] = angles(rope.inv_freq.to(device), torch.arange(start, stop, device=device))
+    return tables[name]
+
+
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate keys by the given angles.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -106,12 +108,12 @@ def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
 
 
 @pytest.mark.parametrize("numbers", ["model", "int8"])
-@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("held", [{}, {"pinned": True}, {"device": "cuda"}], ids=["memory", "pinned", "device"])
 def test_loading_beside_a_pass_gives_what_loading_first_gives(
-    numbers: str, pinned: bool, tokenizer: PreTrainedTokenizerFast
+    numbers: str, held: dict[str, Any], tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama").to("cuda", torch.float16), tokenizer)
-    store = MemoryStore(pinned=pinned)
+    store = MemoryStore(**held)
     store.numbers = numbers
     engine = FusionEngine(lm, store)
     engine.warm(PASSAGES, bases=(FRAMED,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from dataclasses import replace
 from pathlib import Path
 from runpy import run_path
@@ -21,6 +21,7 @@ from tests.families import build_model
 
 pytest.importorskip("triton")
 
+from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels import attention, context_score, parts, place, support, table
 from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
@@ -29,8 +30,10 @@ from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_refe
 from qcfuse_rag.fuse.kernels.support import kernel_refusal
 from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_attention_reference
 from qcfuse_rag.fuse.kv_table import KVTable
+from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.score import attention_weights
 from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fuse.transfer import Sent
 from qcfuse_rag.generate import warm_up as warming
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import narrow
@@ -342,27 +345,36 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     stored, scale = torch.zeros(10, 2, 64), torch.zeros(1, 2, 64)
     rope = LayerRope(torch.ones(32))
     for bad, message in (
-        (Block(stored, None, into, 41), "exceed a buffer of 50"),
-        (Block(stored, None, into, -1), "exceed a buffer of 50"),
-        (Block(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
-        (Block(stored, scale[:, :1], into, 0), "scales .* do not fit"),
-        (Block(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0), "must be contiguous"),
-        (Block(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
+        (lambda: Block(stored, None, into, 41), "exceed a buffer of 50"),
+        (lambda: Block(stored, None, into, -1), "exceed a buffer of 50"),
+        (lambda: Block(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
+        (lambda: Block(stored, scale[:, :1], into, 0), "scales .* do not fit"),
+        (lambda: Block(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0), "must be contiguous"),
+        (lambda: Block(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
     ):
         with pytest.raises(ValueError, match=message):
-            place_blocks([bad])
+            bad()
 
 
 class Nearby:
-    """Stands for a transfer where host and device are one."""
+    """Stands for a transfer where host and device are one; what is sent is there `at_once`, or not until received."""
 
     device = torch.device(DEVICE)
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once = at_once
 
     def bring(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def sent(self, brought: list[Tensor]) -> Callable[[], None]:
-        return lambda: None
+    def sent(self, brought: list[Tensor]) -> Sent:
+        class There(Sent):
+            here = self.at_once
+
+            def receive(self) -> None:
+                pass
+
+        return There(self.device, brought, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -432,6 +444,25 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     assert ours.report.bytes_loaded == theirs.report.bytes_loaded or engine.store.stats()[0].numbers != "model"
     assert relative_error(ours.logits, theirs.logits) < 1e-4
     assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [theirs.buffer])) < 1e-4
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_layers_are_placed_by_one_launch_if_they_are_there(
+    at_once: bool, warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none before it is, which would have the first layer wait for the last."""
+    monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
+    lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
+    assembly = Assembly.empty(lm, prompt, len(prompt))
+    assembly.load(warmed.store, FRAMED, loading=Loading(lm))
+    for thread in threading.enumerate():
+        if thread.name == "qcfuse-loading":
+            thread.join(60)
+    assert assembly.arriving.arrive is not None
+    assembly.arriving.arrive(0)
+    assert with_kernels == ["place"]
+    assembly.arriving.arrive(lm.n_layers - 1)
+    assert with_kernels == ["place"] * (1 if at_once else lm.n_layers)
 
 
 def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:

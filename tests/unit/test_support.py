@@ -77,7 +77,7 @@ def test_the_self_check_catches_attention_that_is_not_what_it_seems(
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama"), tokenizer)
     monkeypatch.setattr(
-        "qcfuse_rag.fuse.place.angles",
+        "qcfuse_rag.model.rope.angles",
         lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
     )
     with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):

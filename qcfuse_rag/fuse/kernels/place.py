@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on, triton_type
-from qcfuse_rag.model.rope import LayerRope, angles, rotate
+from qcfuse_rag.model.rope import AngleTables, LayerRope, angles, angles_from, rotate
 from qcfuse_rag.store.numbers import restore
 
 TOKENS_PER_PROGRAM = 16
@@ -33,6 +33,9 @@ class Block:
         into: `[1, H, capacity, D]`, a layer of a request's buffer.
         start: position of the first token.
         rope: how to rotate; None for values.
+
+    Raises:
+        ValueError: if the parts do not fit each other.
     """
 
     stored: Tensor
@@ -46,8 +49,7 @@ class Block:
         """Bytes of numbers and scales."""
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
-    def check(self) -> None:
-        """Raise `ValueError` if the parts do not fit each other."""
+    def __post_init__(self) -> None:
         tokens, heads, dim = self.stored.shape
         if self.into.shape[:2] != (1, heads) or self.into.shape[3] != dim or self.into.stride(3) != 1:
             raise ValueError(f"a block {tuple(self.stored.shape)} does not go into {tuple(self.into.shape)}")
@@ -57,6 +59,8 @@ class Block:
             raise ValueError(f"scales {tuple(self.scale.shape)} do not fit {tuple(self.stored.shape)}")
         if not self.stored.is_contiguous() or (self.scale is not None and not self.scale.is_contiguous()):
             raise ValueError("blocks and scales must be contiguous")
+        if self.scale is not None and self.scale.shape[2] == 1 and self.rope is not None:
+            raise ValueError("keys are scaled by channel, not by token")
 
 
 @triton.jit
@@ -120,19 +124,18 @@ def place(
         tl.store(into + to[:, None] + dim[None, :], rest.to(PLACED), mask=kept)
 
 
-def place_blocks(blocks: Sequence[Block]) -> None:
+def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> None:
     """Place blocks, in one launch for all that have the same format, shape and rotation.
 
     Args:
         blocks: on one device; those that are placed at the same positions of the same buffer overwrite each other in
             no order.
-
-    Raises:
-        ValueError: if the parts of a block do not fit each other.
+        tables: cosines and sines at every position of a buffer, from calls before over buffers of the same capacity;
+            added to.
     """
+    tables = {} if tables is None else tables
     groups: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
-        block.check()
         rope = block.rope if block.rope is not None and block.rope.inv_freq is not None else None
         about = (
             block.stored.dtype,
@@ -145,10 +148,10 @@ def place_blocks(blocks: Sequence[Block]) -> None:
         groups.setdefault(about, []).append(block)
     for group in groups.values():
         for first in range(0, len(group), MOST_IN_A_LAUNCH):
-            _launch(group[first : first + MOST_IN_A_LAUNCH])
+            _launch(group[first : first + MOST_IN_A_LAUNCH], tables)
 
 
-def _launch(group: list[Block]) -> None:
+def _launch(group: list[Block], tables: AngleTables) -> None:
     some = group[0]
     device = some.into.device
     heads, dim = some.stored.shape[1:]
@@ -158,7 +161,7 @@ def _launch(group: list[Block]) -> None:
             0 if one.scale is None else one.scale.data_ptr(),
             one.into.data_ptr(),
             one.start,
-            len(one.stored),
+            one.stored.shape[0],
         )
         for one in group
     ]
@@ -167,12 +170,9 @@ def _launch(group: list[Block]) -> None:
     sin = cos
     if some.rope is not None and some.rope.inv_freq is not None:
         half, interleaved = len(some.rope.inv_freq), some.rope.interleaved
-        stop = max(one.start + len(one.stored) for one in group)
-        cos, sin = angles(some.rope.inv_freq.to(device), torch.arange(stop, device=device))
+        cos, sin = angles_from(tables, some.rope, 0, some.into.shape[2], device)
     by_token = some.scale is not None and some.scale.shape[2] == 1
-    if by_token and half:
-        raise ValueError("keys are scaled by channel, not by token")
-    longest = max(len(one.stored) for one in group)
+    longest = max(row[4] for row in rows)
     with launching_on(device):
         place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
             table,
