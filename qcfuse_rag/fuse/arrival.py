@@ -24,6 +24,7 @@ from qcfuse_rag.fuse.transfer import Sent, Transfer
 from qcfuse_rag.model.rope import AngleTables, LayerRope
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
+from qcfuse_rag.store.numbers import companion
 
 AHEAD_BYTES = 256 << 20
 """What may be on a device beside the buffer before it is placed."""
@@ -85,6 +86,10 @@ class Arrival:
         self._next_up: LateMiss | Sent | None = None
         self._tables: list[AngleTables] = [{} for _ in parts]
         self._all_angles: AngleTables = {}
+        self._together = transfer is not None and all(
+            kernels_place(part.chunk.numbers, transfer.device) and companion(part.chunk.numbers) != "basis"
+            for part in parts
+        )
         self._placed = 0
         self._ahead = 0
         self._room = threading.Condition()
@@ -119,7 +124,8 @@ class Arrival:
         with self._room:
             self._stopped = True
             self._room.notify()
-        self._buffer = None
+        self._buffer, self._next_up = None, None
+        self._forget_angles()
 
     def _next(self, deadline: float | None) -> Sent | None:
         """Return what the next layer's blocks were sent by; None where they are used as they were read."""
@@ -139,9 +145,10 @@ class Arrival:
         """Return the same of layers after that which are on the device too, to be placed by the same launch.
 
         Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
+        Blocks of low rank are wide only when they are placed: of those there is room for a layer.
         """
         found: list[Sent] = []
-        while self._transfer is not None and self._next_up is None and not self._layers.empty():
+        while self._together and self._next_up is None and not self._layers.empty():
             item = self._layers.get()
             if isinstance(item, Sent) and item.here:
                 found.append(item)
@@ -170,10 +177,17 @@ class Arrival:
 
             place_blocks(staged, self._all_angles)
         self._placed += len(sent)
+        if self._placed == len(self._ropes):
+            self._forget_angles()
         self.nbytes += freed
         with self._room:
             self._ahead -= freed
             self._room.notify()
+
+    def _forget_angles(self) -> None:
+        self._all_angles.clear()
+        for tables in self._tables:
+            tables.clear()
 
     def _read(self) -> None:
         """Read everything in the order it is needed; run by the thread."""

@@ -101,7 +101,8 @@ class Transfer:
 
     def sent(self, brought: Sequence[Tensor]) -> Sent:
         """Return what the computing thread asks before it uses these."""
-        return Sent(self.device, brought, self._link.stream.record_event())
+        computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be the sum of several
+        return Sent(self.device, brought, self._link.stream.record_event(), computed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,21 +112,24 @@ class Sent:
     Attributes:
         device: where to.
         brought: the tensors.
-        arrived: happens on the device when they are there.
+        arrived: happens on the device when those that were elsewhere are there.
+        computed: happens on the device when those that the reading thread computed are.
     """
 
     device: torch.device
     brought: Sequence[Tensor]
     arrived: torch.cuda.Event
+    computed: torch.cuda.Event
 
     @property
     def here(self) -> bool:
-        """Whether they are there."""
+        """Whether nothing of them is on its way over the link."""
         return bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def receive(self) -> None:
         """Have the device wait for them before it computes what is launched from now on; the host does not wait."""
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(self.arrived)
+        computing.wait_event(self.computed)
         for tensor in self.brought:
             tensor.record_stream(computing)

@@ -65,8 +65,8 @@ def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
-AngleTables = dict[int, tuple[Tensor, Tensor]]
-"""Cosines and sines by the identity of a rotation's frequencies, which layers mostly share."""
+AngleTables = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
+"""Cosines and sines by the identity of a rotation's frequencies, which layers mostly share, and by positions."""
 
 
 def angles_from(
@@ -75,14 +75,14 @@ def angles_from(
     """Return what `angles` does at positions `start <= p < stop`, computed once for all layers that rotate alike.
 
     Args:
-        tables: of the same positions; added to.
+        tables: while the model is held; added to.
         rope: of a layer that rotates.
         start: first position.
         stop: position after the last.
         device: where to.
     """
     assert rope.inv_freq is not None
-    name = id(rope.inv_freq)
+    name = (id(rope.inv_freq), start, stop)
     if name not in tables:
         tables[name] = angles(rope.inv_freq.to(device), torch.arange(start, stop, device=device))
     return tables[name]

@@ -12,7 +12,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from qcfuse_rag.errors import UnsupportedModel
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
-SHARING = "dummy"
+WITHOUT_KEYS = "dummy"
 """What transformers calls a layer that keeps no keys and values: it uses those of another, or has no attention."""
 
 
@@ -41,7 +41,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
     kinds = {kind for kind, _ in _layers(config)}
-    if SHARING in kinds:
+    if WITHOUT_KEYS in kinds:
         raise UnsupportedModel("some layers keep no keys and values of their own, so there is nothing of them to store")
     other = sorted(kinds - SUPPORTED_LAYERS)
     if other:
@@ -89,7 +89,7 @@ def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     # Before transformers 5.19 one setting is for all; before 5.23 the last layers are left out if they keep nothing.
     each = settings if isinstance(settings, list) else [settings] * len(kinds)
     layers = list(zip(kinds, each, strict=True))
-    return layers + [(SHARING, {})] * (int(config.num_hidden_layers) - len(layers))
+    return layers + [(WITHOUT_KEYS, {})] * (int(config.num_hidden_layers) - len(layers))
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:

@@ -260,6 +260,28 @@ def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
     assert parts.splits_of(programs, keys, torch.device(DEVICE)) == splits
 
 
+def test_keys_are_split_no_further_than_parts_are_put_together() -> None:
+    query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
+    known = torch.ones(10, dtype=torch.bool, device=DEVICE)
+    for splits in (0, parts.MOST_SPLITS + 1):
+        for call in (
+            lambda splits=splits: sparse_attention(query, key, value, rows, scaling=1.0, splits=splits),
+            lambda splits=splits: context_scores(query, key, rows, known, scaling=1.0, splits=splits),
+        ):
+            with pytest.raises(ValueError, match="split into 1 to 32 parts"):
+                call()
+
+
+def test_buffers_of_different_lengths_are_placed_at_once() -> None:
+    rope = LayerRope(1000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
+    stored = torch.randn(10, 2, 64).to(DEVICE)
+    found, expected = ([torch.zeros(1, 2, size, 64, device=DEVICE) for size in (12, 300)] for _ in range(2))
+    for into, how in ((found, place_blocks), (expected, place_blocks_reference)):
+        how([Block(stored, None, into[0], 1, rope), Block(stored, None, into[1], 280, rope)])
+    for mine, yours in zip(found, expected, strict=True):
+        assert relative_error(mine, yours) < 1e-5
+
+
 def test_the_same_prompt_is_scored_alike() -> None:
     query, key, _, rows = operands(6, 2, list(range(60, 100)), 100, 64, 64, torch.float32)
     known = torch.ones(100, dtype=torch.bool, device=DEVICE)
@@ -374,7 +396,7 @@ class Nearby:
             def receive(self) -> None:
                 pass
 
-        return There(self.device, brought, None)  # type: ignore[arg-type]
+        return There(self.device, brought, None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -450,7 +472,9 @@ def test_the_engine_answers_alike_with_and_without_kernels(
 def test_layers_are_placed_by_one_launch_if_they_are_there(
     at_once: bool, warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none before it is, which would have the first layer wait for the last."""
+    """One for keys and one for values; and none before it is, which would have the first layer wait for the last."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(place, "place", watched(place.place, launched))
     monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     assembly = Assembly.empty(lm, prompt, len(prompt))
@@ -460,9 +484,9 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
             thread.join(60)
     assert assembly.arriving.arrive is not None
     assembly.arriving.arrive(0)
-    assert with_kernels == ["place"]
+    assert len(launched) == 2
     assembly.arriving.arrive(lm.n_layers - 1)
-    assert with_kernels == ["place"] * (1 if at_once else lm.n_layers)
+    assert len(launched) == 2 * (1 if at_once else lm.n_layers)
 
 
 def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:
@@ -546,31 +570,36 @@ def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels:
     assert done.logits.isfinite().all()
 
 
-def test_warming_up_compiles_what_few_keys_take_and_what_many_do(
-    warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
+def watched(kernel: Any, launched: list[dict[str, Any]]) -> Any:
+    """A kernel that notes by what constants it is launched."""
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*operands: Any, **constants: Any) -> None:
+                launched.append(constants)
+                kernel[grid](*operands, **constants)
+
+            return launch
+
+    return Watched()
+
+
+def test_warming_up_compiles_all_that_other_lengths_take(
+    with_kernels: list[str], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of another length than the warm-up's waits for no compiler."""
+    """Short and long questions over few keys and many: a request waits for no compiler."""
     assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
     monkeypatch.setattr(parts, "processors", lambda device: 64)
     monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
-    split: dict[str, set[bool]] = {"attend": set(), "weights_of_keys": set()}
-
-    def watched(home: Any, name: str, told: str) -> None:
-        kernel = getattr(home, name)
-
-        class Watched:
-            def __getitem__(self, grid: Any) -> Any:
-                def launch(*operands: Any, **options: Any) -> None:
-                    split[name].add(bool(options[told] > 1 if told == "BLOCK_SPLITS" else options[told]))
-                    kernel[grid](*operands, **options)
-
-                return launch
-
-        monkeypatch.setattr(home, name, Watched())
-
-    watched(attention, "attend", "SPLIT")
-    watched(context_score, "weights_of_keys", "BLOCK_SPLITS")
-    warming.warm_up(replace(warmed.lm, window=replace(warmed.lm.window, tokens=2048)), warmed.prompts)
-    assert split == {"attend": {True, False}, "weights_of_keys": {True, False}}
+    attended: list[dict[str, Any]] = []
+    scored: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention, "attend", watched(attention.attend, attended))
+    monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048).to(DEVICE, torch.float16), tokenizer)
+    warming.warm_up(lm, FusionEngine(lm, MemoryStore()).prompts)
+    all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
+    assert {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]} == all_ways
+    assert {(one["BLOCK_ROWS"], one["BLOCK_SPLITS"] > 1) for one in scored} == all_ways
+    assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MOST_SPLITS}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
 from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on, tile_of
-from qcfuse_rag.fuse.kernels.parts import MOST_SPLITS, splits_of
+from qcfuse_rag.fuse.kernels.parts import MOST_SPLITS, check_splits, splits_of
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -208,8 +208,9 @@ def context_scores(
     about = (scaling, softcap or 1.0, window or 0)
     blocks = triton.cdiv(n_rows * group, tile.rows)
     if splits is None:
-        seen = n_keys if window is None else min(n_keys, n_rows + window)  # rows that ask lie side by side
+        seen = n_keys if window is None else min(n_keys, n_rows + window)  # of rows that lie side by side
         splits = splits_of(blocks * kv_heads, seen, key.device)
+    check_splits(splits)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"

@@ -60,10 +60,11 @@ class Tile:
 def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
     """Return what a program takes of so many (row, query head) pairs with so many channels.
 
-    Float32 is multiplied in registers, which hold few rows and keys at a time.
+    Few or many: kernels are compiled for either, and no third time for a question of another length. Float32 is
+    multiplied in registers, which hold few rows and keys at a time.
     """
     wide = dtype == torch.float32
-    rows = min(16 if wide else 64, max(16, 1 << (pairs - 1).bit_length()))
+    rows = 16 if wide or pairs <= 16 else 64
     return Tile(rows, (64 if dim <= 128 else 32) // (2 if wide else 1))
 
 

@@ -23,6 +23,12 @@ def splits_of(programs: int, keys: int, device: torch.device) -> int:
     return max(1, min(wanted, MOST_SPLITS))
 
 
+def check_splits(splits: int) -> None:
+    """Raise `ValueError` if keys cannot be split into so many parts."""
+    if not 1 <= splits <= MOST_SPLITS:
+        raise ValueError(f"keys are split into 1 to {MOST_SPLITS} parts, not {splits}")
+
+
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
 def combine(
     parts,
@@ -69,7 +75,12 @@ class Parts:
 
     @classmethod
     def of(cls, out: Tensor, splits: int) -> Parts:
-        """Make room for the parts of an output `[.., Hq, Dv]`."""
+        """Make room for the parts of an output `[.., Hq, Dv]`.
+
+        Raises:
+            ValueError: if keys cannot be split into so many.
+        """
+        check_splits(splits)
         if splits == 1:
             return cls(out, out, out, splits)
         shape = (splits, out.numel() // out.shape[-1])

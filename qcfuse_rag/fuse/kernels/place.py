@@ -130,8 +130,7 @@ def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> 
     Args:
         blocks: on one device; those that are placed at the same positions of the same buffer overwrite each other in
             no order.
-        tables: cosines and sines at every position of a buffer, from calls before over buffers of the same capacity;
-            added to.
+        tables: cosines and sines at every position of a buffer, from calls before; added to.
     """
     tables = {} if tables is None else tables
     groups: dict[tuple[object, ...], list[Block]] = {}

@@ -123,7 +123,7 @@ def table_attention(
         softcap: cap on scores through tanh, or None.
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
-        splits: parts to split the keys into; by what fills the device if None.
+        splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
 
     Returns:
         `[B, R, Hq, Dv]` in the dtype of `query`.
