@@ -2,11 +2,11 @@
 
     python benchmarks/kernel_floors.py [--shape qwen3-8b] [--tokens 10240] [--rows 1024] [--tiles] [--json]
 
-Medians of Triton's `do_bench`, which empties the cache before each call. Attention and scores are replayed from a CUDA
-graph, so that their time is the device's; what torch takes, and placing, are timed as they are called, host included.
-The floor is the longer of two times: operations at the rate of a large matrix product, bytes at that of a large copy,
-both measured here. With `--tiles` the kernels that score are timed with other tiles too, from which
-`fuse.kernels.launch.tile_of` may have to choose anew.
+Medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are called: what
+the host takes shows as far as it is longer than emptying the cache. Kernels that score are also replayed from a CUDA
+graph: what the device takes, and how near that comes to the floor. The floor is the longer of two times: operations at
+the rate of a large matrix product, bytes at that of a large copy, both measured here. With `--tiles` the kernels that
+score are timed with other tiles too, from which `fuse.kernels.launch.tile_of` may have to choose anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from unittest import mock
 
 import torch
 import triton
-from rich.console import Console
 from torch import Tensor
 
 from qcfuse_rag.bench.speed.roofline import measure_ceilings
@@ -210,13 +209,12 @@ def with_tile(call: Callable[[], object], tile: Tile) -> dict[str, Any]:
 
 def measure(case: Case, flops: float, memory: float, *, tiles: bool) -> dict[str, Any]:
     """Return what a case takes, as plain data."""
-    taken = milliseconds(case.kernel) if case.tile is None else on_device(case.kernel)
-    with without_kernels():
-        plain = milliseconds(case.plain)
-    tried = [with_tile(case.kernel, one) for one in others(case.tile)] if tiles and case.tile is not None else []
     floor = 1e3 * max(case.operations / flops, case.nbytes / memory)
-    about = {"case": case.name, "tile": None if case.tile is None else str(case.tile), "others": tried}
-    return {**about, "kernel_ms": taken, "torch_ms": plain, "floor_ms": floor}
+    found: dict[str, Any] = {"case": case.name, "floor_ms": floor, "kernel_ms": milliseconds(case.kernel)}
+    with without_kernels():
+        found["torch_ms"] = milliseconds(case.plain)
+    tried = [] if case.tile is None else [case.tile, *(others(case.tile) if tiles else ())]
+    return {**found, "tiles": [with_tile(case.kernel, one) for one in tried]}
 
 
 def main() -> None:
@@ -234,26 +232,31 @@ def main() -> None:
         sys.exit("kernels run on a CUDA device; there is none here")
     quiet_libraries()
     ceilings = measure_ceilings(random_model("smollm2-135m", dtype="bfloat16"))  # of the device: any model will do
-    rows, console = [], Console()
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for case in cases(SHAPES[given.shape], given.tokens, given.rows, torch.bfloat16, torch.device("cuda")):
-            rows.append(measure(case, ceilings.flops, ceilings.memory, tiles=given.tiles))
-            if not given.json:
-                console.print(said(rows[-1]), highlight=False)
+            try:
+                rows.append(measure(case, ceilings.flops, ceilings.memory, tiles=given.tiles))
+            except Exception as error:  # the cases after it are not to be lost
+                rows.append({"case": case.name, "refusal": f"{type(error).__name__}: {error}"})
+            print(said(rows[-1]), file=sys.stderr if given.json else sys.stdout, flush=True)
     if given.json:
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         print(json.dumps({**about, **vars(given), "cases": rows}, indent=1))
 
 
 def said(row: dict[str, Any]) -> str:
-    """Return what was measured of a case in words, its tiles in lines of their own."""
-    taken, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
-    first = (
-        f"{row['case']}: {taken:.3f} ms, {floor / taken:.2f} of the floor ({floor:.3f} ms), "
-        f"{plain / taken:.1f} times as fast as torch ({plain:.3f} ms)"
-    )
-    lines = [f"  {one['tile']}: {one['refusal'] or format(one['ms'], '.3f') + ' ms'}" for one in row["others"]]
-    return "\n".join([first, *([f"  {row['tile']}: this one"] if lines else []), *lines])
+    """Return what was measured of a case in words; what the device takes, by tiles, in lines of their own."""
+    if "refusal" in row:
+        return f"{row['case']}: {row['refusal']}"
+    called, floor, plain = (row[name] for name in ("kernel_ms", "floor_ms", "torch_ms"))
+    ratio = plain / called
+    first = f"{row['case']}: {called:.3f} ms, torch {plain:.3f} ms, {ratio:.1f} times as fast; floor {floor:.3f} ms"
+    lines = [
+        f"  {one['tile']}: {one['refusal'] or format(one['ms'], '.3f') + ' ms, ' + format(floor / one['ms'], '.2f')}"
+        for one in row["tiles"]
+    ]
+    return "\n".join([first, *lines])
 
 
 if __name__ == "__main__":

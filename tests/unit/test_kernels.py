@@ -208,6 +208,15 @@ def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
         with timed["without_kernels"]():
             assert relative_error(taken, case.plain()) < 1e-5, case.name
         assert case.nbytes > 0
+        assert case.tile is None or all(tile != case.tile and tile.rows <= 128 for tile in timed["others"](case.tile))
+    tiles = [{"tile": "A", "ms": 0.5, "refusal": None}, {"tile": "B", "ms": None, "refusal": "[/tmp/x] does not fit"}]
+    row = {"case": "this", "kernel_ms": 2.0, "torch_ms": 4.0, "floor_ms": 0.25, "tiles": tiles}
+    assert timed["said"](row).splitlines() == [
+        "this: 2.000 ms, torch 4.000 ms, 2.0 times as fast; floor 0.250 ms",
+        "  A: 0.500 ms, 0.50",
+        "  B: [/tmp/x] does not fit",
+    ]
+    assert timed["said"]({"case": "this", "refusal": "no room"}) == "this: no room"
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:
