@@ -46,7 +46,7 @@ from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 MOST_ROWS = 128
-"""(Row, query head) pairs of a tile; with more, registers are spilled."""
+"""(Row, query head) pairs of a tile to try."""
 
 
 @dataclass(frozen=True, slots=True)

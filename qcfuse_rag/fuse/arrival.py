@@ -84,8 +84,7 @@ class Arrival:
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
         self._layers: queue.SimpleQueue[LateMiss | Sent | None] = queue.SimpleQueue()
         self._next_up: LateMiss | Sent | None = None
-        self._tables: list[AngleTables] = [{} for _ in parts]
-        self._all_angles: AngleTables = {}
+        self._angles: AngleTables = {}
         self._together = transfer is not None and all(
             kernels_place(part.chunk.numbers, transfer.device) and companion(part.chunk.numbers) != "basis"
             for part in parts
@@ -125,7 +124,7 @@ class Arrival:
             self._stopped = True
             self._room.notify()
         self._buffer, self._next_up = None, None
-        self._forget_angles()
+        self._angles.clear()
 
     def _next(self, deadline: float | None) -> Sent | None:
         """Return what the next layer's blocks were sent by; None where they are used as they were read."""
@@ -163,31 +162,26 @@ class Arrival:
         for layer, one in enumerate(sent, start=self._placed):
             if one is not None:
                 one.receive()
-            for part, view, tables in zip(self._parts, self._views, self._tables, strict=True):
+            for part, view in zip(self._parts, self._views, strict=True):
                 try:
                     if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
                         staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
                     else:
-                        copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=tables)
+                        copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=self._angles)
                 except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
                     raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
                 freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
         if staged:
             from qcfuse_rag.fuse.kernels.place import place_blocks
 
-            place_blocks(staged, self._all_angles)
+            place_blocks(staged, self._angles)
         self._placed += len(sent)
         if self._placed == len(self._ropes):
-            self._forget_angles()
+            self._angles.clear()
         self.nbytes += freed
         with self._room:
             self._ahead -= freed
             self._room.notify()
-
-    def _forget_angles(self) -> None:
-        self._all_angles.clear()
-        for tables in self._tables:
-            tables.clear()
 
     def _read(self) -> None:
         """Read everything in the order it is needed; run by the thread."""

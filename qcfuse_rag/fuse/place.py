@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.model.rope import AngleTables, LayerRope, angles, angles_from, rotate, rotate_into
+from qcfuse_rag.model.rope import AngleTables, LayerRope, angles_from, rotate, rotate_into
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.numbers import companion
 
@@ -71,7 +70,7 @@ def copy_layer(
         layer: which.
         sequences: those of the buffer that get it.
         rope: rotation of the layer; keys stay unrotated if None.
-        tables: cosines and sines of the layers before, by rotation; added to.
+        tables: cosines and sines that were computed before; added to.
 
     Returns:
         Bytes copied.
@@ -141,16 +140,12 @@ def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop
         stop: position after the last.
         back: rotate backwards, from prompt positions to the unrotated form that is stored.
     """
-    tables: dict[int, tuple[Tensor, Tensor]] = {}
+    tables: AngleTables = {}
     for keys, rope in zip(buffer.keys, ropes, strict=True):
         if rope.inv_freq is None:
             continue
-        table = tables.get(id(rope.inv_freq))
-        if table is None:
-            positions = torch.arange(start, stop, device=keys.device)
-            table = angles(rope.inv_freq.to(keys.device), -positions if back else positions)
-            tables[id(rope.inv_freq)] = table
+        table = angles_from(tables, rope, start, stop, keys.device)
         for first in range(start, stop, ROTATED_AT_ONCE):
             last = min(first + ROTATED_AT_ONCE, stop)
             part, (cos, sin) = keys[:, :, first:last], (one[first - start : last - start] for one in table)
-            part.copy_(rotate(part, cos, sin, interleaved=rope.interleaved))
+            part.copy_(rotate(part, cos, -sin if back else sin, interleaved=rope.interleaved))
