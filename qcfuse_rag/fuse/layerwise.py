@@ -149,14 +149,15 @@ class SteeredPass:
         return self.plan.rows if chosen is None else chosen
 
     def _with(self, rows: Tensor) -> RowsPlan:
-        first = self._first
+        # Not `self`, which holds the plan: a ring of references would keep the buffer until it is collected.
+        first, steering, buffer = self._first, self._steering, self._buffer
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
-            self._steering.written(layer, rows, self._buffer, query)
-            if isinstance(self._steering, Attentive):
-                self._steering.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
+            steering.written(layer, rows, buffer, query)
+            if isinstance(steering, Attentive):
+                steering.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)
 

@@ -63,8 +63,12 @@ class BufferPool:
         return torch.from_numpy(leased)
 
     def _fitting(self, nbytes: int) -> Block | None:
-        """Take the smallest spare block that is large enough and not too large."""
-        for block in sorted(self._spare.copy(), key=len):
+        """Take the smallest spare block that is large enough and not too large; of equal ones what came back last.
+
+        That is the likeliest to be in a cache still, and the others grow old enough to go.
+        """
+        last_first = list(reversed(self._spare.copy()))
+        for block in sorted(last_first, key=len):
             if nbytes <= len(block) <= LOOSEST * nbytes:
                 try:
                     self._spare.remove(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from dataclasses import replace
 
@@ -94,6 +95,20 @@ def test_the_same_request_has_the_same_answer(
     assert torch.equal(first.logits, again.logits)
     assert first.report.selected == again.report.selected
     assert torch.isfinite(first.logits).all()
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+def test_memory_is_free_as_soon_as_a_result_is_dropped(
+    warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
+) -> None:
+    """Not when the garbage collector next runs: a buffer may be gigabytes of a GPU, and the next request wants it."""
+    method = fused(name, ratio=0.3, **options)
+    gc.disable()
+    try:
+        places = [warmed.prefill(prompt, method=method).buffer.keys[0].data_ptr() for _ in range(3)]
+    finally:
+        gc.enable()
+    assert len(set(places)) == 1
 
 
 @pytest.mark.parametrize("base", [BEGUN, ENRICHED], ids=lambda base: base.name)
