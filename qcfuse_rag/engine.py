@@ -40,9 +40,10 @@ from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.segments import Prompt
-from qcfuse_rag.prompt.template import PromptBuilder, PromptTemplate, Tool, Turn
+from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.report.fusion import FusionReport
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey

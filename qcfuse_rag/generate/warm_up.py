@@ -13,8 +13,8 @@ from qcfuse_rag.ingest.primer import PRIMER
 from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.model.language_model import LanguageModel
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-from qcfuse_rag.prompt.template import PromptBuilder
 from qcfuse_rag.store.memory import MemoryStore
 
 TOKENS = 64

@@ -20,7 +20,7 @@ from qcfuse_rag.ingest.base import Base
 from qcfuse_rag.ingest.warm import Told
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.model.rope import angles, rotate
-from qcfuse_rag.prompt.template import PromptBuilder
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey, hash_ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from qcfuse_rag.profile.occurrences import find_answers
 from qcfuse_rag.profile.samples import Sample
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.segments import Prompt
-from qcfuse_rag.prompt.template import PromptBuilder
 
 
 def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> tuple[int, ...]:

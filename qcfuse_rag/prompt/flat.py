@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.locate import Found, places
 from qcfuse_rag.prompt.segments import Part, Prompt, Role, Segment
-from qcfuse_rag.prompt.template import PromptBuilder
 
 FEWEST = 16
 """Tokens in a row; fewer are not worth a look into the store."""

@@ -9,8 +9,9 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import InvalidTemplate, Prompt, PromptTemplate, Role, Segment
+from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.template import PromptBuilder
+from qcfuse_rag.prompt.template import Turn
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
 
@@ -62,6 +63,24 @@ def test_a_conversation_is_never_part_of_the_stored_head(builder: PromptBuilder)
     assert [s.role for s in prompt.segments if "42" in s.text] == [Role.TEXT]
     assert Role.HEAD not in [s.role for s in prompt.segments]
     assert prompt.frame == builder.frame, "chunks are still found under the frame they were warmed behind"
+
+
+@pytest.mark.parametrize("said", [("system", "Speak French."), {"role": "system", "content": "Speak French."}])
+def test_what_a_conversation_says_as_system_joins_the_templates_own(builder: PromptBuilder, said: Turn) -> None:
+    """Many chat templates refuse a second system message, or a first one that is not in front."""
+    turns = builder.turns(QUESTION, PASSAGES, [said, ("user", "Hello."), ("assistant", "Hello!")])
+    assert [turn[0] for turn in turns] == ["system", "user", "assistant", "user"]
+    system, own = turns[0][1], builder.template.messages[0][1]
+    assert system == f"{own}\n\nSpeak French."
+    prompt = builder.build(QUESTION, PASSAGES, [said])
+    assert "".join(s.text for s in prompt.segments) == builder.render(builder.turns(QUESTION, PASSAGES, [said]))
+    assert prompt.frame == builder.frame
+
+
+def test_a_template_without_a_system_message_leaves_the_conversations_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = PromptTemplate(messages=(("user", "{context}Question: {question}"),))
+    turns = PromptBuilder(tokenizer, template).turns("Why?", [], [("system", "Speak French.")])
+    assert turns == [("system", "Speak French."), ("user", "Question: Why?")]
 
 
 def test_a_question_before_the_passages_leaves_no_frame(tokenizer: PreTrainedTokenizerFast) -> None:
