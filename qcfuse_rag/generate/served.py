@@ -86,6 +86,23 @@ class ServedEngine:
         """Return itself: copies of a framework's object share the model."""
         return self
 
+    def __reduce__(self) -> tuple[type[Self], tuple[Callable[[], FusionEngine]]]:
+        """Leave the model behind: in another process, whoever held this has to say again how to load it."""
+        self.require_portable()
+        return type(self), (_left_behind,)
+
+    def require_portable(self) -> None:
+        """Check that another process could load the same engine.
+
+        Raises:
+            TypeError: if the engine was given, so that it is in no other.
+        """
+        if self._given:
+            raise TypeError(
+                "what was made of an engine cannot be pickled, since the engine stays in its process; make it of "
+                "model=... and store=..., which every process opens for itself"
+            )
+
     def close(self) -> None:
         """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
         with self._making:
@@ -96,6 +113,10 @@ class ServedEngine:
             scheduler.close(drain=False)
         if engine is not None:
             engine.close()
+
+
+def _left_behind() -> FusionEngine:
+    raise TypeError("the engine stayed in the process that pickled this")
 
 
 def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:

@@ -94,6 +94,11 @@ class ChatQCFuse(BaseChatModel):
         super().model_post_init(context)
         self._served = ServedEngine(self._load)
 
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Load the model again in the process that unpickles; what was made of an engine cannot be pickled."""
+        super().__setstate__(state)
+        self._served = ServedEngine(self._load)
+
     def _load(self) -> FusionEngine:
         return FusionEngine.load(
             self.model_name,

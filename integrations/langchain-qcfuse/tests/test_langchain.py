@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +144,24 @@ def test_stop_strings_and_settings_of_one_call(chat: ChatQCFuse) -> None:
     assert chat.invoke("The ferry", max_tokens=2).usage_metadata["output_tokens"] == 2  # type: ignore[index]
     bound = chat.bind(stop=[free[3:5]])
     assert bound.invoke([SystemMessage("Be brief."), HumanMessage("The ferry")]).content is not None
+
+
+def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: LanguageModel, tmp_path: Path) -> None:
+    for part in (lm.model, lm.tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    chat = ChatQCFuse(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), method="reuse", max_tokens=5)
+    chat.warm(DOCUMENTS)
+    answer = chat.invoke(QUESTION, documents=DOCUMENTS)
+    there = pickle.loads(pickle.dumps(chat))
+    assert there.model_dump() == chat.model_dump()
+    chat.close()
+    again = there.invoke(QUESTION, documents=DOCUMENTS)
+    assert again.content == answer.content
+    assert all(lookup["hit"] for lookup in fusion(again)["lookups"])
+    there.close()
+
+
+def test_a_chat_model_of_an_engine_stays_in_its_process(chat: ChatQCFuse) -> None:
+    """Elsewhere it could only be loaded without its store, and reuse nothing without a word."""
+    with pytest.raises(TypeError, match=r"make it of model=\.\.\. and store=\.\.\."):
+        pickle.dumps(chat)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +20,7 @@ from llama_index.core.llms.mock import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.prompts import PromptTemplate as Wording
-from llama_index.core.schema import MetadataMode
+from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
@@ -49,7 +51,7 @@ def lm() -> LanguageModel:
 
 
 @pytest.fixture
-def llm(lm: LanguageModel, tmp_path: Any) -> Iterator[QCFuseLLM]:
+def llm(lm: LanguageModel, tmp_path: Path) -> Iterator[QCFuseLLM]:
     with FusionEngine(lm, open_store(tmp_path)) as engine:
         yield QCFuseLLM.from_engine(engine, max_new_tokens=12)
 
@@ -252,3 +254,28 @@ async def test_the_methods_that_llama_index_derives_agree(llm: QCFuseLLM) -> Non
     assert said == llm.predict(Wording(QUESTION)) == await llm.apredict(Wording(QUESTION))
     assert said == "".join(llm.stream(Wording(QUESTION)))
     assert QCFuseLLM.class_name() == type(llm).class_name() == llm.to_dict()["class_name"]
+
+
+def test_other_processes_get_the_same_llm_and_load_it_for_themselves(
+    lm: LanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `IngestionPipeline(num_workers=...)` sends it to them, and what warms nodes with it."""
+    for part in (lm.model, lm.tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    llm = QCFuseLLM(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), method="reuse", max_new_tokens=5)
+    warmup, there = pickle.loads(pickle.dumps((QCFuseWarmup(llm, bases=["framed"]), llm)))
+    assert there.to_dict() == llm.to_dict()
+    assert warmup.bases == ["framed"]
+    warmup([TextNode(text=text) for text in PASSAGES])
+    prompt = there.engine.prompt(QUESTION, PASSAGES)
+    assert all(lookup.hit for lookup in there.engine.prefill(prompt).report.lookups)
+    assert "Removing unpickleable" not in caplog.text
+    for one in (warmup.llm, there, llm):
+        one.close()
+
+
+def test_an_llm_of_an_engine_stays_in_its_process(llm: QCFuseLLM) -> None:
+    """Elsewhere it could only be loaded without its store, and reuse nothing without a word."""
+    for one in (llm, QCFuseWarmup(llm)):
+        with pytest.raises(TypeError, match=r"make it of model=\.\.\. and store=\.\.\."):
+            pickle.dumps(one)

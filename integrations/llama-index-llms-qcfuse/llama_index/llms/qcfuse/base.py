@@ -83,6 +83,15 @@ class QCFuseLLM(CustomLLM):
         super().model_post_init(context)
         self._served = ServedEngine(self._load)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the model behind; the process that unpickles loads it again, by name.
+
+        Raises:
+            TypeError: if it was made of an engine, which no other process could load.
+        """
+        self._served.require_portable()  # LlamaIndex leaves out what cannot be pickled, and the store with it
+        return super().__getstate__()
+
     def _load(self) -> FusionEngine:
         return FusionEngine.load(
             self.model,

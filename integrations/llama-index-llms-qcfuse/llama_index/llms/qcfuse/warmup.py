@@ -51,6 +51,15 @@ class QCFuseWarmup(TransformComponent):
         self._progress = progress
         self._renew()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what `IngestionPipeline(num_workers=...)` hands to other processes, which load the LLM by its name.
+
+        Raises:
+            TypeError: if the LLM was made of an engine, which no other process could load.
+        """
+        self.llm.__getstate__()  # else LlamaIndex leaves an LLM out that cannot be pickled
+        return super().__getstate__()
+
     @classmethod
     def class_name(cls) -> str:
         """Return the class's name in LlamaIndex."""
