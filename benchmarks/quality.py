@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
@@ -31,6 +32,7 @@ METHODS = [
     make_method("prophetkv", ratio=0.15, base=FRAMED),
     make_method("qcfuse", ratio=0.05, base=FRAMED),
     *(make_method("qcfuse", ratio=ratio, base=base) for ratio in (0.15, 0.5) for base in (BLIND, FRAMED)),
+    *(replace(make_method("auto", ratio=ratio), guard=None) for ratio in (0.05, 0.15, 0.5)),  # worth it here or not
 ]
 PARAMS = SamplingParams(max_new_tokens=24)
 
@@ -53,7 +55,7 @@ def main() -> None:
 
     engine = FusionEngine.load(options.model or default_model())
     texts = corpus()
-    engine.warm(texts.values(), bases=(BLIND, FRAMED))
+    engine.warm(texts.values(), bases=dict.fromkeys(base for method in METHODS for base in method.bases))
     embed = Embedder(default_embedder())
     vectors = embed(list(texts.values()))
 
