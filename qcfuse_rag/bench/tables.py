@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 COLUMNS = (
@@ -33,7 +34,7 @@ def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Ta
             table.add_column(name, justify="left" if name in ("method", "base") else "right", no_wrap=name != "method")
         for line in lines:
             cells = row(line)
-            table.add_row(*(cells[name] for name in names))
+            table.add_row(*(escape(cells[name]) for name in names))  # parameters stand in brackets, as markup does
         tables.append(table)
     return tables
 

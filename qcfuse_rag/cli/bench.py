@@ -89,7 +89,7 @@ def bench_speed(
     chosen = configurations(split_names(methods), [float(one) for one in split_names(ratios)])
     options = SpeedOptions(
         contexts=tuple(int(one) for one in split_names(context)),
-        methods=tuple(one.method for one in chosen[1:]),
+        methods=tuple(chosen[1:]),
         tiers=tuple(split_names(tiers)),
         chunk=chunk,
         repeats=repeats,
@@ -101,7 +101,7 @@ def bench_speed(
     if as_json:
         print_json(found)
         return
-    for table in terminal_tables(found):
+    for table in terminal_tables(found, OUT.width):
         OUT.print(table)
     if out is not None:
         written = ", ".join(str(out.with_suffix(ending)) for ending in (out.suffix, ".md", ".png"))

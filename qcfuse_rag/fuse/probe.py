@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,11 @@ from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.score import Scores, attention_weights
 from qcfuse_rag.fuse.select import candidate_positions, inexact_chunks
 from qcfuse_rag.model.language_model import LanguageModel
+
+NamedLayers = Literal["critical", "all", "upper", "third_quarter", "last"]
+NAMED: tuple[str, ...] = get_args(NamedLayers)
+ProbeLayers = NamedLayers | tuple[int, ...]
+"""Whose attention a probe counts."""
 
 
 class Probe(Protocol):
@@ -30,7 +35,8 @@ class QuestionProbe:
 
     Attributes:
         layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper` (the
-            second half), `last`, or indices. The pass stops after the last of them.
+            second half), `third_quarter`, `last`, or indices. The pass stops after the last of them, and caches of
+            later layers go on arriving while the rows are recomputed.
         anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them, 0
             none. The scores are over all tokens either way.
         reduce: over the question's rows and the heads: `mean`, or `max`.
@@ -39,7 +45,7 @@ class QuestionProbe:
             look elsewhere most of the time have as much of a say as the others.
     """
 
-    layers: Literal["critical", "all", "upper", "last"] | tuple[int, ...] = "critical"
+    layers: ProbeLayers = "critical"
     anchor_ratio: float = 1.0
     reduce: Literal["mean", "max"] = "mean"
     rows: Literal["question", "suffix"] = "question"
@@ -48,10 +54,9 @@ class QuestionProbe:
     def __post_init__(self) -> None:
         if not 0 <= self.anchor_ratio <= 1:
             raise ValueError(f"anchor_ratio must be in [0, 1], got {self.anchor_ratio}")
-        if not isinstance(self.layers, str) and (not self.layers or min(self.layers) < 0):
-            raise ValueError(
-                f"layers must be 'critical', 'all', 'upper', 'last' or indices from 0, got {self.layers!r}"
-            )
+        known = self.layers in NAMED if isinstance(self.layers, str) else self.layers and min(self.layers) >= 0
+        if not known:
+            raise ValueError(f"layers must be one of {', '.join(NAMED)}, or indices from 0, got {self.layers!r}")
         if self.reduce not in ("mean", "max"):
             raise ValueError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
         if self.rows not in ("question", "suffix"):
@@ -69,6 +74,8 @@ class QuestionProbe:
             return tuple(range(lm.n_layers))
         if self.layers == "upper":
             return tuple(range(lm.n_layers // 2, lm.n_layers))
+        if self.layers == "third_quarter":
+            return tuple(range(lm.n_layers // 2, max(lm.n_layers * 3 // 4, lm.n_layers // 2 + 1)))
         if self.layers == "last":
             return (lm.n_layers - 1,)
         if max(self.layers) >= lm.n_layers:

@@ -8,7 +8,7 @@ from qcfuse_rag.fuse.alternative import Alternatives
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.guard import BreakEven
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import QuestionProbe
+from qcfuse_rag.fuse.probe import ProbeLayers, QuestionProbe
 from qcfuse_rag.fuse.select import TopTokens
 from qcfuse_rag.ingest.base import FRAMED, PRIMED, Base
 
@@ -16,7 +16,7 @@ from qcfuse_rag.ingest.base import FRAMED, PRIMED, Base
 def auto(
     ratio: float = 0.05,
     base: Base = PRIMED,
-    layers: Literal["upper", "critical", "all", "last"] | tuple[int, ...] = "upper",
+    layers: ProbeLayers = "upper",
     rows: Literal["suffix", "question"] = "suffix",
     normalized: bool = True,
     exact_first: bool = True,
@@ -29,7 +29,8 @@ def auto(
     Args:
         ratio: share of the passage tokens to recompute.
         base: which stored caches to start from, see `ingest.primer`.
-        layers: whose attention counts: the `upper` half, which needs no profile; see `fuse.probe`.
+        layers: whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, after which
+            the last quarter of the caches may still be on their way; see `fuse.probe`.
         rows: what asks: the question, or the `suffix`, all that stands behind the passages.
         normalized: every layer has as much of a say as the others.
         exact_first: the prompt's first passage is taken framed, which is exact.

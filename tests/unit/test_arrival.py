@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.patience import within
 from qcfuse_rag.fuse.prefill import prefill
+from qcfuse_rag.fuse.select import Selection, TopTokens
 from qcfuse_rag.fuse.transfer import Ring
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.contract import Miss
@@ -109,6 +111,28 @@ def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("qcfuse", ratio=0.3, base=FRAMED)
     first = prefill(family, engine.store, prompt, method)
     assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
+
+
+def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEngine, store: WatchedStore) -> None:
+    """Its tokens are chosen while the last layer is still being read, which then waits for that here."""
+    chosen, came_first = threading.Event(), []
+
+    class Telling(TopTokens):
+        def select(self, *given: Any) -> Selection:
+            chosen.set()
+            return super().select(*given)
+
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=Telling())
+    expected = prefill(engine.lm, store, prompt, method)
+    chosen.clear()
+    last = f"key.{engine.lm.n_layers - 1}"
+    store.before = lambda name: came_first.append(chosen.wait(10)) if name == last else None
+    done = engine.prefill(prompt, method=method)
+    assert came_first
+    assert all(came_first)
+    assert done.report.selected == expected.report.selected != ()
+    assert torch.equal(done.logits, expected.logits)
 
 
 def test_the_last_layers_are_read_while_the_first_are_computed(engine: FusionEngine, store: WatchedStore) -> None:

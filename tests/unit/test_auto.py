@@ -125,6 +125,12 @@ def test_the_upper_layers_are_the_second_half(llama: LanguageModel) -> None:
     assert probe.depth(llama) == llama.n_layers
 
 
+def test_the_third_quarter_ends_where_the_last_begins(llama: LanguageModel) -> None:
+    probe = QuestionProbe(layers="third_quarter")
+    assert probe.layers_of(llama) == tuple(range(llama.n_layers // 2, llama.n_layers * 3 // 4)) != ()
+    assert probe.depth(llama) == llama.n_layers * 3 // 4
+
+
 def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     """By hand: each layer's attention to tokens that may be chosen, over its sum."""
     prompt = warmed.prompt(QUESTION, PASSAGES)
@@ -142,6 +148,8 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
 def test_a_probe_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="rows must be 'question' or 'suffix'"):
         QuestionProbe(rows="answer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layers must be one of critical, all, upper, third_quarter, last, or indices"):
+        QuestionProbe(layers="lower")  # type: ignore[arg-type]
 
 
 # --- no history

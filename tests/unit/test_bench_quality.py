@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.bench.configurations import configurations
 from qcfuse_rag.bench.prepare import prepare
+from qcfuse_rag.bench.tables import terminal_tables
 from qcfuse_rag.bench.together import Together
 from qcfuse_rag.generate.answer import end_tokens
 from qcfuse_rag.ingest.base import BASES
@@ -157,6 +160,15 @@ def test_table_plots_and_markdown_are_made(bench: Bench, tmp_path: Path) -> None
     drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
     assert drawn == ["r.harbour.f1-ratio.png", "r.harbour.f1-ttft.png"]
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in drawn)
+
+
+def test_a_methods_parameters_are_shown_as_they_were_written(bench: Bench) -> None:
+    """In the terminal as well, where what stands in brackets may be taken for a colour."""
+    summary = bench("--methods", "auto[rows=question]", "--ratios", ".2", "--size", 1)["summary"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*terminal_tables(summary, 200))
+    assert "│ auto[rows=question] │" in console.export_text()
+    assert "| auto[rows=question] | primed | 0.2 |" in (bench.out.parent / "r.md").read_text()
 
 
 def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from qcfuse_rag import LanguageModel, PromptTooLong, QCFuseError, make_method
+from qcfuse_rag import LanguageModel, PromptTooLong, QCFuseError
+from qcfuse_rag.bench.configurations import configurations
 from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
 from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import Ceilings, add_floors, row_operations, step_bytes
 from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
+from qcfuse_rag.bench.speed.tables import terminal_tables
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.store.chunk import ChunkKV
@@ -85,7 +89,7 @@ def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.Monke
     """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
     monkeypatch.setitem(SHAPES, "tiny", {**TINY, "head_dim": 64, "num_key_value_heads": 4, "num_hidden_layers": 6})
     lm = random_model("tiny", device="cpu")
-    options = SpeedOptions((4000,), (make_method("prophetkv", ratio=0.05),), repeats=1, requests=())
+    options = SpeedOptions((4000,), tuple(configurations(["prophetkv"], [0.05])[1:]), repeats=1, requests=())
     fused = measure_speed(lm, options)["prefill"][1]
     assert 0 < fused["peak_bytes"] - fused["buffer_bytes"] < fused["buffer_bytes"] / lm.n_layers
 
@@ -102,7 +106,7 @@ def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
 
 
 def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
-    methods = (make_method("auto", ratio=0.1), make_method("reuse"))
+    methods = tuple(configurations(["auto", "reuse"], [0.1])[1:])
     found = measure_speed(
         tiny, SpeedOptions((100, 230), methods, ("memory", "disk", "throttled"), chunk=64, repeats=1, requests=(1, 2))
     )
@@ -119,6 +123,21 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     with stock_attention(tiny):
         pass  # the model still has ours afterwards
     assert tiny.model.config._attn_implementation == "qcfuse"
+
+
+def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: LanguageModel) -> None:
+    chosen = configurations(["auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"])[1:]
+    found = measure_speed(tiny, SpeedOptions((230,), tuple(chosen), chunk=64, repeats=1, requests=(1,)))
+    labels = [row["method"] for row in found["prefill"]]
+    assert labels == ["full", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"]
+    for width in (80, 240):
+        console = Console(width=width, record=True, file=io.StringIO())
+        for table in terminal_tables(found, width):
+            console.print(table)
+        shown = console.export_text()
+        assert "…" not in shown
+        assert all(f"{1000 * row['ttft_s']:,.1f} ms" in shown for row in found["prefill"])
+    assert "│ auto[ratio=.1,layers=third_quarter] │" in shown, "and no parameter is taken for markup"
 
 
 def test_floors_follow_the_best_rates_that_were_found() -> None:

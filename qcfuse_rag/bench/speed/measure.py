@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from qcfuse_rag.bench.configurations import Configuration, configurations
 from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds, step_bytes
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
@@ -27,7 +28,6 @@ from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.fuse.step_graph import DecodeSteps
 from qcfuse_rag.ingest.primer import PRIMER_TOKENS
 from qcfuse_rag.ingest.warm import WarmJob
-from qcfuse_rag.methods import make_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.store.contract import KVStore, Miss
@@ -37,7 +37,7 @@ from qcfuse_rag.store.memory import MemoryStore
 UNLIMITED = 1 << 50
 HEAD_TOKENS, QUESTION_TOKENS = 32, 32
 STEPS = 16
-FULL = make_method("full")
+FULL = configurations(())[0]
 TIERS = ("memory", "device", "pinned", "disk", "throttled")
 
 
@@ -58,7 +58,7 @@ class SpeedOptions:
     """
 
     contexts: tuple[int, ...] = (4096,)
-    methods: tuple[Method, ...] = ()
+    methods: tuple[Configuration, ...] = ()
     tiers: tuple[str, ...] = ("memory",)
     chunk: int = 512
     repeats: int = 5
@@ -105,7 +105,7 @@ def measure_speed(
         stores = {name: _open(name, lm, options, stack) for name in options.tiers}
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
-            fill(lm, stores, prompt, options.methods)
+            fill(lm, stores, prompt, [one.method for one in options.methods])
             result["prefill"] += _prefills(lm, passes, stores, prompt, options)
             result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options)
             ceilings = ceilings.or_better(measure_ceilings(lm))
@@ -173,13 +173,13 @@ def _prefills(
     def stock() -> None:
         lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
 
-    sides: list[tuple[str, KVStore, Method]] = [("-", next(iter(stores.values())), FULL)]
-    sides += [(name, store, method) for name, store in stores.items() for method in options.methods]
+    sides = [("-", next(iter(stores.values())), FULL)]
+    sides += [(name, store, one) for name, store in stores.items() for one in options.methods]
     times: list[list[float]] = [[] for _ in sides]
     loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
     reports, replayed = [], [passes.replayed]
-    for _, store, method in sides:
-        reports.append(prefill(lm, store, prompt, method, loading=loading, passes=passes).report)
+    for _, store, one in sides:
+        reports.append(prefill(lm, store, prompt, one.method, loading=loading, passes=passes).report)
         replayed.append(passes.replayed)
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
@@ -188,8 +188,8 @@ def _prefills(
             taken = seconds(lm, stock)
         if turn:
             transformers.append(taken)
-        for side, (_, store, method) in enumerate(sides):
-            timings = prefill(lm, store, prompt, method, loading=loading, passes=passes).report.timings
+        for side, (_, store, one) in enumerate(sides):
+            timings = prefill(lm, store, prompt, one.method, loading=loading, passes=passes).report.timings
             if turn:
                 times[side].append(timings.ttft_s)
                 stages[side].append(
@@ -198,17 +198,17 @@ def _prefills(
     full = median(times[0])
     rows = []
     recorded_passes = [after - before for before, after in pairwise(replayed)]
-    for (tier, store, method), own, report, staged, recorded in zip(
+    for (tier, store, one), own, report, staged, recorded in zip(
         sides, times, reports, stages, recorded_passes, strict=True
     ):
-        again = partial(prefill, lm, store, prompt, method, loading=counted, passes=passes)
+        again = partial(prefill, lm, store, prompt, one.method, loading=counted, passes=passes)
         ttft = median(own)
         rows.append(
             {
                 "context": sum(len(span) for span in prompt.chunks),
                 "prompt": len(prompt),
-                "method": method.name,
-                "ratio": method.ratio,
+                "method": one.label,
+                "ratio": one.ratio,
                 "tier": tier,
                 "rows": report.rows,
                 "recorded_passes": recorded,
@@ -220,7 +220,7 @@ def _prefills(
                 "speedup_transformers": median(transformers) / ttft,
                 "operations": row_operations(lm, report.row_layers / lm.n_layers, len(prompt)),
                 "bytes_loaded": report.bytes_loaded,
-                "stages_s": {name: median(one[name] for one in staged) for name in staged[0]},
+                "stages_s": {name: median(turn[name] for turn in staged) for name in staged[0]},
                 "peak_bytes": peak_bytes(lm.device, again),
                 "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
             }
@@ -233,8 +233,8 @@ def _decodes(
 ) -> list[dict[str, Any]]:
     """Time decode steps of one and of several requests over the same prompt."""
     found = []
-    method = options.methods[0] if options.methods else FULL
-    done = prefill(lm, store, prompt, method, room=STEPS)
+    first = options.methods[0] if options.methods else FULL
+    done = prefill(lm, store, prompt, first.method, room=STEPS)
     token = int(done.logits.argmax())
     for requests in options.requests:
         buffers = [_copied(done.buffer) for _ in range(requests)]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from qcfuse_rag.errors import QCFuseError
@@ -34,6 +35,9 @@ DECODE = (
     ("its bytes", lambda r: f"{1000 * r['bytes_s']:,.1f} ms"),
     ("of the floor", lambda r: f"{r['of_floor']:.2f}"),
 )
+NARROW = ("context", "method", "ratio", "tier", "rows", "TTFT", "full / it")
+WIDE_COLUMNS = 220
+"""From how many columns on a terminal has room for everything."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -53,13 +57,21 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def terminal_tables(result: Mapping[str, Any]) -> list[Table]:
-    """Return both tables for the terminal."""
+def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
+    """Return both tables with the columns that a terminal of this width has room for."""
     tables = []
-    for title, columns, rows in (("prefill", PREFILL, result["prefill"]), ("decode", DECODE, result["decode"])):
-        table = Table(*(name for name, _ in columns), title=title)
+    prefill = PREFILL if width >= WIDE_COLUMNS else [column for column in PREFILL if column[0] in NARROW]
+    for title, columns, rows in (("prefill", prefill, result["prefill"]), ("decode", DECODE, result["decode"])):
+        table = Table(title=title)
+        for name, _ in columns:
+            table.add_column(
+                name,
+                justify="left" if name in ("method", "tier") else "right",
+                no_wrap=name != "method",
+                overflow="fold",
+            )
         for row in rows:
-            table.add_row(*(shown(row) for _, shown in columns))
+            table.add_row(*(escape(shown(row)) for _, shown in columns))  # parameters stand in brackets, as markup does
         tables.append(table)
     return tables
 
