@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
@@ -32,7 +31,7 @@ METHODS = [
     make_method("prophetkv", ratio=0.15, base=FRAMED),
     make_method("qcfuse", ratio=0.05, base=FRAMED),
     *(make_method("qcfuse", ratio=ratio, base=base) for ratio in (0.15, 0.5) for base in (BLIND, FRAMED)),
-    *(replace(make_method("auto", ratio=ratio), guard=None) for ratio in (0.05, 0.15, 0.5)),  # worth it here or not
+    *(make_method("auto", ratio=ratio, guard=False) for ratio in (0.05, 0.15, 0.5)),  # every question is to be fused
 ]
 PARAMS = SamplingParams(max_new_tokens=24)
 

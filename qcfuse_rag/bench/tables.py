@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.markup import escape
 from rich.table import Table
@@ -31,7 +31,9 @@ def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Ta
     for dataset, lines in by_dataset(summary).items():
         table = Table(title=_title(dataset, lines))
         for name in names:
-            table.add_column(name, justify="left" if name in ("method", "base") else "right", no_wrap=name != "method")
+            side: Literal["left", "right"] = "left" if name in ("method", "base") else "right"
+            fold = name == "method"
+            table.add_column(name, justify=side, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
         for line in lines:
             cells = row(line)
             table.add_row(*(escape(cells[name]) for name in names))  # parameters stand in brackets, as markup does

@@ -67,7 +67,8 @@ class BufferPool:
 
         That is the likeliest to be in a cache still, and the others grow old enough to go.
         """
-        last_first = list(reversed(self._spare.copy()))
+        last_first = self._spare.copy()
+        last_first.reverse()
         for block in sorted(last_first, key=len):
             if nbytes <= len(block) <= LOOSEST * nbytes:
                 try:

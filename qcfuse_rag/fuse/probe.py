@@ -54,8 +54,8 @@ class QuestionProbe:
     def __post_init__(self) -> None:
         if not 0 <= self.anchor_ratio <= 1:
             raise ValueError(f"anchor_ratio must be in [0, 1], got {self.anchor_ratio}")
-        known = self.layers in NAMED if isinstance(self.layers, str) else self.layers and min(self.layers) >= 0
-        if not known:
+        indices = self.layers if isinstance(self.layers, list | tuple) else ()
+        if self.layers not in NAMED and (not indices or min(indices) < 0):
             raise ValueError(f"layers must be one of {', '.join(NAMED)}, or indices from 0, got {self.layers!r}")
         if self.reduce not in ("mean", "max"):
             raise ValueError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")

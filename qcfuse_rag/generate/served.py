@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
@@ -28,12 +29,15 @@ class ServedEngine:
     Args:
         load: makes the engine; called once, by whoever comes first.
         settings: of the scheduler.
+
+    Attributes:
+        given: whether the engine was there before, so that no other process can load it.
     """
 
     def __init__(self, load: Callable[[], FusionEngine], settings: SchedulerSettings = SETTINGS) -> None:
         self._load, self._settings = load, settings
         self._engine: FusionEngine | None = None
-        self._given = False
+        self.given = False
         self._scheduler: Scheduler | None = None
         self._making = threading.Lock()
 
@@ -41,7 +45,7 @@ class ServedEngine:
     def of(cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS) -> ServedEngine:
         """Serve an engine that is there already; closing this leaves it open."""
         served = cls(lambda: engine, settings)
-        served._given = True
+        served.given = True
         return served
 
     @property
@@ -86,37 +90,44 @@ class ServedEngine:
         """Return itself: copies of a framework's object share the model."""
         return self
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Callable[[], FusionEngine]]]:
-        """Leave the model behind: in another process, whoever held this has to say again how to load it."""
-        self.require_portable()
-        return type(self), (_left_behind,)
+    def __copy__(self) -> Self:
+        """Return itself, as `__deepcopy__`."""
+        return self
 
-    def require_portable(self) -> None:
-        """Check that another process could load the same engine.
+    def __reduce__(self) -> tuple[Callable[[], ServedEngine], tuple[()]]:
+        """Leave the model behind: in another process, whoever held this says again how to load it.
 
-        Raises:
-            TypeError: if the engine was given, so that it is in no other.
+        An engine that was given is in no other process, so what arrives there has none and says so when it is asked.
         """
-        if self._given:
-            raise TypeError(
-                "what was made of an engine cannot be pickled, since the engine stays in its process; make it of "
-                "model=... and store=..., which every process opens for itself"
-            )
+        return (_left_behind if self.given else _to_be_loaded), ()
 
     def close(self) -> None:
         """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
         with self._making:
             scheduler, self._scheduler = self._scheduler, None
-            engine = None if self._given else self._engine
-            self._engine = self._engine if self._given else None
+            engine = None if self.given else self._engine
+            self._engine = self._engine if self.given else None
         if scheduler is not None:
             scheduler.close(drain=False)
         if engine is not None:
             engine.close()
 
 
-def _left_behind() -> FusionEngine:
-    raise TypeError("the engine stayed in the process that pickled this")
+def _to_be_loaded() -> ServedEngine:
+    return ServedEngine(_absent)
+
+
+def _left_behind() -> ServedEngine:
+    served = ServedEngine(_absent)
+    served.given = True
+    return served
+
+
+def _absent() -> FusionEngine:
+    raise QCFuseError(
+        "this was made of an engine, which stayed in the process that pickled it; make it of model=... and store=..., "
+        "which every process opens for itself"
+    )
 
 
 def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:

@@ -70,7 +70,7 @@ class PromptBuilder:
             question: the user's question.
             chunks: retrieved passages, in the order they shall have; may be empty.
             history: earlier turns of the conversation, placed after a leading system message; never stored. System
-                messages it begins with become part of that.
+                messages it begins with become part of that, or one if the template has none.
             tools: what the model may call, shown where its chat template shows them; never stored.
 
         Returns:
@@ -128,12 +128,12 @@ class PromptBuilder:
 
     def _messages(self, question: str, context: str, history: Sequence[Turn]) -> list[Turn]:
         asked = [(role, content.format(context=context, question=question)) for role, content in self.template.messages]
-        if asked[0][0] != "system":
-            return [*history, *asked]
+        own = 1 if asked[0][0] == "system" else 0
+        said = list(takewhile(_says_as_system, history))
         # Chat templates take one system message, at the start, or lose sight of the first when there is another.
-        said = list(takewhile(lambda turn: _as_mapping(turn)["role"] == "system", history))
-        system = "\n\n".join([asked[0][1], *(_as_mapping(turn)["content"] for turn in said)])
-        return [("system", system), *history[len(said) :], *asked[1:]]
+        texts = [turn[1] for turn in asked[:own]] + [_as_mapping(turn)["content"] for turn in said]
+        lead: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
+        return [*lead, *history[len(said) :], *asked[own:]]
 
     def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> str:
         """Return a conversation as the chat template writes it, up to where the answer begins.
@@ -198,6 +198,11 @@ class PromptBuilder:
 
 def _as_mapping(turn: Turn) -> Mapping[str, Any]:
     return turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
+
+
+def _says_as_system(turn: Turn) -> bool:
+    message = _as_mapping(turn)
+    return message["role"] == "system" and isinstance(message.get("content"), str)
 
 
 def _private_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:

@@ -131,6 +131,14 @@ def test_the_third_quarter_ends_where_the_last_begins(llama: LanguageModel) -> N
     assert probe.depth(llama) == llama.n_layers * 3 // 4
 
 
+@pytest.mark.parametrize(("n_layers", "expected"), [(1, (0,)), (2, (1,)), (3, (1,)), (24, tuple(range(12, 18)))])
+def test_it_is_a_layer_at_least(
+    n_layers: int, expected: tuple[int, ...], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "n_layers", n_layers)
+    assert QuestionProbe(layers="third_quarter").layers_of(llama) == expected
+
+
 def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     """By hand: each layer's attention to tokens that may be chosen, over its sum."""
     prompt = warmed.prompt(QUESTION, PASSAGES)
@@ -150,6 +158,9 @@ def test_a_probe_that_cannot_be_is_refused() -> None:
         QuestionProbe(rows="answer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layers must be one of critical, all, upper, third_quarter, last, or indices"):
         QuestionProbe(layers="lower")  # type: ignore[arg-type]
+    for layers in (5, None, (), (-1, 2)):
+        with pytest.raises(ValueError, match="or indices from 0"):
+            QuestionProbe(layers=layers)  # type: ignore[arg-type]
 
 
 # --- no history

@@ -79,8 +79,15 @@ def test_what_a_conversation_says_as_system_joins_the_templates_own(builder: Pro
 
 def test_a_template_without_a_system_message_leaves_the_conversations_own(tokenizer: PreTrainedTokenizerFast) -> None:
     template = PromptTemplate(messages=(("user", "{context}Question: {question}"),))
-    turns = PromptBuilder(tokenizer, template).turns("Why?", [], [("system", "Speak French.")])
-    assert turns == [("system", "Speak French."), ("user", "Question: Why?")]
+    said = [("system", "Speak French."), {"role": "system", "content": "Be brief."}]
+    turns = PromptBuilder(tokenizer, template).turns("Why?", [], said)
+    assert turns == [("system", "Speak French.\n\nBe brief."), ("user", "Question: Why?")]
+
+
+def test_what_is_no_text_is_left_to_the_chat_template(builder: PromptBuilder) -> None:
+    parts = {"role": "system", "content": [{"type": "text", "text": "Speak French."}]}
+    system, kept, _ = builder.turns("Why?", [], [("system", ""), parts])
+    assert (system, kept) == (builder.template.messages[0], parts)
 
 
 def test_a_question_before_the_passages_leaves_no_frame(tokenizer: PreTrainedTokenizerFast) -> None:

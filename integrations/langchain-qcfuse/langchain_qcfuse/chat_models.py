@@ -95,9 +95,10 @@ class ChatQCFuse(BaseChatModel):
         self._served = ServedEngine(self._load)
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Load the model again in the process that unpickles; what was made of an engine cannot be pickled."""
+        """Load the model again, by name, in the process that unpickles; an engine that was given is not there."""
         super().__setstate__(state)
-        self._served = ServedEngine(self._load)
+        if not self._served.given:
+            self._served = ServedEngine(self._load)
 
     def _load(self) -> FusionEngine:
         return FusionEngine.load(

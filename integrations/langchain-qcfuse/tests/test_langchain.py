@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -161,7 +161,9 @@ def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: La
     there.close()
 
 
-def test_a_chat_model_of_an_engine_stays_in_its_process(chat: ChatQCFuse) -> None:
+def test_an_engine_stays_in_its_process(chat: ChatQCFuse) -> None:
     """Elsewhere it could only be loaded without its store, and reuse nothing without a word."""
-    with pytest.raises(TypeError, match=r"make it of model=\.\.\. and store=\.\.\."):
-        pickle.dumps(chat)
+    there = pickle.loads(pickle.dumps(chat))
+    with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
+        there.invoke(QUESTION)
+    assert chat.invoke(QUESTION).content

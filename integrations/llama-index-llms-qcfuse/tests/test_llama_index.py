@@ -24,7 +24,7 @@ from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, open_store
+from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, QCFuseError, open_store
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -274,8 +274,23 @@ def test_other_processes_get_the_same_llm_and_load_it_for_themselves(
         one.close()
 
 
-def test_an_llm_of_an_engine_stays_in_its_process(llm: QCFuseLLM) -> None:
-    """Elsewhere it could only be loaded without its store, and reuse nothing without a word."""
-    for one in (llm, QCFuseWarmup(llm)):
-        with pytest.raises(TypeError, match=r"make it of model=\.\.\. and store=\.\.\."):
-            pickle.dumps(one)
+def test_an_engine_stays_in_its_process(llm: QCFuseLLM) -> None:
+    """Elsewhere it could only be loaded without its store, and reuse nothing without a word.
+
+    LlamaIndex takes what cannot be pickled from whatever holds it, in this process too, so an LLM has to be picklable.
+    """
+    holder = QCFusePostprocessor(llm=llm)
+    for there in (pickle.loads(pickle.dumps(llm)), pickle.loads(pickle.dumps(holder)).llm):
+        with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
+            there.complete("Hello")
+    assert holder.llm is llm
+    assert llm.complete("Hello").text
+
+
+@pytest.mark.parametrize("how", ["of an engine", "of a model without a folder"])
+def test_nothing_is_warmed_in_other_processes_that_would_be_lost(how: str, llm: QCFuseLLM) -> None:
+    portable = QCFuseWarmup(llm)
+    if how != "of an engine":
+        portable.llm = QCFuseLLM(model="some/model")
+    with pytest.raises(TypeError, match="and store=FOLDER"):
+        pickle.dumps(portable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.markup import escape
 from rich.table import Table
@@ -64,12 +64,9 @@ def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
     for title, columns, rows in (("prefill", prefill, result["prefill"]), ("decode", DECODE, result["decode"])):
         table = Table(title=title)
         for name, _ in columns:
-            table.add_column(
-                name,
-                justify="left" if name in ("method", "tier") else "right",
-                no_wrap=name != "method",
-                overflow="fold",
-            )
+            side: Literal["left", "right"] = "left" if name in ("method", "tier") else "right"
+            fold = name == "method"
+            table.add_column(name, justify=side, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
         for row in rows:
             table.add_row(*(escape(shown(row)) for _, shown in columns))  # parameters stand in brackets, as markup does
         tables.append(table)

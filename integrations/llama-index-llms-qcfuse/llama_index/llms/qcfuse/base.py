@@ -83,14 +83,20 @@ class QCFuseLLM(CustomLLM):
         super().model_post_init(context)
         self._served = ServedEngine(self._load)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the model behind; the process that unpickles loads it again, by name.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Load the model again, by name, in the process that unpickles; an engine that was given is not there.
 
-        Raises:
-            TypeError: if it was made of an engine, which no other process could load.
+        LlamaIndex makes the object anew of its fields, which would load another engine and none of its store.
         """
-        self._served.require_portable()  # LlamaIndex leaves out what cannot be pickled, and the store with it
-        return super().__getstate__()
+        served = state["__pydantic_private__"]["_served"]
+        super().__setstate__(state)
+        if served.given:
+            self._served = served
+
+    @property
+    def portable(self) -> bool:
+        """Whether another process can load the same engine over the same store."""
+        return not self._served.given and self.store is not None
 
     def _load(self) -> FusionEngine:
         return FusionEngine.load(

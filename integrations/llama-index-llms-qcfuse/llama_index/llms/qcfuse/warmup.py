@@ -55,9 +55,14 @@ class QCFuseWarmup(TransformComponent):
         """Return what `IngestionPipeline(num_workers=...)` hands to other processes, which load the LLM by its name.
 
         Raises:
-            TypeError: if the LLM was made of an engine, which no other process could load.
+            TypeError: if the LLM was made of an engine or has no folder to store in: nothing would be left of what
+                other processes warm.
         """
-        self.llm.__getstate__()  # else LlamaIndex leaves an LLM out that cannot be pickled
+        if not self.llm.portable:
+            raise TypeError(
+                "to warm in other processes, as with num_workers, make the LLM of model=... and store=FOLDER, which "
+                "every process opens for itself"
+            )
         return super().__getstate__()
 
     @classmethod
