@@ -94,12 +94,12 @@ class ServedEngine:
         """Return itself, as `__deepcopy__`."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], ServedEngine], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[bool], ServedEngine], tuple[bool]]:
         """Leave the model behind: in another process, whoever held this says again how to load it.
 
         An engine that was given is in no other process, so what arrives there has none and says so when it is asked.
         """
-        return (_left_behind if self.given else _to_be_loaded), ()
+        return _without_engine, (self.given,)
 
     def close(self) -> None:
         """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
@@ -113,13 +113,9 @@ class ServedEngine:
             engine.close()
 
 
-def _to_be_loaded() -> ServedEngine:
-    return ServedEngine(_absent)
-
-
-def _left_behind() -> ServedEngine:
+def _without_engine(given: bool) -> ServedEngine:
     served = ServedEngine(_absent)
-    served.given = True
+    served.given = given
     return served
 
 
