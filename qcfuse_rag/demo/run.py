@@ -30,6 +30,7 @@ from qcfuse_rag.report.fusion import FusionReport
 QUESTION = "How many members does the Tidemoot have?"
 METHODS = (
     make_method("full"),
+    make_method("auto", guard=False),  # which is what answers, and fuses prompts as long as these
     make_method("reuse", base=FRAMED),
     make_method("qcfuse", ratio=0.05, base=FRAMED),
     make_method("qcfuse", ratio=0.15, base=FRAMED),
