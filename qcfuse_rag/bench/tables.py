@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.markup import escape
@@ -14,6 +14,8 @@ COLUMNS = (
 )  # fmt: skip
 NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
 WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
+WORDS = ("method", "base", "tier")
+"""Columns that hold no figures."""
 WIDE_COLUMNS = 140
 """From how many columns on a terminal has room for intervals."""
 
@@ -29,16 +31,21 @@ def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Ta
     names = WIDE if width >= WIDE_COLUMNS else NARROW
     tables = []
     for dataset, lines in by_dataset(summary).items():
-        table = Table(title=_title(dataset, lines))
-        for name in names:
-            side: Literal["left", "right"] = "left" if name in ("method", "base") else "right"
-            fold = name == "method"
-            table.add_column(name, justify=side, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-        for line in lines:
-            cells = row(line)
-            table.add_row(*(escape(cells[name]) for name in names))  # parameters stand in brackets, as markup does
-        tables.append(table)
+        rows = [[cells[name] for name in names] for cells in map(row, lines)]
+        tables.append(figures(_title(dataset, lines), names, rows))
     return tables
+
+
+def figures(title: str, names: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Return a table for the terminal: figures are never wrapped, a method with all its parameters may be."""
+    table = Table(title=title)
+    for name in names:
+        side: Literal["left", "right"] = "left" if name in WORDS else "right"
+        fold = name == "method"
+        table.add_column(name, justify=side, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
+    for cells in rows:
+        table.add_row(*map(escape, cells))  # parameters stand in brackets, as markup does
+    return table
 
 
 def markdown(summary: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
+from qcfuse_rag.bench.tables import figures
 from qcfuse_rag.errors import QCFuseError
 
 PREFILL = (
@@ -59,18 +59,11 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
     """Return both tables with the columns that a terminal of this width has room for."""
-    tables = []
     prefill = PREFILL if width >= WIDE_COLUMNS else [column for column in PREFILL if column[0] in NARROW]
-    for title, columns, rows in (("prefill", prefill, result["prefill"]), ("decode", DECODE, result["decode"])):
-        table = Table(title=title)
-        for name, _ in columns:
-            side: Literal["left", "right"] = "left" if name in ("method", "tier") else "right"
-            fold = name == "method"
-            table.add_column(name, justify=side, no_wrap=not fold, overflow="fold" if fold else "ellipsis")
-        for row in rows:
-            table.add_row(*(escape(shown(row)) for _, shown in columns))  # parameters stand in brackets, as markup does
-        tables.append(table)
-    return tables
+    return [
+        figures(title, [name for name, _ in columns], ([shown(row) for _, shown in columns] for row in rows))
+        for title, columns, rows in (("prefill", prefill, result["prefill"]), ("decode", DECODE, result["decode"]))
+    ]
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
