@@ -143,11 +143,14 @@ class Arrival:
     def _also_here(self) -> list[Sent]:
         """Return the same of layers after that which are on the device too, to be placed by the same launch.
 
+        At most as many as have been placed before: to list all layers of a prompt takes the host milliseconds, in which
+        a device would have nothing to do if it had not been given the first ones before.
+
         Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
         Blocks of low rank are wide only when they are placed: of those there is room for a layer.
         """
         found: list[Sent] = []
-        while self._together and self._next_up is None and not self._layers.empty():
+        while self._together and len(found) < self._placed - 1 and self._next_up is None and not self._layers.empty():
             item = self._layers.get()
             if isinstance(item, Sent) and item.here:
                 found.append(item)
@@ -189,21 +192,18 @@ class Arrival:
         try:
             with torch.inference_mode():
                 for layer in range(len(self._ropes)):
-                    brought: list[Tensor] = []
+                    read: list[tuple[Coming, str, Tensor]] = []
                     for part in self._parts:
-                        for name in part.chunk.layer_names(layer):
-                            block = part.chunk.blocks[name]
-                            if self._transfer is not None:
-                                block = self._transfer.bring(block)
-                                brought.append(block)
-                            part.read[name] = block
+                        read += [(part, name, part.chunk.blocks[name]) for name in part.chunk.layer_names(layer)]
                         if self._stopped:
                             return
-                    if self._transfer is None:
-                        self._layers.put(None)
-                    else:
-                        self._layers.put(self._transfer.sent(brought))
-                        self._keep_within(sum(block.nbytes for block in brought))
+                    blocks = [block for _, _, block in read]
+                    sent = None if self._transfer is None else self._transfer.send(blocks)
+                    for (part, name, _), block in zip(read, blocks if sent is None else sent.brought, strict=True):
+                        part.read[name] = block
+                    self._layers.put(sent)
+                    if sent is not None:
+                        self._keep_within(sum(block.nbytes for block in sent.brought))
         except Exception as error:  # whatever it is, somebody is waiting
             assert part is not None
             corrupt = isinstance(error, CorruptEntry)

@@ -105,7 +105,7 @@ class Assembly:
             pool: whose memory to use, if there is one.
             passes: of the model, recorded ones perhaps.
         """
-        ids = torch.tensor(prompt.ids, dtype=torch.int64, device=lm.device)
+        ids = torch.tensor(prompt.ids, dtype=torch.int64).to(lm.device, non_blocking=True)
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
         known = torch.zeros(len(prompt), dtype=torch.bool, device=lm.device)
         return cls(lm, prompt, ids, buffer, passes or FusedPasses(lm), known)

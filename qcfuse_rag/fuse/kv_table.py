@@ -46,7 +46,7 @@ class KVTable:
         """
         entries, some = list_places(buffers), buffers[0].keys[0]
         aligned = is_aligned(entries, shapes, some.dtype)
-        return cls(entries.to(some.device), shapes, some.dtype, longest, aligned)
+        return cls(entries.to(some.device, non_blocking=True), shapes, some.dtype, longest, aligned)
 
 
 class MovingTable:
@@ -81,7 +81,7 @@ class MovingTable:
             return True
         if is_aligned(places, self.table.shapes, self.table.dtype) != self.table.aligned:
             return False
-        self.table.entries.copy_(places)
+        self.table.entries.copy_(places, non_blocking=True)
         self._places = places
         return True
 

@@ -117,7 +117,7 @@ class QuestionProbe:
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
         assembly.row_layers += len(rows) * depth
         if self.normalized:
-            counted = candidate_positions(inexact_chunks(assembly)).to(lm.device)
+            counted = candidate_positions(inexact_chunks(assembly)).to(lm.device, non_blocking=True)
             by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 

@@ -75,7 +75,7 @@ class TopTokens:
         """Return the `budget` positions of highest score."""
         assert scores is not None
         total = scores.mean
-        positions = candidate_positions(candidates).to(total.device)
+        positions = candidate_positions(candidates).to(total.device, non_blocking=True)
         best = total[positions].topk(min(budget, len(positions))).indices
         return Selection(positions[best].sort().values)
 
@@ -134,7 +134,7 @@ class NestedTokens:
         """Return every token that some layer chose, and the last layer that did."""
         assert scores is not None
         device = scores.by_layer.device
-        positions = candidate_positions(candidates).to(device)
+        positions = candidate_positions(candidates).to(device, non_blocking=True)
         if not len(positions):
             return Selection.none()
         order = scores.by_layer[:, positions].argsort(dim=1, descending=True, stable=True)

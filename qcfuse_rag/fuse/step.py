@@ -94,11 +94,11 @@ def forward_step(
     Returns:
         `[B, vocabulary]` float32 logits.
     """
-    rows = torch.tensor(positions, device=lm.device)[:, None]
+    rows = torch.tensor(positions).to(lm.device, non_blocking=True)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
     if kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
-    return forward_plan(lm, torch.tensor(tokens, device=lm.device), plan)
+    return forward_plan(lm, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
 
 
 @torch.inference_mode()

@@ -131,7 +131,7 @@ class DecodeSteps:
             with self._recorder.turn():
                 if not graph.requests.point_at(buffers):
                     return None
-                graph.given.copy_(given)
+                graph.given.copy_(given, non_blocking=True)
                 graph.replay()
                 logits = graph.logits[: len(tokens)].clone()
             return used_here(logits)

@@ -84,25 +84,27 @@ class Transfer:
     def __init__(self, link: Link) -> None:
         self._link, self.device = link, link.device
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        """Start a tensor on its way to the device and return it there; not to be used before `sent` says so."""
-        if tensor.device == self.device:
-            return tensor
-        link = self._link
-        with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
-            if tensor.is_pinned():
-                return tensor.to(self.device, non_blocking=True)
-            place = link.ring.copy(tensor)
-            if place is None:
-                return tensor.to(self.device)
-            brought = place.to(self.device, non_blocking=True)
-            link.ring.used_by(place, link.stream.record_event())
-            return brought
+    def send(self, tensors: Sequence[Tensor]) -> Sent:
+        """Start tensors on their way to the device.
 
-    def sent(self, brought: Sequence[Tensor]) -> Sent:
-        """Return what the computing thread asks before it uses these."""
+        Many at once: to take a turn and change streams takes the host as long as to start a copy.
+        """
+        link = self._link
         computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be the sum of several
-        return Sent(self.device, brought, self._link.stream.record_event(), computed)
+        with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+            brought = [tensor if tensor.device == self.device else self._bring(tensor) for tensor in tensors]
+            return Sent(self.device, brought, link.stream.record_event(), computed)
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        link = self._link
+        if tensor.is_pinned():
+            return tensor.to(self.device, non_blocking=True)
+        place = link.ring.copy(tensor)
+        if place is None:
+            return tensor.to(self.device)
+        brought = place.to(self.device, non_blocking=True)
+        link.ring.used_by(place, link.stream.record_event())
+        return brought
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +113,7 @@ class Sent:
 
     Attributes:
         device: where to.
-        brought: the tensors.
+        brought: the tensors, on the device; not to be used before `receive`.
         arrived: happens on the device when those that were elsewhere are there.
         computed: happens on the device when those that the reading thread computed are.
     """

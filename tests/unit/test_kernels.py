@@ -357,15 +357,20 @@ def test_blocks_are_placed_where_and_as_they_belong(rope: str, dtype: torch.dtyp
         assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
 
 
-def test_blocks_of_several_kinds_are_placed_by_one_call() -> None:
+def test_blocks_of_several_kinds_are_placed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = LayerRope(10000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
     keys, values = (torch.full((1, 2, 50, 64), float("nan"), device=DEVICE) for _ in range(2))
     blocks = [
         block(10, 0, torch.float32, "int8", rope, keys),
         block(10, 10, torch.float32, "model", rope, keys),
         block(20, 5, torch.float32, "fp8", None, values),
+        block(10, 30, torch.float32, "model", None, values),
+        block(9, 20, torch.float32, "model", LayerRope(None), keys),
     ]
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(place, "place", watched(place.place, launched))
     place_blocks(blocks)
+    assert len(launched) == 3, "by format of numbers, whether they rotate or not"
     found = keys.clone(), values.clone()
     place_blocks_reference(blocks)
     assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in zip(found, (keys, values), strict=True))
@@ -395,17 +400,14 @@ class Nearby:
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
 
-    def bring(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def sent(self, brought: list[Tensor]) -> Sent:
+    def send(self, tensors: list[Tensor]) -> Sent:
         class There(Sent):
             here = self.at_once
 
             def receive(self) -> None:
                 pass
 
-        return There(self.device, brought, None, None)  # type: ignore[arg-type]
+        return There(self.device, tensors, None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -481,7 +483,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
 def test_layers_are_placed_by_one_launch_if_they_are_there(
     at_once: bool, warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for keys and one for values; and none before it is, which would have the first layer wait for the last."""
+    """None before it is, which would have the first layer wait for the last, and at first a few."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
@@ -493,9 +495,10 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
             thread.join(60)
     assert assembly.arriving.arrive is not None
     assembly.arriving.arrive(0)
-    assert len(launched) == 2
+    assert len(launched) == 1, "keys and values together"
     assembly.arriving.arrive(lm.n_layers - 1)
-    assert len(launched) == 2 * (1 if at_once else lm.n_layers)
+    assert lm.n_layers == 4
+    assert len(launched) == (3 if at_once else 4), "one layer, one more, then two"
 
 
 def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:

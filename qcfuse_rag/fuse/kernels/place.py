@@ -45,6 +45,11 @@ class Block:
     rope: LayerRope | None = None
 
     @property
+    def turning(self) -> LayerRope | None:
+        """How to rotate, if any channel does."""
+        return None if self.rope is None or self.rope.inv_freq is None else self.rope
+
+    @property
     def nbytes(self) -> int:
         """Bytes of numbers and scales."""
         return self.stored.nbytes + (0 if self.scale is None else self.scale.nbytes)
@@ -83,15 +88,18 @@ def place(
     BY_TOKEN: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Some tokens of one head of one block. `HALF` pairs of channels rotate, the channels after them do not."""
+    """Some tokens of one head of one block. `HALF` pairs of channels rotate, the channels after them do not.
+
+    Nor do values among the blocks, whose angles are 0: they go by the same launch.
+    """
     head, item = tl.program_id(1), tl.program_id(2)
-    row = table + item * 5
+    row = table + item * 6
     stored = tl.load(row).to(tl.pointer_type(STORED))
     scales = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     into = tl.load(row + 2).to(tl.pointer_type(PLACED))
     if ALIGNED:  # which a pointer out of a table does not say by itself, and narrow accesses are slow
         stored, into = tl.multiple_of(stored, 16), tl.multiple_of(into, 16)
-    start, tokens = tl.load(row + 3), tl.load(row + 4)
+    start, tokens, turning = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     real = token < tokens
     at = (token.to(tl.int64) * heads + head) * DIM
@@ -108,8 +116,9 @@ def place(
             second *= tl.load(scales + head * DIM + other, mask=pair < HALF, other=0.0)[None, :]
             first, second = first.to(PLACED).to(tl.float32), second.to(PLACED).to(tl.float32)
         angle = (start + token)[:, None] * HALF + pair[None, :]
-        cos = tl.load(cosines + angle, mask=inside, other=0.0)
-        sin = tl.load(sines + angle, mask=inside, other=0.0)
+        turned = real[:, None] & (pair < HALF * turning)[None, :]
+        cos = tl.load(cosines + angle, mask=turned, other=1.0)
+        sin = tl.load(sines + angle, mask=turned, other=0.0)
         tl.store(into + to[:, None] + one[None, :], (first * cos - second * sin).to(PLACED), mask=inside)
         tl.store(into + to[:, None] + other[None, :], (second * cos + first * sin).to(PLACED), mask=inside)
     if 2 * HALF < DIM:
@@ -125,7 +134,7 @@ def place(
 
 
 def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> None:
-    """Place blocks, in one launch for all that have the same format, shape and rotation.
+    """Place blocks, in one launch for all that have the same format, shape and rotation, and for those that have none.
 
     Args:
         blocks: on one device; those that are placed at the same positions of the same buffer overwrite each other in
@@ -133,25 +142,29 @@ def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> 
         tables: cosines and sines at every position of a buffer, from calls before; added to.
     """
     tables = {} if tables is None else tables
-    groups: dict[tuple[object, ...], list[Block]] = {}
+    alike: dict[tuple[object, ...], dict[object, list[Block]]] = {}
     for block in blocks:
-        rope = block.rope if block.rope is not None and block.rope.inv_freq is not None else None
+        rope = block.turning
         about = (
             block.stored.dtype,
             block.stored.shape[1:],
             block.into.dtype,
             block.into.stride(),
             None if block.scale is None else block.scale.shape[2] == 1,
-            None if rope is None else (id(rope.inv_freq), rope.interleaved),
         )
-        groups.setdefault(about, []).append(block)
-    for group in groups.values():
-        for first in range(0, len(group), MOST_IN_A_LAUNCH):
-            _launch(group[first : first + MOST_IN_A_LAUNCH], tables)
+        turned = None if rope is None else (id(rope.inv_freq), rope.interleaved)
+        alike.setdefault(about, {}).setdefault(turned, []).append(block)
+    for groups in alike.values():
+        still = groups.pop(None, [])
+        if groups:
+            next(iter(groups.values())).extend(still)
+        for group in groups.values() if groups else [still]:
+            for first in range(0, len(group), MOST_IN_A_LAUNCH):
+                _launch(group[first : first + MOST_IN_A_LAUNCH], tables)
 
 
 def _launch(group: list[Block], tables: AngleTables) -> None:
-    some = group[0]
+    some = next((one for one in group if one.turning is not None), group[0])
     device = some.into.device
     heads, dim = some.stored.shape[1:]
     rows = [
@@ -161,15 +174,18 @@ def _launch(group: list[Block], tables: AngleTables) -> None:
             one.into.data_ptr(),
             one.start,
             one.stored.shape[0],
+            one.turning is not None,
         )
         for one in group
     ]
-    table = torch.tensor(rows, dtype=torch.int64).to(device)
+    # Which waits for nothing, page-locked or not; without saying so the host would wait for what was launched before.
+    table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     half, interleaved, cos = 0, False, table
     sin = cos
-    if some.rope is not None and some.rope.inv_freq is not None:
-        half, interleaved = len(some.rope.inv_freq), some.rope.interleaved
-        cos, sin = angles_from(tables, some.rope, 0, some.into.shape[2], device)
+    rope = some.turning
+    if rope is not None and rope.inv_freq is not None:
+        half, interleaved = len(rope.inv_freq), rope.interleaved
+        cos, sin = angles_from(tables, rope, 0, some.into.shape[2], device)
     by_token = some.scale is not None and some.scale.shape[2] == 1
     longest = max(row[4] for row in rows)
     with launching_on(device):
