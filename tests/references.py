@@ -25,7 +25,9 @@ def plain_forward(lm: LanguageModel, ids: tuple[int, ...]) -> tuple[Tensor, Tabl
     """Run the model as transformers would: `[T, vocabulary]` logits and the cache."""
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     with stock_attention(lm):
-        logits = lm.model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0]
+        logits = lm.model(
+            input_ids=torch.tensor([ids], device=lm.device), past_key_values=cache, use_cache=True
+        ).logits[0]
     return logits, [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -35,7 +37,7 @@ def greedy_continuation(lm: LanguageModel, ids: tuple[int, ...], count: int) -> 
     text = list(ids)
     with stock_attention(lm):
         for _ in range(count):
-            text.append(int(lm.model(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
+            text.append(int(lm.model(input_ids=torch.tensor([text], device=lm.device)).logits[0, -1].argmax()))
     return text[len(ids) :]
 
 
@@ -44,9 +46,10 @@ def alone_at(lm: LanguageModel, ids: tuple[int, ...], start: int, before: tuple[
     """Compute a segment's keys and values behind `before`, at positions `start ...` of the prompt."""
     cache = Cache(layer_class_to_replicate=DynamicLayer)
     first = start - len(before)
-    positions = torch.arange(first, start + len(ids))[None]
+    text = torch.tensor([before + ids], device=lm.device)
+    positions = torch.arange(first, start + len(ids), device=lm.device)[None]
     with stock_attention(lm):
-        lm.model(input_ids=torch.tensor([before + ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+        lm.model(input_ids=text, position_ids=positions, past_key_values=cache, use_cache=True)
     return [(layer.keys[:, :, len(before) :], layer.values[:, :, len(before) :]) for layer in cache.layers]
 
 
@@ -86,8 +89,8 @@ def sequential_fusion(lm: LanguageModel, ids: tuple[int, ...], rows: list[int], 
             for layer, (keys, values) in enumerate(table):
                 cache.update(keys[:, :, :row], values[:, :, :row], layer)
             out = lm.model(
-                input_ids=torch.tensor([[ids[row]]]),
-                position_ids=torch.tensor([[row]]),
+                input_ids=torch.tensor([[ids[row]]], device=lm.device),
+                position_ids=torch.tensor([[row]], device=lm.device),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -132,8 +135,8 @@ def layerwise_fusion(
     """
     table = [(keys.clone(), values.clone()) for keys, values in table]
     decoder = lm.model.model
-    hidden = decoder.embed_tokens(torch.tensor([[ids[row] for row in rows]]))
-    cos, sin = decoder.rotary_emb(hidden, torch.arange(len(ids))[None])
+    hidden = decoder.embed_tokens(torch.tensor([[ids[row] for row in rows]], device=lm.device))
+    cos, sin = decoder.rotary_emb(hidden, torch.arange(len(ids), device=lm.device)[None])
     seen: Observed | None = None
     for index, layer in enumerate(decoder.layers):
         if rows_of is not None:
@@ -204,7 +207,9 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
     cache = Cache(layers=[StoredPositions(stored, own) for stored, own in zip(table, kept, strict=True)])
     lm.model.set_attn_implementation("eager")
     try:
-        out = lm.model(torch.tensor([ids]), past_key_values=cache, use_cache=True, output_attentions=True)
+        out = lm.model(
+            torch.tensor([ids], device=lm.device), past_key_values=cache, use_cache=True, output_attentions=True
+        )
     finally:
         lm.model.set_attn_implementation(NAME)
     attention = torch.cat(list(out.attentions))
@@ -214,9 +219,10 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
 
 def assert_chunk_is(lm: LanguageModel, chunk: ChunkKV, table: Table, start: int) -> None:
     """Compare a stored chunk with keys and values computed at positions `start ...`."""
-    cos, sin = lm.model.model.rotary_emb(torch.zeros(1), torch.arange(start, start + chunk.n_tokens)[None])
+    positions = torch.arange(start, start + chunk.n_tokens, device=lm.device)[None]
+    cos, sin = lm.model.model.rotary_emb(torch.zeros(1, device=lm.device), positions)
     for layer, (keys, values) in enumerate(table):
-        ours, theirs = chunk.layer(layer)
+        ours, theirs = (block.to(lm.device) for block in chunk.layer(layer))
         turned, _ = apply_rotary_pos_emb(ours[None], ours[None], cos, sin)
         assert float((turned - keys).abs().max()) <= 1e-4
         assert float((theirs[None] - values).abs().max()) <= 1e-4

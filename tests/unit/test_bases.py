@@ -229,7 +229,7 @@ def looks(lm: LanguageModel, ids: tuple[int, ...], asking: tuple[int, ...]) -> l
     """Return per layer the strongest attention each token of a chunk gets from what follows it."""
     lm.model.set_attn_implementation("eager")
     try:
-        maps = lm.model(torch.tensor([ids + asking]), output_attentions=True).attentions
+        maps = lm.model(torch.tensor([ids + asking], device=lm.device), output_attentions=True).attentions
     finally:
         lm.model.set_attn_implementation("qcfuse")
     return [layer[0, :, len(ids) :, : len(ids)].amax((0, 1)) for layer in maps]

@@ -33,7 +33,7 @@ def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
     lm.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            weights = lm.model(torch.tensor([ids]), output_attentions=True).attentions
+            weights = lm.model(torch.tensor([ids], device=lm.device), output_attentions=True).attentions
     finally:
         lm.model.set_attn_implementation(NAME)
     return torch.stack([layer[0].mean(0) for layer in weights])

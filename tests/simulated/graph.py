@@ -1,0 +1,103 @@
+"""Recorded graphs: what was launched while one was recorded runs again over the same memory, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tests.simulated.memory import Memory
+from tests.simulated.operations import Operation, tensors_in
+
+if TYPE_CHECKING:
+    from tests.simulated.device import Device
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`. Recording computes nothing: what is computed to know shapes is undone."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._steps: list[Callable[[int], None]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own: list[tuple[Memory, Tensor]] = []
+        self._of_others: dict[int, Memory] = {}
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        if self._device.stream is self._device.default:
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        self._device.graph = self
+
+    def capture_end(self) -> None:
+        self._device.graph = None
+        for whole, content in self._before.values():
+            whole.copy_(content)
+        self._before.clear()
+        for _, tensor in self._own:
+            spoil(tensor)
+
+    def replay(self) -> None:
+        device = self._device
+        with device.turn:
+            device.launched["graph"] += 1
+            if any(memory.free for memory in self._of_others.values()):
+                device.complain("a graph is replayed over memory that is free")
+            deed = device.stream.act()
+            for step in self._steps:
+                step(deed)
+            for memory, tensor in self._own:
+                if memory.free:  # other graphs of the same pool have that memory, too
+                    spoil(tensor)
+
+    # While it is recorded.
+
+    def own(self, memory: Memory, tensor: Tensor) -> None:
+        """Take memory that was allocated meanwhile: nobody else gets it while there is the graph."""
+        self._own.append((memory, tensor))
+
+    def about_to(self, operation: Operation, written: Sequence[Tensor], memory_of: Callable[[Tensor], Any]) -> None:
+        """Remember the memory an operation uses, and what was in that it writes."""
+        for tensor in tensors_in((operation.args, operation.kwargs)):
+            memory = memory_of(tensor)
+            if memory is not None:
+                self.note(memory)
+        for tensor in written:
+            memory = memory_of(tensor)
+            if memory is not None:
+                self.keep(memory)
+
+    def note(self, memory: Memory) -> None:
+        if all(memory is not own for own, _ in self._own):
+            self._of_others[memory.base] = memory
+
+    def keep(self, memory: Memory) -> None:
+        """Keep the content of some memory until recording is over."""
+        if memory.base not in self._before and all(memory is not own for own, _ in self._own):
+            whole = torch.from_numpy(memory.content())
+            self._before[memory.base] = whole, whole.clone()
+
+    def record(self, operation: Operation, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
+        device = self._device
+        new = {id(one) for one in fresh}
+        written = [*operation.written(), *fresh]
+
+        def step(deed: int) -> None:
+            what = f"{operation.name} of a graph"
+            device.use_tensors(operation.reads(), deed, write=False, what=what)
+            for place, found in zip(results, tensors_in(operation.compute()), strict=True):
+                if id(place) in new:
+                    place.copy_(found)
+            device.use_tensors(written, deed, write=True, what=what)
+
+        self._steps.append(step)
+
+    def record_kernel(self, name: str, compute: Callable[[], None]) -> None:
+        self._steps.append(lambda _: self._device.launch_kernel(name, compute))
+
+
+def spoil(tensor: Tensor) -> None:
+    """Fill memory of no content with something that shows."""
+    if tensor.numel():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

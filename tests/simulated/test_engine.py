@@ -1,0 +1,226 @@
+"""The engine as it runs on a CUDA device: its streams, transfers, kernels and recorded passes break no rule there."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import (
+    BLIND,
+    FRAMED,
+    METHODS,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    SamplingParams,
+    Scheduler,
+    SchedulerSettings,
+    make_method,
+)
+from qcfuse_rag.fuse.kernels.support import SWITCH
+from qcfuse_rag.fuse.prefill import Prefilled
+from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.contract import Miss
+from qcfuse_rag.store.key import ChunkKey
+from tests.damage import damaged
+from tests.families import FAMILIES, SLIDING_AND_FULL, build_model
+from tests.simulated.cuda import moved
+from tests.simulated.device import Device
+from tests.simulated.order import Stream
+from tests.simulated.tensor import DeviceTensor
+
+PASSAGES = ["The ferry is green.", "Orla keeps the paint."]
+QUESTION = "Who paints?"
+PROPHETKV = make_method("prophetkv", ratio=0.3, base=FRAMED)
+REUSE = make_method("reuse", base=FRAMED)
+TIERS = {"memory": {}, "pinned": {"pinned": True}, "device": {"device": "cuda:0"}}
+
+
+def engine_on(
+    device: Device | None,
+    tokenizer: PreTrainedTokenizerFast,
+    family: str = "llama",
+    store: MemoryStore | None = None,
+    layers: int = 2,
+) -> FusionEngine:
+    """Return an engine over a tiny model, on the device or on the CPU; its weights are the same everywhere."""
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if "layer_types" in FAMILIES[family][1]:
+        changes["layer_types"] = SLIDING_AND_FULL[:layers]
+    model = build_model(family, **changes)
+    lm = LanguageModel.wrap(model if device is None else moved(model, device), tokenizer)
+    return FusionEngine(lm, MemoryStore() if store is None else store)
+
+
+def engines(device: Device, tokenizer: PreTrainedTokenizerFast, *about: Any, **given: Any) -> list[FusionEngine]:
+    """Return an engine on the CPU and one on the device, with the same in their stores."""
+    there = engine_on(device, tokenizer, *about, **given)
+    given["store"] = MemoryStore(numbers=there.store.numbers)
+    here = engine_on(None, tokenizer, *about, **given)
+    here.warm(PASSAGES, bases=(BLIND, FRAMED))
+    for entry in here.store.entries():
+        opened = here.store.open(entry.address)
+        assert not isinstance(opened, Miss)
+        there.store.put(*opened)
+    return [here, there]
+
+
+def assert_same(found: Prefilled, expected: Prefilled) -> None:
+    assert found.report.selected == expected.report.selected
+    assert found.report.fallback == expected.report.fallback
+    assert float((found.logits.cpu() - expected.logits).abs().max()) < 1e-3
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.kernel_refusal", lambda *about: "switched off")
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_computes_on_the_device(
+    method: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = engines(device, tokenizer)
+    prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method)
+    if method == "auto":  # as far as it is not refused for being slow
+        chosen = make_method(method, base=FRAMED, guard=False)
+    assert_same(there.prefill(prompt, method=chosen), here.prefill(prompt, method=chosen))
+
+
+@pytest.mark.usefixtures("no_kernels")
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_computes_on_the_device(family: str, device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
+    here, there = engine_on(None, tokenizer, family), engine_on(device, tokenizer, family)
+    for engine in (here, there):
+        assert engine.warm(PASSAGES, bases=(FRAMED,)).failed == ()
+    prompt = here.prompt(QUESTION, PASSAGES)
+    assert_same(there.prefill(prompt, method=PROPHETKV), here.prefill(prompt, method=PROPHETKV))
+    greedy = SamplingParams(max_new_tokens=3)
+    assert there.generate(prompt, greedy).ids == here.generate(prompt, greedy).ids
+
+
+@pytest.mark.parametrize(
+    ("tier", "numbers"), [("memory", "model"), ("pinned", "model"), ("device", "model"), ("pinned", "int8")]
+)
+def test_what_is_stored_arrives_from_every_tier(
+    tier: str, numbers: str, device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    here, there = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]))
+    prompt = here.prompt(QUESTION, PASSAGES)
+    for _ in range(2):  # the second time through memory that the first has left
+        assert_same(there.prefill(prompt, method=REUSE), here.prefill(prompt, method=REUSE))
+        gc.collect()
+    assert device.launched["place"] > 0
+
+
+def test_recorded_passes_and_steps_are_those_that_were_recorded(
+    device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True))
+    there.passes.warm_up(rows=(16, 48))
+    there.step.warm_up(requests=(1, 2))
+    assert (there.passes.refusal, there.step.refusal) == (None, None)
+    for prompt in (here.prompt(QUESTION, PASSAGES), here.prompt("Who?", PASSAGES[::-1])):
+        before = there.passes.replayed
+        assert_same(there.prefill(prompt, method=PROPHETKV), here.prefill(prompt, method=PROPHETKV))
+        assert there.passes.replayed == before + 2, "the probe's, and the rows'"
+    graphs, greedy = device.launched["graph"], SamplingParams(max_new_tokens=3)
+    assert there.generate(prompt, greedy, method=REUSE).ids == here.generate(prompt, greedy, method=REUSE).ids
+    assert device.launched["graph"] - graphs == there.lm.n_layers + 2, "a pass layer by layer, and two steps"
+
+
+def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Prefills, recorded or not, beside one another's decode steps, in the scheduler's thread."""
+    here, there = engines(device, tokenizer, store=MemoryStore(pinned=True))
+    there.passes.warm_up(rows=(48,))
+    there.step.warm_up(requests=(2,))
+    greedy = SamplingParams(max_new_tokens=4)
+    prompts = [here.prompt(QUESTION, passages) for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1])]
+    with Scheduler(there, SchedulerSettings(active=2, waiting=4)) as scheduler:
+        answers = [scheduler.submit(prompt, greedy, method=PROPHETKV) for prompt in prompts]
+        found = [answer.result(timeout=120).ids for answer in answers]
+    assert found == [here.generate(prompt, greedy, method=PROPHETKV).ids for prompt in prompts]
+
+
+class DamagedLate(MemoryStore):
+    """Of each chunk, the last layer turns out damaged when it is read."""
+
+    harmed = False
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        found = super().get(key)
+        return damaged(found, "value.1") if self.harmed and isinstance(found, ChunkKV) else found
+
+
+def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
+    device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    store = DamagedLate(pinned=True)
+    here, there = engines(device, tokenizer, store=store)
+    there.passes.warm_up(rows=(48,))
+    store.harmed = True
+    prompt = here.prompt(QUESTION, PASSAGES)
+    found = there.prefill(prompt, method=PROPHETKV)
+    expected = here.prefill(prompt, method=make_method("full"))
+    assert found.report.fallback is not None
+    assert "does not match its checksum" in found.report.fallback
+    assert float((found.logits.cpu() - expected.logits).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_host_waits_as_often_for_a_deep_model_as_for_a_shallow_one(
+    recorded: bool, device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Waiting in every layer, it could not launch ahead of the device."""
+    waits = []
+    for layers in (2, 4):
+        _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=layers)
+        if recorded:
+            engine.passes.warm_up(rows=(48,))
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        device.waits.clear()
+        device.launched.clear()
+        engine.prefill(prompt, method=PROPHETKV)
+        waits.append(list(device.waits))
+        assert device.launched["graph"] == (2 * layers if recorded else 0)
+    assert waits[0] == waits[1]
+
+
+def test_the_ring_goes_round_no_faster_than_the_link(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer, blocks = Transfer(Link(torch.device("cuda", 0))), [torch.full((500,), float(n)) for n in range(12)]
+    sent = transfer.send(blocks)
+    sent.receive()
+    assert [one.mean().item() for one in sent.brought] == list(range(12))
+    assert not device.broken
+    monkeypatch.setattr(Ring, "used_by", lambda *given: None)
+    transfer.send(blocks)
+    assert "copy_ of the host on stream 0 overwrites what stream 2 is perhaps still reading" in device.broken[0]
+    device.broken.clear()
+
+
+@pytest.mark.parametrize(
+    ("who", "what", "said"),
+    [
+        (Stream, "wait_event", "place on stream 1 reads what stream 2 is perhaps still writing"),
+        (DeviceTensor, "record_stream", "is freed while stream 1 is perhaps at it"),
+    ],
+    ids=["arrival", "allocator"],
+)
+def test_a_rule_the_engine_forgets_is_found(
+    who: type, what: str, said: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be wrong now and then on a device, each time here."""
+    _, engine = engines(device, tokenizer)
+    monkeypatch.setattr(who, what, lambda *given: None)
+    for _ in range(2):
+        engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE)
+        gc.collect()
+    assert any(said in one for one in device.broken)
+    device.broken.clear()
