@@ -116,13 +116,12 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
     """
     from qcfuse_rag.fuse.kernels.place import Block
 
-    scaled, multiplied = companion(chunk.numbers) == "scale", companion(chunk.numbers) == "basis"
-    staged = []
+    beside, staged = companion(chunk.numbers), []
     for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
-        name = f"{kind}.{layer}"
-        block = chunk.part(kind, layer).transpose(0, 1) if multiplied else chunk.blocks[name]
-        scale = chunk.blocks[f"{name}.scale"].to(into.device, non_blocking=True) if scaled else None
-        stored = block.contiguous().to(into.device, non_blocking=True)
+        name, device = f"{kind}.{layer}", into.device
+        block = chunk.part(kind, layer).transpose(0, 1).contiguous() if beside == "basis" else chunk.blocks[name]
+        scale = chunk.blocks[f"{name}.scale"].to(device, non_blocking=True) if beside == "scale" else None
+        stored = block if block.device == device else block.to(device, non_blocking=True)
         staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
     return staged
 

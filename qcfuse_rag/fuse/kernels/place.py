@@ -23,9 +23,11 @@ MOST_IN_A_LAUNCH = 32768
 """Blocks; CUDA counts to 65,535 in a grid's third dimension."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """Keys or values of one chunk in one layer, on the device, and the place they go to.
+
+    There are a thousand in a prompt, made while a device waits for them: what is checked is checked in few steps.
 
     Attributes:
         stored: `[n, H, D]`, as stored: any float dtype, or int8 or fp8 with `scale`; contiguous.
@@ -56,10 +58,11 @@ class Block:
 
     def __post_init__(self) -> None:
         tokens, heads, dim = self.stored.shape
-        if self.into.shape[:2] != (1, heads) or self.into.shape[3] != dim or self.into.stride(3) != 1:
+        requests, into_heads, capacity, into_dim = self.into.shape
+        if (requests, into_heads, into_dim) != (1, heads, dim) or self.into.stride(3) != 1:
             raise ValueError(f"a block {tuple(self.stored.shape)} does not go into {tuple(self.into.shape)}")
-        if not 0 <= self.start <= self.into.shape[2] - tokens:
-            raise ValueError(f"{tokens} tokens at {self.start} exceed a buffer of {self.into.shape[2]}")
+        if not 0 <= self.start <= capacity - tokens:
+            raise ValueError(f"{tokens} tokens at {self.start} exceed a buffer of {capacity}")
         if self.scale is not None and self.scale.shape not in ((1, heads, dim), (tokens, heads, 1)):
             raise ValueError(f"scales {tuple(self.scale.shape)} do not fit {tuple(self.stored.shape)}")
         if not self.stored.is_contiguous() or (self.scale is not None and not self.scale.is_contiguous()):
@@ -144,13 +147,13 @@ def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> 
     tables = {} if tables is None else tables
     alike: dict[tuple[object, ...], dict[object, list[Block]]] = {}
     for block in blocks:
-        rope = block.turning
+        rope, scale = block.turning, block.scale
         about = (
             block.stored.dtype,
             block.stored.shape[1:],
             block.into.dtype,
             block.into.stride(),
-            None if block.scale is None else block.scale.shape[2] == 1,
+            None if scale is None else scale.shape[2] == 1,
         )
         turned = None if rope is None else (id(rope.inv_freq), rope.interleaved)
         alike.setdefault(about, {}).setdefault(turned, []).append(block)
