@@ -141,10 +141,9 @@ class Arrival:
         return item
 
     def _also_here(self) -> list[Sent]:
-        """Return the same of layers after that which are on the device too, to be placed by the same launch.
+        """Return the same of later layers that have arrived as well, to be placed by the same launch.
 
-        At most as many as have been placed before: to list all layers of a prompt takes the host milliseconds, in which
-        a device would have nothing to do if it had not been given the first ones before.
+        At most doubling what is placed, so that the device is busy while the host builds a long table.
 
         Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
         Blocks of low rank are wide only when they are placed: of those there is room for a layer.
@@ -188,16 +187,17 @@ class Arrival:
 
     def _read(self) -> None:
         """Read everything in the order it is needed; run by the thread."""
-        part = self._parts[0] if self._parts else None
+        blamed: Sequence[Coming] = self._parts
         try:
             with torch.inference_mode():
                 for layer in range(len(self._ropes)):
                     read: list[tuple[Coming, str, Tensor]] = []
                     for part in self._parts:
+                        blamed = [part]
                         read += [(part, name, part.chunk.blocks[name]) for name in part.chunk.layer_names(layer)]
                         if self._stopped:
                             return
-                    blocks = [block for _, _, block in read]
+                    blocks, blamed = [block for _, _, block in read], self._parts
                     sent = None if self._transfer is None else self._transfer.send(blocks)
                     for (part, name, _), block in zip(read, blocks if sent is None else sent.brought, strict=True):
                         part.read[name] = block
@@ -205,10 +205,10 @@ class Arrival:
                     if sent is not None:
                         self._keep_within(sum(block.nbytes for block in sent.brought))
         except Exception as error:  # whatever it is, somebody is waiting
-            assert part is not None
             corrupt = isinstance(error, CorruptEntry)
             miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
-            self._layers.put(LateMiss({part.start: miss}, [part.start] if corrupt else []))
+            starts = [part.start for part in blamed]
+            self._layers.put(LateMiss(dict.fromkeys(starts, miss), starts if corrupt else []))
 
     def _keep_within(self, more: int) -> None:
         """Count `more` bytes, and wait while more is read and not placed than may be on a device."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 
 import pytest
@@ -15,22 +17,23 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() or find_spec("t
 
 
 @pytest.fixture(scope="session")
-def no_device_remembered() -> Iterator[None]:
-    """Forget afterwards what is known of devices: there is none."""
-    from qcfuse_rag.fuse.kernels import launch, support
+def remembered() -> Callable[..., str | None]:
+    """Why kernels are refused, remembered by these tests alone."""
+    from qcfuse_rag.fuse.kernels.support import kernel_refusal
 
-    yield
-    support.kernel_refusal.cache_clear()
-    launch.processors.cache_clear()
+    return cache(kernel_refusal.__wrapped__)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, no_device_remembered: None) -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
+    from qcfuse_rag.fuse.kernels.launch import processors
     from tests.simulated.cuda import simulated_cuda
 
-    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.TOKENS", 40)  # the interpreter is slow
-    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.ROWS", 8)
+    for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
+        monkeypatch.setattr(f"qcfuse_rag.fuse.kernels.support.{name}", value)
     monkeypatch.setattr("qcfuse_rag.fuse.transfer.RING_BYTES", 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device
+        gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
+    processors.cache_clear()

@@ -7,21 +7,17 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tests.simulated.graph import Graph, spoil
+from tests.simulated.graph import Graph, poison
 from tests.simulated.memory import Lease, Memory, bytes_of
-from tests.simulated.operations import CONVERTING, INDEXING, Operation, tensors_in
-from tests.simulated.order import HOST, Clock, Stream, agent_of, deed_of
+from tests.simulated.operations import CONVERTING, MOVING, Operation, tensors_in
+from tests.simulated.order import HOST, Host, Stream, agent_of, epoch_of
 from tests.simulated.tensor import GPU, DeviceTensor, Everywhere
-
-MOVING = {"aten::copy_", "aten::_to_copy", *INDEXING}
-"""Which take operands on two devices."""
 
 
 class Device:
@@ -33,30 +29,28 @@ class Device:
     Attributes:
         broken: what was done against the rules, and where.
         launched: how often what was launched, by name.
-        waits: where the host waited for the device.
+        host: what it knows, and where it waited.
         strict: whether waiting is an error, as `torch.cuda.set_sync_debug_mode` says.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.broken: list[str] = []
         self.launched: Counter[str] = Counter()
-        self.waits: list[str] = []
         self.strict = False
         self.memories: dict[int, Memory] = {}
-        self.host = Clock()
-        self.turn = threading.RLock()
-        self._chance = Random(seed)
+        self.host = Host(seed, lambda: self.strict or self.graph is not None)
+        self.turn = self.host.turn
         self._streams: list[Stream] = []
         self._pinned: list[Lease] = []
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._of_thread = threading.local()
-        self._host_deeds = 0
+        self._host_epochs = 0
         self.default = self.new_stream()
 
     # Streams.
 
     def new_stream(self) -> Stream:
-        self._streams.append(Stream(HOST + 1 + len(self._streams), self.host, self._chance))
+        self._streams.append(Stream(HOST + 1 + len(self._streams), self.host))
         return self._streams[-1]
 
     @property
@@ -79,20 +73,21 @@ class Device:
 
     def wait(self, why: str) -> None:
         """Have the host wait for what the thread has launched."""
-        if self.strict or self.graph is not None:
-            raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
-        self.waits.append(why)
-        self.host.learn(self.stream.clock)
+        self.host.wait(self.stream.clock, why)
 
     def synchronize(self) -> None:
         self.wait("synchronize")
-        for stream in self._streams:
-            self.host.learn(stream.clock)
+        with self.turn:
+            for stream in self._streams:
+                self.host.clock.learn(stream.clock)
 
     # Memory.
 
     def memory_of(self, inner: Tensor) -> Memory | None:
         return self.memories.get(inner.untyped_storage().data_ptr())
+
+    def lease_of(self, memory: Memory) -> Lease | None:
+        return self._leases.get(memory.base)
 
     def on_device(self, inner: Tensor) -> DeviceTensor:
         """Return numbers as a tensor of the device, in memory of the thread's stream if it is new."""
@@ -126,32 +121,32 @@ class Device:
             return
         self.memories.pop(memory.base, None)
         owner = self._streams[memory.stream - 1]
-        for deed in memory.last_uses():
-            user = agent_of(deed)
-            known = owner.clock.knows(deed) or self.host.knows(deed)
-            if deed and user not in (HOST, memory.stream, *memory.told) and not known:
+        for epoch in memory.last_uses():
+            user = agent_of(epoch)
+            known = owner.clock.knows(epoch) or self.host.clock.knows(epoch)
+            if epoch and user not in (HOST, memory.stream, *memory.recorded_streams) and not known:
                 self.complain(f"memory of stream {memory.stream} is freed while stream {user} is perhaps at it")
                 return
 
-    def use(self, memory: Memory, where: object, deed: int, *, write: bool, what: str) -> None:
+    def use(self, memory: Memory, where: object, epoch: int, *, write: bool, what: str) -> None:
         """Note that bytes are used, and whether they may be."""
         if self.graph is not None:
             return
-        agent = agent_of(deed)
-        clock = self.host if agent == HOST else self._streams[agent - 1].clock
-        wrong = memory.conflict(where, deed, clock, write=write)
+        agent = agent_of(epoch)
+        clock = self.host.clock if agent == HOST else self._streams[agent - 1].clock
+        wrong = memory.conflict(where, epoch, clock, write=write)
         if wrong is not None:
-            self.complain(f"{what} on stream {agent} {wrong}")
+            self.complain(f"{what} {'by the host' if agent == HOST else f'on stream {agent}'} {wrong}")
         if write:
-            memory.written[where] = deed  # type: ignore[index]
+            memory.written[where] = epoch  # type: ignore[index]
         else:
-            memory.note_read(where, deed)
+            memory.note_read(where, epoch)
 
-    def use_tensors(self, tensors: list[Tensor], deed: int, *, write: bool, what: str) -> None:
+    def use_tensors(self, tensors: list[Tensor], epoch: int, *, write: bool, what: str) -> None:
         for inner in tensors:
             memory = self.memory_of(inner)
             if memory is not None and inner.numel():
-                self.use(memory, bytes_of(inner), deed, write=write, what=what)
+                self.use(memory, bytes_of(inner), epoch, write=write, what=what)
 
     def complain(self, text: str) -> None:
         where = [frame for frame in traceback.extract_stack() if "/tests/simulated/" not in frame.filename]
@@ -178,9 +173,9 @@ class Device:
         pinned = operation.kwargs.pop("pin_memory", None)
         for one in operation.written():
             if self.is_pinned(one):
-                self._host_deeds += 1
-                self.host[HOST] = deed = deed_of(HOST, self._host_deeds)
-                self.use_tensors([one], deed, write=True, what=f"{operation.name} of the host")
+                self._host_epochs += 1
+                self.host.clock[HOST] = epoch = epoch_of(HOST, self._host_epochs)
+                self.use_tensors([one], epoch, write=True, what=operation.name)
         result = operation.compute()
         return self.pin(result) if pinned else result
 
@@ -190,17 +185,21 @@ class Device:
         given = tensors_in((args, kwargs))
         there = [isinstance(one, DeviceTensor) for one in given]
         target = kwargs.get("device")
-        down = target is not None and torch.device(target).type == "cpu"
+        to_host = target is not None and torch.device(target).type == "cpu"
         name = func._schema.name
         if name == "aten::copy_" and not isinstance(args[0], DeviceTensor):
-            down = True
-        strangers = [one for one, on in zip(given, there, strict=True) if not on and one.dim() > 0]
-        if strangers and any(there) and name not in MOVING:
-            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+            to_host = True
         wrappers = {id(one.inner): one for one in given if isinstance(one, DeviceTensor)}
         operation = Operation(func, tree_map(_inner, args), tree_map(_inner, {**kwargs, "pin_memory": None}))
         operation.kwargs.pop("pin_memory")
-        waiting = down or operation.waits(there) or self._waits_for_copy(operation, strangers, down=down)
+        from_host = [] if to_host else operation.host_operands(there)
+        if from_host and any(there) and name not in MOVING:
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+        if to_host and operation.non_blocking:
+            self.complain(f"{name} to the host is not waited for")
+        waiting = to_host or operation.waits(there) or operation.waits_for_copy(from_host, self.is_pinned)
+        if self.graph is not None and not waiting and not all(map(self.is_pinned, from_host)):
+            raise RuntimeError(f"{name} from memory that is not page-locked was recorded")
         if waiting and self.graph is not None:
             self.wait(name)
         written = operation.written()
@@ -208,19 +207,19 @@ class Device:
             self.graph.about_to(operation, written, self.memory_of)
         result = operation.compute()
         results = tensors_in(result)
-        fresh = [] if down else operation.fresh(results)
+        fresh = [] if to_host else operation.fresh(results)
         if fresh or written or waiting:
-            deed = self._act(name)
-            self.use_tensors(operation.reads(), deed, write=False, what=name)
-            self.use_tensors(written, deed, write=True, what=name)
-        if not down:
+            epoch = self._tick(name)
+            self.use_tensors(operation.reads(), epoch, write=False, what=name)
+            self.use_tensors(written, epoch, write=True, what=name)
+        if not to_host:
             result = tree_map(lambda one: self._wrapped(one, wrappers), result)
         if fresh or written:
             if "empty" in name:
                 for one in fresh:
-                    spoil(one)
+                    poison(one)
             else:
-                self.use_tensors(fresh, deed, write=True, what=name)
+                self.use_tensors(fresh, epoch, write=True, what=name)
             if self.graph is not None:
                 self.graph.record(operation, results, fresh)
         if waiting:
@@ -230,7 +229,7 @@ class Device:
     def launch_kernel(self, name: str, compute: Callable[[], None]) -> None:
         """Run a kernel, which says by `tests.simulated.kernels` what it touches."""
         with self.turn:
-            self._of_thread.kernel = name, self._act(name)
+            self._of_thread.kernel = name, self._tick(name)
             try:
                 compute()
             finally:
@@ -240,32 +239,20 @@ class Device:
 
     @property
     def kernel(self) -> tuple[str, int] | None:
-        """The kernel the thread runs, and the deed that is."""
+        """The kernel the thread runs, and the epoch that is."""
         return getattr(self._of_thread, "kernel", None)
 
-    def _act(self, name: str) -> int:
+    def _tick(self, name: str) -> int:
         if self.graph is not None:
             return 0
         self.launched[name] += 1
-        return self.stream.act()
+        return self.stream.tick()
 
     def _wrapped(self, value: Any, wrappers: dict[int, DeviceTensor]) -> Any:
         if not isinstance(value, Tensor):
             return value
         wrapper = wrappers.get(id(value))
         return self.on_device(value) if wrapper is None else wrapper
-
-    def _waits_for_copy(self, operation: Operation, strangers: list[Tensor], *, down: bool) -> bool:
-        """Return whether the host waits for what is copied from it, as torch has it wait unless told otherwise.
-
-        Of memory that is not page-locked, CUDA takes a copy before it lets go of the host, and waits for nothing.
-        """
-        if down or operation.name not in MOVING - INDEXING or not any(one.numel() for one in strangers):
-            return False
-        told = operation.kwargs.get("non_blocking") or (operation.name == "aten::copy_" and True in operation.args[2:])
-        if told and self.graph is not None and not all(map(self.is_pinned, strangers)):
-            raise RuntimeError("a copy from memory that is not page-locked was recorded")
-        return not told
 
 
 def _is_device(value: object) -> bool:

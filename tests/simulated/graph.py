@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ class Graph:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._steps: list[Callable[[int], None]] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor, object]] = {}
         self._own: list[tuple[Memory, Tensor]] = []
         self._of_others: dict[int, Memory] = {}
 
@@ -32,11 +33,11 @@ class Graph:
 
     def capture_end(self) -> None:
         self._device.graph = None
-        for whole, content in self._before.values():
+        for whole, content, _ in self._before.values():
             whole.copy_(content)
         self._before.clear()
         for _, tensor in self._own:
-            spoil(tensor)
+            poison(tensor)
 
     def replay(self) -> None:
         device = self._device
@@ -44,18 +45,19 @@ class Graph:
             device.launched["graph"] += 1
             if any(memory.free for memory in self._of_others.values()):
                 device.complain("a graph is replayed over memory that is free")
-            deed = device.stream.act()
+            epoch = device.stream.tick()
             for step in self._steps:
-                step(deed)
+                step(epoch)
             for memory, tensor in self._own:
                 if memory.free:  # other graphs of the same pool have that memory, too
-                    spoil(tensor)
+                    poison(tensor)
 
     # While it is recorded.
 
     def own(self, memory: Memory, tensor: Tensor) -> None:
         """Take memory that was allocated meanwhile: nobody else gets it while there is the graph."""
         self._own.append((memory, tensor))
+        weakref.finalize(self, self._device.memories.pop, memory.base, None).atexit = False
 
     def about_to(self, operation: Operation, written: Sequence[Tensor], memory_of: Callable[[Tensor], Any]) -> None:
         """Remember the memory an operation uses, and what was in that it writes."""
@@ -76,20 +78,20 @@ class Graph:
         """Keep the content of some memory until recording is over."""
         if memory.base not in self._before and all(memory is not own for own, _ in self._own):
             whole = torch.from_numpy(memory.content())
-            self._before[memory.base] = whole, whole.clone()
+            self._before[memory.base] = whole, whole.clone(), self._device.lease_of(memory)
 
     def record(self, operation: Operation, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
         device = self._device
         new = {id(one) for one in fresh}
         written = [*operation.written(), *fresh]
 
-        def step(deed: int) -> None:
+        def step(epoch: int) -> None:
             what = f"{operation.name} of a graph"
-            device.use_tensors(operation.reads(), deed, write=False, what=what)
+            device.use_tensors(operation.reads(), epoch, write=False, what=what)
             for place, found in zip(results, tensors_in(operation.compute()), strict=True):
                 if id(place) in new:
                     place.copy_(found)
-            device.use_tensors(written, deed, write=True, what=what)
+            device.use_tensors(written, epoch, write=True, what=what)
 
         self._steps.append(step)
 
@@ -97,7 +99,7 @@ class Graph:
         self._steps.append(lambda _: self._device.launch_kernel(name, compute))
 
 
-def spoil(tensor: Tensor) -> None:
+def poison(tensor: Tensor) -> None:
     """Fill memory of no content with something that shows."""
     if tensor.numel():
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

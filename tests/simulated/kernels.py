@@ -53,7 +53,7 @@ def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:
     """Note what a kernel reads or writes, if it is anybody's memory at all."""
     if device.kernel is None:
         return
-    name, deed = device.kernel
+    name, epoch = device.kernel
     size = max(8, pointers.get_element_ty().primitive_bitwidth) // 8
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].reshape(-1)
     for memory, at in _by_memory(device, addresses.astype(np.int64)):
@@ -64,15 +64,15 @@ def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:
             device.graph.note(memory)
             if write:
                 device.graph.keep(memory)
-        device.use(memory, (at[:, None] + np.arange(size)).reshape(-1), deed, write=write, what=name)
+        device.use(memory, (at[:, None] + np.arange(size)).reshape(-1), epoch, write=write, what=name)
 
 
 def _by_memory(device: Device, addresses: NDArray[np.int64]) -> Iterator[tuple[Memory | None, NDArray[np.int64]]]:
     """Yield allocations, and where in them addresses are."""
-    bases = sorted(base for base, memory in device.memories.items() if memory.nbytes)
+    bases = sorted(device.memories)  # memory is freed whenever a tensor goes, in whatever thread
     while len(addresses):
         place = bisect_right(bases, int(addresses.min()))
-        memory = device.memories[bases[place - 1]] if place else None
+        memory = device.memories.get(bases[place - 1]) if place else None
         end = np.inf if place == len(bases) else bases[place]
         mine = addresses < end
         yield memory, addresses[mine] - (0 if memory is None else memory.base)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.simulated.order import Clock, agent_of
 
-Deeds = NDArray[np.int64]
+Epochs = NDArray[np.int64]
 
 
 class Lease:
@@ -31,9 +31,9 @@ class Memory:
         base, nbytes: where.
         stream: of whom; what is freed there is handed out there again at once.
         pinned: of the host.
-        written: by byte, the deed that wrote it last.
-        read: by agent, by byte, the deed that read it last.
-        told: streams that the allocator was told of by `record_stream`.
+        written: by byte, the epoch that wrote it last.
+        read: by agent, by byte, the epoch that read it last.
+        recorded_streams: streams that the allocator was told of by `record_stream`.
         graph: whether a graph has it for itself.
         free: whether no tensor lies in it any more.
     """
@@ -44,9 +44,9 @@ class Memory:
     pinned: bool = False
     graph: bool = False
     free: bool = False
-    told: set[int] = field(default_factory=set)
-    read: dict[int, Deeds] = field(default_factory=dict)
-    written: Deeds = field(init=False)
+    recorded_streams: set[int] = field(default_factory=set)
+    read: dict[int, Epochs] = field(default_factory=dict)
+    written: Epochs = field(init=False)
 
     def __post_init__(self) -> None:
         self.written = np.zeros(self.nbytes, np.int64)
@@ -54,32 +54,32 @@ class Memory:
     def content(self) -> NDArray[np.uint8]:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.base))
 
-    def note_read(self, where: object, deed: int) -> None:
-        marks = self.read.setdefault(agent_of(deed), np.zeros(self.nbytes, np.int64))
-        marks[where] = deed  # type: ignore[index]
+    def note_read(self, where: object, epoch: int) -> None:
+        marks = self.read.setdefault(agent_of(epoch), np.zeros(self.nbytes, np.int64))
+        marks[where] = epoch  # type: ignore[index]
 
-    def conflict(self, where: object, deed: int, clock: Clock, *, write: bool) -> str | None:
+    def conflict(self, where: object, epoch: int, clock: Clock, *, write: bool) -> str | None:
         """Return what is wrong with using some bytes now, for one who knows what a clock does; None if nothing is."""
         for other in np.unique(self.written[where]).tolist():  # type: ignore[index]
-            if not _may_follow(deed, other, clock):
+            if not _may_follow(epoch, other, clock):
                 return f"{'overwrites' if write else 'reads'} what stream {agent_of(other)} is perhaps still writing"
         for agent, marks in self.read.items() if write else ():
-            if not _may_follow(deed, int(marks[where].max(initial=0)), clock):  # type: ignore[index]
+            if not _may_follow(epoch, int(marks[where].max(initial=0)), clock):  # type: ignore[index]
                 return f"overwrites what stream {agent} is perhaps still reading"
         return None
 
     def last_uses(self) -> Iterator[int]:
-        """Yield deeds, the last of each agent that wrote or read any of it among them."""
+        """Yield epochs, the last of each agent that wrote or read any of it among them."""
         yield from np.unique(self.written).tolist()
         for marks in self.read.values():
             yield int(marks.max(initial=0))
 
 
-def _may_follow(deed: int, other: int, clock: Clock) -> bool:
-    return other == 0 or agent_of(other) == agent_of(deed) or clock.knows(other)
+def _may_follow(epoch: int, other: int, clock: Clock) -> bool:
+    return other == 0 or agent_of(other) == agent_of(epoch) or clock.knows(other)
 
 
-def bytes_of(tensor: Tensor) -> Deeds | slice:
+def bytes_of(tensor: Tensor) -> Epochs | slice:
     """Return which bytes of its allocation a strided tensor lies in."""
     size = tensor.element_size()
     first = tensor.storage_offset() * size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,24 @@ WAITING = {
     "aten::_local_scalar_dense",
     "aten::_unique2",
     "aten::allclose",
+    "aten::argwhere",
     "aten::bincount",
     "aten::equal",
     "aten::is_nonzero",
+    "aten::isin",
     "aten::item",
     "aten::masked_select",
     "aten::nonzero",
+    "aten::repeat_interleave",
     "aten::unique_consecutive",
     "aten::unique_dim",
 }
 """Whose result, or its size, the host has to know."""
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+MOVING = {"aten::copy_", "aten::_to_copy"}
+"""Which take operands on two devices."""
+STAGED_BYTES = 1 << 16
+"""Of memory that is not page-locked, CUDA takes so much at once; the host may wait for more."""
 CONVERTING = {"aten::to", "aten::cpu", "aten::cuda", "aten::type_as"}
 FILLING = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_"}
 """Which do not read what they write."""
@@ -77,9 +84,27 @@ class Operation:
     def waits(self, on_device: Sequence[bool]) -> bool:
         """Return whether the host waits; `on_device` says it of all tensors in the order of `tensors_in`."""
         if self.name in INDEXING:
+            value = self.args[2] if len(self.args) > 2 else None
+            filling = isinstance(value, Tensor) and value.dim() == 0 and True not in self.args[3:]
             place = dict(zip(map(id, tensors_in((self.args, self.kwargs))), on_device, strict=True))
             return any(
-                one.dtype in (torch.bool, torch.uint8) or (one.dim() > 0 and not place[id(one)])
+                (one.dtype in (torch.bool, torch.uint8) and not filling) or (one.dim() > 0 and not place[id(one)])
                 for one in tensors_in(self.args[1])
             )
-        return self.name in WAITING
+        return self.name in WAITING or (self.name == "aten::where" and len(self.args) == 1)
+
+    def host_operands(self, on_device: Sequence[bool]) -> list[Tensor]:
+        """Return the operands on the host, but for numbers and indices, which may be there."""
+        indices = tensors_in(self.args[1]) if self.name in INDEXING else []
+        operands = zip(tensors_in((self.args, self.kwargs)), on_device, strict=True)
+        return [one for one, on in operands if not on and one.dim() > 0 and all(one is not index for index in indices)]
+
+    @property
+    def non_blocking(self) -> bool:
+        return bool(self.kwargs.get("non_blocking")) or (self.name == "aten::copy_" and True in self.args[2:])
+
+    def waits_for_copy(self, from_host: Sequence[Tensor], is_pinned: Callable[[Tensor], bool]) -> bool:
+        """Return whether the host waits until something of it is copied to the device."""
+        if self.name not in MOVING or not any(one.numel() for one in from_host):
+            return False
+        return not self.non_blocking or any(one.nbytes > STAGED_BYTES and not is_pinned(one) for one in from_host)

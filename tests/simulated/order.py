@@ -1,35 +1,63 @@
 """What a device has done when: streams, events, and for each what it knows to be done.
 
-A vector clock: work of one agent (the host, or a stream) comes before work of another only if somebody waited.
+Vector clocks and epochs as in FastTrack (Flanagan and Freund, 2009): work of one agent, the host or a stream, comes
+before work of another only if somebody waited. The host's threads count as one agent.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
+from collections.abc import Callable
 from random import Random
 
 HOST = 0
 _AGENT = 40
-"""Bits below an agent's number; a deed is `agent << 40 | number`, so that arrays of them are integers."""
+"""Bits below an agent's number; an epoch is `agent << 40 | number`, so that arrays of them are integers."""
 
 
-def deed_of(agent: int, number: int) -> int:
+def epoch_of(agent: int, number: int) -> int:
     return agent << _AGENT | number
 
 
-def agent_of(deed: int) -> int:
-    return deed >> _AGENT
+def agent_of(epoch: int) -> int:
+    return epoch >> _AGENT
 
 
 class Clock(dict[int, int]):
-    """By agent, the last of its deeds that is known to be done."""
+    """By agent, the last of its epochs that is known to be done."""
 
     def learn(self, other: Clock) -> None:
-        for agent, deed in other.items():
-            self[agent] = max(self.get(agent, 0), deed)
+        for agent, epoch in other.items():
+            self[agent] = max(self.get(agent, 0), epoch)
 
-    def knows(self, deed: int) -> bool:
-        return deed <= self.get(agent_of(deed), 0)
+    def knows(self, epoch: int) -> bool:
+        return epoch <= self.get(agent_of(epoch), 0)
+
+
+class Host:
+    """What the host knows to be done, and where it waited for that.
+
+    Args:
+        seed: of what is left to chance.
+        refuses: whether the calling thread may not wait.
+
+    Attributes:
+        turn: held by whoever changes a clock or memory.
+        waits: by the name of each thread, where it waited.
+    """
+
+    def __init__(self, seed: int, refuses: Callable[[], bool]) -> None:
+        self.clock, self.turn, self.chance = Clock(), threading.RLock(), Random(seed)
+        self.waits: dict[str, list[str]] = {}
+        self._refuses = refuses
+
+    def wait(self, clock: Clock, why: str) -> None:
+        with self.turn:
+            if self._refuses():
+                raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
+            self.waits.setdefault(threading.current_thread().name, []).append(why)
+            self.clock.learn(clock)
 
 
 class Stream:
@@ -37,48 +65,51 @@ class Stream:
 
     Args:
         number: as an agent.
-        host: what the host knows, and with it whatever is launched from now on.
-        chance: says whether what the host asks for has happened by then.
+        host: whatever it knows comes before what is launched from now on.
     """
 
-    def __init__(self, number: int, host: Clock, chance: Random) -> None:
-        self.number, self.clock = number, Clock()
-        self._host, self._chance = host, chance
-        self._deeds = itertools.count(1)
+    def __init__(self, number: int, host: Host) -> None:
+        self.number, self.clock, self._host = number, Clock(), host
+        self._epochs = itertools.count(1)
 
-    def act(self) -> int:
-        """Return the next deed, which comes after whatever the host knew when it was launched."""
-        self.clock.learn(self._host)
-        deed = deed_of(self.number, next(self._deeds))
-        self.clock[self.number] = deed
-        return deed
+    def tick(self) -> int:
+        """Return the next epoch."""
+        with self._host.turn:
+            self.clock.learn(self._host.clock)
+            epoch = epoch_of(self.number, next(self._epochs))
+            self.clock[self.number] = epoch
+            return epoch
 
     def record_event(self) -> Event:
-        self.clock.learn(self._host)
-        return Event(Clock(self.clock), self._host, self._chance)
+        with self._host.turn:
+            self.clock.learn(self._host.clock)
+            return Event(Clock(self.clock), self._host)
 
     def wait_event(self, event: Event) -> None:
-        self.clock.learn(event.clock)
+        with self._host.turn:
+            self.clock.learn(event.clock)
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        self._host.learn(self.clock)
+        self._host.wait(self.clock, "a stream")
 
 
 class Event:
     """Something a stream will have done; stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: Clock, host: Clock, chance: Random) -> None:
-        self.clock, self._host, self._chance = clock, host, chance
+    def __init__(self, clock: Clock, host: Host) -> None:
+        self.clock, self._host = clock, host
 
     def synchronize(self) -> None:
-        self._host.learn(self.clock)
+        self._host.wait(self.clock, "an event")
 
     def query(self) -> bool:
         """Return whether it has happened; what the host has not waited for may have or not."""
-        happened = all(map(self._host.knows, self.clock.values())) or self._chance.random() < 0.5
-        if happened:
-            self._host.learn(self.clock)
-        return happened
+        host = self._host
+        with host.turn:
+            happened = all(map(host.clock.knows, self.clock.values())) or host.chance.random() < 0.5
+            if happened:
+                host.clock.learn(self.clock)
+            return happened

@@ -53,7 +53,7 @@ class DeviceTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def record_stream(self, stream: Any) -> None:
-        self.memory.told.add(stream.number)
+        self.memory.recorded_streams.add(stream.number)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
-from qcfuse_rag.fuse.kernels.support import SWITCH
+from qcfuse_rag.fuse.kernels.support import kernels_run_on
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -77,8 +78,7 @@ def assert_same(found: Prefilled, expected: Prefilled) -> None:
 
 
 @pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
+def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.kernel_refusal", lambda *about: "switched off")
 
 
@@ -112,7 +112,7 @@ def test_every_family_computes_on_the_device(family: str, device: Device, tokeni
 def test_what_is_stored_arrives_from_every_tier(
     tier: str, numbers: str, device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    here, there = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]))
+    here, there = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]), layers=4)
     prompt = here.prompt(QUESTION, PASSAGES)
     for _ in range(2):  # the second time through memory that the first has left
         assert_same(there.prefill(prompt, method=REUSE), here.prefill(prompt, method=REUSE))
@@ -141,12 +141,16 @@ def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenize
     here, there = engines(device, tokenizer, store=MemoryStore(pinned=True))
     there.passes.warm_up(rows=(48,))
     there.step.warm_up(requests=(2,))
+    replayed, graphs = there.passes.replayed, device.launched["graph"]
     greedy = SamplingParams(max_new_tokens=4)
     prompts = [here.prompt(QUESTION, passages) for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1])]
     with Scheduler(there, SchedulerSettings(active=2, waiting=4)) as scheduler:
         answers = [scheduler.submit(prompt, greedy, method=PROPHETKV) for prompt in prompts]
         found = [answer.result(timeout=120).ids for answer in answers]
     assert found == [here.generate(prompt, greedy, method=PROPHETKV).ids for prompt in prompts]
+    passes = there.passes.replayed - replayed
+    assert passes > 0
+    assert device.launched["graph"] - graphs > passes * there.lm.n_layers, "steps, too"
 
 
 class DamagedLate(MemoryStore):
@@ -166,8 +170,9 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
     here, there = engines(device, tokenizer, store=store)
     there.passes.warm_up(rows=(48,))
     store.harmed = True
-    prompt = here.prompt(QUESTION, PASSAGES)
+    prompt, graphs = here.prompt(QUESTION, PASSAGES), device.launched["graph"]
     found = there.prefill(prompt, method=PROPHETKV)
+    assert device.launched["graph"] > graphs
     expected = here.prefill(prompt, method=make_method("full"))
     assert found.report.fallback is not None
     assert "does not match its checksum" in found.report.fallback
@@ -180,15 +185,16 @@ def test_the_host_waits_as_often_for_a_deep_model_as_for_a_shallow_one(
 ) -> None:
     """Waiting in every layer, it could not launch ahead of the device."""
     waits = []
+    assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
     for layers in (2, 4):
         _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=layers)
         if recorded:
             engine.passes.warm_up(rows=(48,))
         prompt = engine.prompt(QUESTION, PASSAGES)
-        device.waits.clear()
+        device.host.waits.clear()
         device.launched.clear()
         engine.prefill(prompt, method=PROPHETKV)
-        waits.append(list(device.waits))
+        waits.append(list(device.host.waits[threading.current_thread().name]))
         assert device.launched["graph"] == (2 * layers if recorded else 0)
     assert waits[0] == waits[1]
 
@@ -201,7 +207,7 @@ def test_the_ring_goes_round_no_faster_than_the_link(device: Device, monkeypatch
     assert not device.broken
     monkeypatch.setattr(Ring, "used_by", lambda *given: None)
     transfer.send(blocks)
-    assert "copy_ of the host on stream 0 overwrites what stream 2 is perhaps still reading" in device.broken[0]
+    assert "copy_ by the host overwrites what stream 2 is perhaps still reading" in device.broken[0]
     device.broken.clear()
 
 

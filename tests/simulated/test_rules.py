@@ -40,6 +40,11 @@ def test_operands_on_two_devices_are_refused(device: Device) -> None:
         there + torch.ones(3)
     with pytest.raises(RuntimeError, match="same device"):
         torch.nn.functional.embedding(torch.tensor([0]), there[:, None])
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3)[torch.tensor([0], device=GPU)]
+    with pytest.raises(RuntimeError, match="same device"):
+        there[torch.tensor([0, 1], device=GPU)] = torch.ones(2)
+    assert there[torch.tensor([0, 1])].tolist() == [1, 1], "indices may be the host's"
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -149,14 +154,19 @@ def test_what_waits_is_not_recorded(device: Device) -> None:
     for compute in (given.nonzero, given.sum().item, lambda: given[given > 0], lambda: torch.ones(4).to(GPU)):
         with pytest.raises(RuntimeError, match="synchronizing"):
             recorded(compute)
+    event, ones = torch.cuda.current_stream().record_event(), given > 0
     device.strict = True
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        given.tolist()
+    for wait in (given.tolist, event.synchronize, torch.cuda.synchronize, lambda: torch.where(ones)):
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            wait()
+    given[ones] = 0.0
     device.strict = False
 
 
 def test_the_host_waits_for_copies_unless_it_says_otherwise(device: Device) -> None:
     device.strict = True
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        torch.ones(1 << 15).to(GPU, non_blocking=True)
     for told in (True, False):
         for place in (torch.ones(4), torch.empty(4, pin_memory=True)):
             if told:

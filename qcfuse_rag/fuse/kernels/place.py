@@ -93,7 +93,7 @@ def place(
 ):
     """Some tokens of one head of one block. `HALF` pairs of channels rotate, the channels after them do not.
 
-    Nor do values among the blocks, whose angles are 0: they go by the same launch.
+    Nor do values among the blocks, whose cosines are 1 and sines 0: they go by the same launch.
     """
     head, item = tl.program_id(1), tl.program_id(2)
     row = table + item * 6
@@ -181,7 +181,7 @@ def _launch(group: list[Block], tables: AngleTables) -> None:
         )
         for one in group
     ]
-    # Which waits for nothing, page-locked or not; without saying so the host would wait for what was launched before.
+    # Without saying so the host would wait for all that was launched before. CUDA takes up to 64 KiB at once.
     table = torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
     half, interleaved, cos = 0, False, table
     sin = cos

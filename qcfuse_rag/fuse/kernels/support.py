@@ -134,15 +134,15 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim // 2 * 2, 2, device=device) / dim))
     for numbers in ("model", "int8"):
-        for kind, turned in (("keys", rope), ("values", None)):
-            stored = random(TOKENS, KV_HEADS, dim)
-            scale: Tensor | None = None
-            if numbers != "model":
-                stored, scale = narrow(stored, numbers, over=0 if turned else 2)
-            placed = [torch.zeros(1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device) for _ in range(2)]
-            for into, how_placed in zip(placed, (place_blocks, place_blocks_reference), strict=True):
-                how_placed([Block(stored, scale, into, TOKENS // 2, turned)])
-            errors[f"place {numbers} {kind}"] = _off(*placed)
+        stored: list[tuple[Tensor, Tensor | None]] = [(random(TOKENS, KV_HEADS, dim), None) for _ in range(2)]
+        if numbers != "model":
+            stored = [narrow(wide, numbers, over=2 * place) for place, (wide, _) in enumerate(stored)]
+        placed = torch.zeros(2, 2, 1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device)
+        for sides, how_placed in zip(placed, (place_blocks, place_blocks_reference), strict=True):
+            both = zip(stored, sides, (rope, None), strict=True)  # keys, and values by the same launch
+            how_placed([Block(*one, into, TOKENS // 2, turned) for one, into, turned in both])
+        for kind, (found, expected) in zip(("keys", "values"), placed.transpose(0, 1), strict=True):
+            errors[f"place {numbers} {kind}"] = _off(found, expected)
     return errors
 
 
