@@ -107,12 +107,13 @@ def test_every_family_computes_on_the_device(family: str, device: Device, tokeni
 
 
 @pytest.mark.parametrize(
-    ("tier", "numbers"), [("memory", "model"), ("pinned", "model"), ("device", "model"), ("pinned", "int8")]
+    ("tier", "numbers", "layers"),
+    [("memory", "model", 2), ("pinned", "model", 4), ("device", "model", 4), ("pinned", "int8", 2)],
 )
 def test_what_is_stored_arrives_from_every_tier(
-    tier: str, numbers: str, device: Device, tokenizer: PreTrainedTokenizerFast
+    tier: str, numbers: str, layers: int, device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    here, there = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]), layers=4)
+    here, there = engines(device, tokenizer, store=MemoryStore(numbers=numbers, **TIERS[tier]), layers=layers)
     prompt = here.prompt(QUESTION, PASSAGES)
     for _ in range(2):  # the second time through memory that the first has left
         assert_same(there.prefill(prompt, method=REUSE), here.prefill(prompt, method=REUSE))
