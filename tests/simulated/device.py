@@ -17,7 +17,7 @@ from tests.simulated.graph import Graph, poison
 from tests.simulated.memory import Lease, Memory, bytes_of
 from tests.simulated.operations import CONVERTING, MOVING, Operation, tensors_in
 from tests.simulated.order import HOST, Host, Stream, agent_of, epoch_of
-from tests.simulated.tensor import GPU, DeviceTensor, Everywhere
+from tests.simulated.tensor import GPU, DeviceTensor, Everywhere, inner_of
 
 
 class Device:
@@ -204,7 +204,7 @@ class Device:
             self.wait(name)
         written = operation.written()
         if self.graph is not None:
-            self.graph.about_to(operation, written, self.memory_of)
+            self.graph.about_to(operation, written)
         result = operation.compute()
         results = tensors_in(result)
         fresh = [] if to_host else operation.fresh(results)
@@ -264,6 +264,4 @@ def _named(value: Any) -> Any:
 
 
 def _inner(value: Any) -> Any:
-    if isinstance(value, DeviceTensor):
-        return value.inner
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+    return torch.device("cpu") if isinstance(value, torch.device) else inner_of(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -59,26 +59,26 @@ class Graph:
         self._own.append((memory, tensor))
         weakref.finalize(self, self._device.memories.pop, memory.base, None).atexit = False
 
-    def about_to(self, operation: Operation, written: Sequence[Tensor], memory_of: Callable[[Tensor], Any]) -> None:
+    def about_to(self, operation: Operation, written: Sequence[Tensor]) -> None:
         """Remember the memory an operation uses, and what was in that it writes."""
-        for tensor in tensors_in((operation.args, operation.kwargs)):
-            memory = memory_of(tensor)
-            if memory is not None:
-                self.note(memory)
-        for tensor in written:
-            memory = memory_of(tensor)
-            if memory is not None:
-                self.keep(memory)
+        for tensors, remember in ((tensors_in((operation.args, operation.kwargs)), self.note), (written, self.keep)):
+            for memory in map(self._device.memory_of, tensors):
+                if memory is not None:
+                    remember(memory)
 
     def note(self, memory: Memory) -> None:
-        if all(memory is not own for own, _ in self._own):
+        """Note that memory is used; it has to be there when the graph is replayed."""
+        if not self._owns(memory):
             self._of_others[memory.base] = memory
 
     def keep(self, memory: Memory) -> None:
         """Keep the content of some memory until recording is over."""
-        if memory.base not in self._before and all(memory is not own for own, _ in self._own):
+        if memory.base not in self._before and not self._owns(memory):
             whole = torch.from_numpy(memory.content())
             self._before[memory.base] = whole, whole.clone(), self._device.lease_of(memory)
+
+    def _owns(self, memory: Memory) -> bool:
+        return any(memory is own for own, _ in self._own)
 
     def record(self, operation: Operation, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
         device = self._device

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from tests.simulated.device import Device
 from tests.simulated.memory import Memory
-from tests.simulated.tensor import DeviceTensor
+from tests.simulated.tensor import DeviceTensor, inner_of
 
 
 @contextmanager
@@ -27,8 +27,8 @@ def watched_kernels(device: Device) -> Iterator[None]:
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(one, Tensor) and not isinstance(one, DeviceTensor) for one in (*args, *kwargs.values())):
             raise ValueError(f"{self.fn.__name__} was given a tensor that is not on the device")
-        inner = [_inner(one) for one in args], {name: _inner(one) for name, one in kwargs.items()}
-        device.launch_kernel(self.fn.__name__, lambda: run(self, *inner[0], **inner[1]))
+        operands, options = [inner_of(one) for one in args], {name: inner_of(one) for name, one in kwargs.items()}
+        device.launch_kernel(self.fn.__name__, lambda: run(self, *operands, **options))
 
     def loaded(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
         _touch(device, pointers, mask, write=False)
@@ -43,10 +43,6 @@ def watched_kernels(device: Device) -> Iterator[None]:
         stack.enter_context(mock.patch.object(builder, "create_masked_load", loaded))
         stack.enter_context(mock.patch.object(builder, "create_masked_store", stored))
         yield
-
-
-def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, DeviceTensor) else value
 
 
 def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:

@@ -63,6 +63,11 @@ class DeviceTensor(torch.Tensor):
         return simulation.run(func, args, kwargs or {})
 
 
+def inner_of(value: Any) -> Any:
+    """Return a tensor's numbers, and anything else as it is."""
+    return value.inner if isinstance(value, DeviceTensor) else value
+
+
 class Everywhere(TorchDispatchMode):
     """Sends to the simulation what a thread does without any tensor of the device, such as making one."""
 

@@ -84,9 +84,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
 
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_computes_on_the_device(
-    method: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_method_computes_on_the_device(method: str, device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     here, there = engines(device, tokenizer)
     prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method)
     if method == "auto":  # as far as it is not refused for being slow
