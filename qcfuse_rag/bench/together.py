@@ -104,6 +104,6 @@ class Together:
 
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
         """Compute rows of all sequences from `position` on: ids `[B, R]` -> `[B, keep, vocabulary]` float32."""
-        plan = RowsPlan.of(torch.arange(position, position + ids.shape[1], device=ids.device), self.lm.sliding)
+        plan = RowsPlan.between(position, position + ids.shape[1], ids.device, self.lm.sliding)
         logits: Tensor = self.lm.model(**model_inputs(ids, plan, self.buffer), logits_to_keep=keep).logits
         return logits[:, -keep:].float()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place
+from qcfuse_rag.fuse.moment import Moment
 from qcfuse_rag.fuse.patience import Patience
 from qcfuse_rag.fuse.place import copy_layer, stage_layer
 from qcfuse_rag.fuse.transfer import Sent, Transfer
@@ -27,7 +29,11 @@ from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.numbers import companion
 
 AHEAD_BYTES = 256 << 20
-"""What may be on a device beside the buffer before it is placed."""
+"""What may be on a device beside the buffer: half of it on its way, half being placed."""
+
+
+Wait = tuple[Moment, Moment]
+"""From when to when the device that computes had nothing to do, or placed what came."""
 
 
 class LateMiss(Exception):
@@ -65,7 +71,7 @@ class Arrival:
         patience: of the request.
 
     Attributes:
-        waited_s: seconds the computing thread has waited and placed so far.
+        waits: of passes so far.
         nbytes: bytes placed so far.
     """
 
@@ -79,6 +85,7 @@ class Arrival:
         patience: Patience,
     ) -> None:
         self._buffer: KVBuffer | None = buffer
+        self._device = buffer.keys[0].device
         self._ropes, self._parts = ropes, parts
         self._transfer, self._patience = transfer, patience
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
@@ -90,10 +97,11 @@ class Arrival:
             for part in parts
         )
         self._placed = 0
-        self._ahead = 0
-        self._room = threading.Condition()
+        self._leaving: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._freed: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stopped = False
-        self.waited_s, self.nbytes = 0.0, 0
+        self.waits: list[Wait] = []
+        self.nbytes = 0
         threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
 
     def wait(self, layer: int | None = None) -> None:
@@ -105,7 +113,8 @@ class Arrival:
         last = len(self._ropes) - 1 if layer is None else layer
         if self._placed > last:
             return
-        before = self._patience.waited_s
+        self._free()
+        began = Moment.on(self._device)
         try:
             with self._patience.waiting():
                 left = self._patience.left_s
@@ -116,13 +125,12 @@ class Arrival:
             self.stop()
             raise
         finally:
-            self.waited_s += self._patience.waited_s - before
+            self.waits.append((began, Moment.on(self._device)))
 
     def stop(self) -> None:
         """Read no more, and hold nothing that a thread which hangs would keep; safe to call again."""
-        with self._room:
-            self._stopped = True
-            self._room.notify()
+        self._stopped = True
+        self._freed.put(0)
         self._buffer, self._next_up = None, None
         self._angles.clear()
 
@@ -181,13 +189,28 @@ class Arrival:
         if self._placed == len(self._ropes):
             self._angles.clear()
         self.nbytes += freed
-        with self._room:
-            self._ahead -= freed
-            self._room.notify()
+        leaving = sum(one.nbytes for one in sent if one is not None)
+        if leaving:
+            self._leaving.append((leaving, torch.cuda.current_stream(self._device).record_event()))
+
+    def _free(self) -> None:
+        """Let as much be read as the device has placed.
+
+        What has been launched is let go of here long before the device gets to it. So that it does not pile up there,
+        wait for the device where more than half of what may be there is being placed; that is no wait for a store.
+        """
+        while self._leaving:
+            _, placed = self._leaving[0]
+            if sum(nbytes for nbytes, _ in self._leaving) > AHEAD_BYTES // 2:
+                placed.synchronize()
+            elif not placed.query():  # type: ignore[no-untyped-call]
+                return
+            self._freed.put(self._leaving.popleft()[0])
 
     def _read(self) -> None:
         """Read everything in the order it is needed; run by the thread."""
         blamed: Sequence[Coming] = self._parts
+        ahead = 0
         try:
             with torch.inference_mode():
                 for layer in range(len(self._ropes)):
@@ -202,17 +225,11 @@ class Arrival:
                     for (part, name, _), block in zip(read, blocks if sent is None else sent.brought, strict=True):
                         part.read[name] = block
                     self._layers.put(sent)
-                    if sent is not None:
-                        self._keep_within(sum(block.nbytes for block in sent.brought))
+                    ahead += 0 if sent is None else sent.nbytes
+                    while ahead > AHEAD_BYTES and not self._stopped:
+                        ahead -= self._freed.get()
         except Exception as error:  # whatever it is, somebody is waiting
             corrupt = isinstance(error, CorruptEntry)
             miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
             starts = [part.start for part in blamed]
             self._layers.put(LateMiss(dict.fromkeys(starts, miss), starts if corrupt else []))
-
-    def _keep_within(self, more: int) -> None:
-        """Count `more` bytes, and wait while more is read and not placed than may be on a device."""
-        with self._room:
-            self._ahead += more
-            while self._ahead > AHEAD_BYTES and not self._stopped:
-                self._room.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
-from qcfuse_rag.fuse.arrival import Arrival, Coming
+from qcfuse_rag.fuse.arrival import Arrival, Coming, Wait
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.support import kernels_place, kernels_run_on, widest_head
 from qcfuse_rag.fuse.loading import Loading
@@ -63,7 +63,7 @@ class Assembly:
         arriving: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for what is
             still on its way there. See `buffer`.
         passes: compute rows over it.
-        known: `[T]` bool, positions that hold stored keys and values.
+        known: `[T]` bool on the CPU, positions that hold stored keys and values.
         placed: what was placed, the head included.
         lookups: what became of every segment that could have been stored.
         copied_bytes: bytes copied from the store before any pass.
@@ -107,7 +107,7 @@ class Assembly:
         """
         ids = torch.tensor(prompt.ids, dtype=torch.int64).to(lm.device, non_blocking=True)
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
-        known = torch.zeros(len(prompt), dtype=torch.bool, device=lm.device)
+        known = torch.zeros(len(prompt), dtype=torch.bool)
         return cls(lm, prompt, ids, buffer, passes or FusedPasses(lm), known)
 
     def load(
@@ -184,9 +184,9 @@ class Assembly:
         return self.copied_bytes + (0 if self.arrival is None else self.arrival.nbytes)
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that passes have waited for the store so far."""
-        return 0.0 if self.arrival is None else self.arrival.waited_s
+    def waits(self) -> Sequence[Wait]:
+        """Passes' waits for the store so far."""
+        return () if self.arrival is None else self.arrival.waits
 
     @property
     def placed_chunks(self) -> list[Placed]:
@@ -203,7 +203,7 @@ class Assembly:
             suffix: up to the end of the prompt in any case, what opens the answer included.
 
         Returns:
-            `[R]` int64 ascending positions, never empty.
+            `[R]` int64 ascending positions on the CPU, never empty.
         """
         after = max((span.stop for span in self.prompt.chunks), default=0)
         questions = [

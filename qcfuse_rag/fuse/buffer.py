@@ -64,7 +64,7 @@ class KVBuffer:
 
     def cache(self, plan: RowsPlan) -> Cache:
         """Return a transformers cache through which one pass over the plan's rows writes here."""
-        at = run_of(plan.rows)
+        at = plan.at
         return Cache(
             layers=[
                 RowsLayer(k, v, at, plan.length, None if self.arrive is None else partial(self.arrive, layer))
@@ -117,9 +117,3 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the buffer's capacity."""
         assert self.keys is not None
         return self.keys.shape[2]
-
-
-def run_of(rows: Tensor) -> slice | Tensor:
-    """Return ascending rows as a slice if they have no gaps, which copies faster."""
-    start, stop = int(rows[0]), int(rows[-1]) + 1
-    return slice(start, stop) if stop - start == len(rows) else rows

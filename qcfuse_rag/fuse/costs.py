@@ -128,19 +128,18 @@ def load_times(lm: LanguageModel, store: KVStore, *, heads: bool = True) -> Iter
 
 def prefill_once(lm: LanguageModel, tokens: int) -> None:
     """Compute so many rows that mean nothing."""
-    rows = torch.arange(tokens, device=lm.device)
+    plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
     buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
-    forward_rows(lm, rows % lm.model.get_input_embeddings().num_embeddings, RowsPlan.of(rows, lm.sliding), buffer)
+    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
 def _some_rows_once(lm: LanguageModel, passes: FusedPasses, tokens: int) -> None:
     """Compute so many rows that mean nothing, behind one that is there."""
-    rows = torch.arange(1, min(tokens + 1, lm.window.tokens), device=lm.device)
-    buffer = KVBuffer.allocate(lm.shapes, len(rows) + 1, dtype=lm.dtype, device=lm.device)
+    plan = RowsPlan.between(1, min(tokens + 1, lm.window.tokens), lm.device, lm.sliding)
+    buffer = KVBuffer.allocate(lm.shapes, plan.length, dtype=lm.dtype, device=lm.device)
     for held in (*buffer.keys, *buffer.values):
         held[:, :, 0] = 0
-    ids = rows % lm.model.get_input_embeddings().num_embeddings
-    passes.forward_rows(ids, RowsPlan.of(rows, lm.sliding), buffer)
+    passes.forward_rows(plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
 def timed(lm: LanguageModel, work: Callable[[], object]) -> float:

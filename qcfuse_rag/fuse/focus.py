@@ -39,7 +39,8 @@ class FocusedChunks:
     ) -> Focusing:
         """Return the watch over one pass."""
         last = min(int(self.depth * assembly.lm.n_layers), assembly.lm.n_layers - 1)
-        return Focusing(assembly.prompt.chunks, assembly.probe_rows(), selection.positions, last, self.share)
+        asking = assembly.probe_rows().to(assembly.lm.device, non_blocking=True)
+        return Focusing(assembly.prompt.chunks, asking, selection.positions, last, self.share)
 
 
 @dataclass(slots=True, eq=False)

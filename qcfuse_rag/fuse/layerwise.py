@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from qcfuse_rag.fuse.buffer import KVBuffer, run_of
+from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.rows import RowsPlan
 
 PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_input")
@@ -138,7 +138,7 @@ class SteeredPass:
         for name in PER_ROW:
             if name in kwargs:
                 kwargs[name] = _select(kwargs[name], among_first)
-        kwargs["past_key_values"].layers[layer].at = run_of(self.plan.rows)
+        kwargs["past_key_values"].layers[layer].at = self.plan.at
         kwargs["fusion"] = self.plan
         return inner(hidden, *args, **kwargs)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fuse.arrival import LateMiss
+from qcfuse_rag.fuse.arrival import LateMiss, Wait
 from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.costs import Costs
 from qcfuse_rag.fuse.layerwise import NestedRows, Steering
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.moment import Moment
 from qcfuse_rag.fuse.outlook import outlook
 from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.patience import Patience, within
@@ -147,18 +148,16 @@ def _attempt(
             assembly.arrival.wait()  # after one surprise nothing is computed before everything is there
         if shared.keep or shared.held:
             shared.take(assembly, assembly.known)
-    _synchronize(lm)
     candidates = inexact_chunks(assembly)
     inexact_tokens = sum(len(placed.span) for placed in candidates)
     budget = inexact_tokens if method.budget is None else method.budget.tokens(inexact_tokens)
 
-    started = time.perf_counter()
+    started = Moment.on(lm.device)
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
-    _synchronize(lm)
-    probed, waited_probing = time.perf_counter(), assembly.waited_s
+    probed, n_waits = Moment.on(lm.device), len(assembly.waits)
     selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
     selection = selection.to(lm.device)
-    chosen = time.perf_counter()
+    chosen = Moment.on(lm.device)
     steering: Steering | None = None
     if len(selection.positions):
         if selection.until is not None:
@@ -168,9 +167,12 @@ def _attempt(
     logits, selected = recompute(assembly, candidates, selection, steering, method.context, pause)
     if method.base is None:
         shared.take(assembly, torch.ones_like(assembly.known))
-    _synchronize(lm)
-    done = time.perf_counter()
-    waited = assembly.waited_s
+    done = Moment.on(lm.device)
+    done.wait()
+    total_s = time.perf_counter() - begun
+    probe_s = started.until(probed) - _seconds(assembly.waits[:n_waits])
+    recompute_s = chosen.until(done) - _seconds(assembly.waits[n_waits:])
+    select_s = probed.until(chosen)
 
     always = int((~assembly.known).sum())
     report = FusionReport(
@@ -186,12 +188,7 @@ def _attempt(
         n_layers=lm.n_layers,
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
-        timings=Timings(
-            started - begun + waited,
-            probed - started - waited_probing,
-            chosen - probed,
-            done - chosen - (waited - waited_probing),
-        ),
+        timings=Timings(total_s - probe_s - select_s - recompute_s, probe_s, select_s, recompute_s),
         fallback=refusal or describe_misses(assembly.lookups) or prompt.note,
     )
     return Prefilled(prompt, logits, assembly.buffer, report, scores)
@@ -210,7 +207,5 @@ def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:
         )
 
 
-def _synchronize(lm: LanguageModel) -> None:
-    """Wait for the device, so that a stage's time is its own."""
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+def _seconds(waits: Sequence[Wait]) -> float:
+    return sum(began.until(ended) for began, ended in waits)

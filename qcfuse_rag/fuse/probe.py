@@ -96,11 +96,13 @@ class QuestionProbe:
         Returns:
             Per layer the attention each position gets, over all heads and probe rows.
         """
-        lm, rows = assembly.lm, assembly.probe_rows(suffix=self.rows == "suffix")
+        lm, asking = assembly.lm, assembly.probe_rows(suffix=self.rows == "suffix")
         wanted = self.layers_of(lm)
-        length, depth = int(rows[-1]) + 1, self.depth(lm)
-        known = assembly.known[:length].clone()
-        known[rows] = True
+        length, depth = int(asking[-1]) + 1, self.depth(lm)
+        there = assembly.known[:length].clone()
+        there[asking] = True
+        # From here on the host waits for nothing: the device is to have work before it has done what it has.
+        rows, known = (one.to(lm.device, non_blocking=True) for one in (asking, there))
         by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)
 
         def observe(
@@ -112,8 +114,9 @@ class QuestionProbe:
                 )
                 by_layer[wanted.index(layer), :length] = weights
 
-        visible = self._visible(assembly, rows, known, depth)
-        plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding)
+        visible = self._visible(assembly, there, depth)
+        gapless = length - len(asking) == int(asking[0])
+        plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding, gapless=gapless)
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
         assembly.row_layers += len(rows) * depth
         if self.normalized:
@@ -121,18 +124,19 @@ class QuestionProbe:
             by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
-    def _visible(self, assembly: Assembly, rows: Tensor, known: Tensor, depth: int) -> Sequence[Tensor | None] | None:
+    def _visible(self, assembly: Assembly, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
-        if self.anchor_ratio == 1:
-            return None if bool(known.all()) else [known.nonzero()[:, 0]] * depth
-        outside = known.clone()
-        for placed in assembly.placed_chunks:
-            outside[placed.span.start : placed.span.stop] = False
-        always = outside.nonzero()[:, 0]
-        if self.anchor_ratio == 0:
+        if self.anchor_ratio == 1 and bool(there.all()):
+            return None
+        device, outside = assembly.lm.device, there.clone()
+        if self.anchor_ratio < 1:
+            for placed in assembly.placed_chunks:
+                outside[placed.span.start : placed.span.stop] = False
+        always = outside.nonzero()[:, 0].to(device, non_blocking=True)
+        if self.anchor_ratio in (0, 1):
             return [always] * depth
         anchors = [
-            placed.chunk.anchors(self.anchor_ratio)[:depth].to(rows.device) + placed.span.start
+            placed.chunk.anchors(self.anchor_ratio)[:depth].to(device, non_blocking=True) + placed.span.start
             for placed in assembly.placed_chunks
         ]
         return torch.cat([always.expand(depth, -1), *anchors], dim=1).sort().values.unbind()

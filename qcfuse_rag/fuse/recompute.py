@@ -41,17 +41,20 @@ def recompute(
     Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
     which count; sets known to be nested beforehand count whole.
     """
-    is_row = ~assembly.known
     selected = selection.positions
+    unknown = (~assembly.known).nonzero()[:, 0]  # the prompt's last position among them
+    rows = unknown.to(assembly.lm.device, non_blocking=True)
     if context == "selected" and len(selected):
         _recompute_apart(assembly, candidates, selected, steering)
         steering = None
-    else:
-        is_row[selected] = True
-    rows = is_row.nonzero()[:, 0]
+    elif len(selected):
+        # How many there are is known: the host need not wait to see which.
+        rows = torch.cat([rows, selected]).sort().values
+    gapless = len(rows) == len(unknown) == len(assembly.prompt) - int(unknown[0])
     if pause is not None and steering is None:
         rows = _in_parts(assembly, rows, pause)
-    course, plan = _course(assembly, rows, steering)
+    plan = RowsPlan(rows, len(assembly.prompt), windows=assembly.lm.sliding, gapless=gapless)
+    course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
     buffer = assembly.arriving if course is None else assembly.buffer
     logits = assembly.passes.forward_rows(assembly.ids[rows], plan, buffer, course)
     assembly.row_layers += _paid(assembly, rows, course)
@@ -80,26 +83,17 @@ def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Ten
 
     What is exact, and what is no passage, is seen as ever.
     """
-    outside = torch.ones_like(assembly.known)
+    lm, chosen = assembly.lm, selected.cpu()
+    length = int(chosen[-1]) + 1
+    seen, is_row = torch.ones(length, dtype=torch.bool), ~assembly.known[:length]
     for placed in candidates:
-        outside[placed.span.start : placed.span.stop] = False
-    outside[selected] = True
-    is_row = ~assembly.known
-    is_row[selected] = True
-    is_row[int(selected[-1]) + 1 :] = False
-    rows = is_row.nonzero()[:, 0]
-    visible = [outside[: int(rows[-1]) + 1].nonzero()[:, 0]] * assembly.lm.n_layers
-    course, plan = _course(assembly, rows, steering, visible)
-    depth = assembly.lm.n_layers
-    assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=depth, course=course)
+        seen[placed.span.start : placed.span.stop] = False
+    seen[chosen], is_row[chosen] = True, True
+    visible, rows = (one.nonzero()[:, 0].to(lm.device, non_blocking=True) for one in (seen, is_row))
+    plan = RowsPlan(rows, length, visible=[visible] * lm.n_layers, windows=lm.sliding)
+    course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
+    assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=lm.n_layers, course=course)
     assembly.row_layers += _paid(assembly, rows, course)
-
-
-def _course(
-    assembly: Assembly, rows: Tensor, steering: Steering | None, visible: list[Tensor] | None = None
-) -> tuple[SteeredPass | None, RowsPlan]:
-    plan = RowsPlan(rows, int(rows[-1]) + 1, visible=visible, windows=assembly.lm.sliding)
-    return None if steering is None else SteeredPass(plan, steering, assembly.buffer), plan
 
 
 def _paid(assembly: Assembly, rows: Tensor, course: SteeredPass | None) -> int:

@@ -111,6 +111,6 @@ def _values(lm: LanguageModel, before: tuple[int, ...], ids: tuple[int, ...]) ->
     """Return per layer `[1, Hkv, n, D]`, the values of `ids` behind `before`."""
     whole = torch.tensor(before + ids, device=lm.device)
     buffer = KVBuffer.allocate(lm.shapes, len(whole), dtype=lm.dtype, device=lm.device)
-    plan = RowsPlan.of(torch.arange(len(whole), device=lm.device), lm.sliding)
+    plan = RowsPlan.between(0, len(whole), lm.device, lm.sliding)
     forward_hidden(lm, whole, plan, buffer, depth=lm.n_layers)
     return [values[:, :, len(before) :] for values in buffer.values]

@@ -63,6 +63,8 @@ class RowsPlan:
         visible: per layer, `[V]` int64 ascending positions that may be seen at all, or None for every position.
         observe: called in every layer before attention, with the layer's queries and keys; a probe's eye.
         windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
+        gapless: whether the rows are known to be the last ones of the length, all of them; of rows on a CPU that is
+            seen.
     """
 
     rows: Tensor
@@ -70,12 +72,32 @@ class RowsPlan:
     visible: Sequence[Tensor | None] | None = None
     observe: Observer | None = None
     windows: Sequence[int | None] | None = None
+    gapless: bool = False
     _blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Tensor, windows: Sequence[int | None] | None = None) -> RowsPlan:
         """Plan a pass over `rows`, ascending and not empty, that see every key up to their own position."""
         return cls(rows, length=int(rows[-1]) + 1, windows=windows)
+
+    @classmethod
+    def between(
+        cls,
+        start: int,
+        stop: int,
+        device: torch.device,
+        windows: Sequence[int | None] | None = None,
+        observe: Observer | None = None,
+    ) -> RowsPlan:
+        """Plan a pass over all rows `start <= p < stop`."""
+        return cls(torch.arange(start, stop, device=device), stop, observe=observe, windows=windows, gapless=True)
+
+    @property
+    def at(self) -> slice | Tensor:
+        """The rows as an index: a slice, which copies faster, where the host knows that they have no gaps."""
+        first = self.length - len(self.rows)
+        gapless = self.gapless or (self.rows.device.type == "cpu" and int(self.rows[0]) == first)
+        return slice(first, self.length) if gapless else self.rows
 
     def visible_at(self, layer: int) -> Tensor | None:
         """Return the positions layer `layer` may see, or None for all."""

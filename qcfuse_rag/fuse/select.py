@@ -32,7 +32,8 @@ class Selection:
 
     def to(self, device: torch.device) -> Selection:
         """Return the same selection on a device."""
-        return Selection(self.positions.to(device), None if self.until is None else self.until.to(device))
+        until = None if self.until is None else self.until.to(device, non_blocking=True)
+        return Selection(self.positions.to(device, non_blocking=True), until)
 
 
 class Selector(Protocol):

@@ -93,7 +93,8 @@ class Transfer:
         computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be the sum of several
         with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
             brought = [tensor if tensor.device == self.device else self._bring(tensor) for tensor in tensors]
-            return Sent(self.device, brought, link.stream.record_event(), computed)
+            taken = sum(new.nbytes for new, old in zip(brought, tensors, strict=True) if new is not old)
+            return Sent(self.device, brought, taken, link.stream.record_event(), computed)
 
     def _bring(self, tensor: Tensor) -> Tensor:
         link = self._link
@@ -114,12 +115,14 @@ class Sent:
     Attributes:
         device: where to.
         brought: the tensors, on the device; not to be used before `receive`.
+        nbytes: what those take that were elsewhere.
         arrived: happens on the device when those that were elsewhere are there.
         computed: happens on the device when those that the reading thread computed are.
     """
 
     device: torch.device
     brought: Sequence[Tensor]
+    nbytes: int
     arrived: torch.cuda.Event
     computed: torch.cuda.Event
 

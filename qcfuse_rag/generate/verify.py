@@ -86,7 +86,7 @@ class Side:
         """
         device = self._lm.device
         start, stop = self.held, self._prompt + len(tokens)
-        plan = RowsPlan.of(torch.arange(start, stop, device=device), self._lm.sliding)
+        plan = RowsPlan.between(start, stop, device, self._lm.sliding)
         ids = torch.tensor(tokens[start - self._prompt :], device=device)
         self.held = stop
         return forward_logits(self._lm, ids, plan, self._buffer)

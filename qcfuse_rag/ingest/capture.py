@@ -66,7 +66,7 @@ def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[t
     room = min(len(ids) + len(instruction), lm.window.tokens)
     buffer = KVBuffer.allocate(lm.shapes, room, dtype=lm.dtype, device=lm.device)
     watch = ContextAttention(lm.n_layers, spans, lm.device)
-    plan = RowsPlan(torch.arange(len(ids), device=lm.device), len(ids), observe=watch.observe, windows=lm.sliding)
+    plan = RowsPlan.between(0, len(ids), lm.device, lm.sliding, watch.observe)
     forward_hidden(lm, torch.tensor(ids, device=lm.device), plan, buffer, depth=lm.n_layers)
 
     context, born = [hash_ids(chunk) for chunk in chunks], []
@@ -102,6 +102,6 @@ def _ranked(lm: LanguageModel, buffer: KVBuffer, first: int, last: int, instruct
 
     if instruction:
         stop = last + len(instruction)
-        plan = RowsPlan(torch.arange(last, stop, device=lm.device), stop, observe=observe, windows=lm.sliding)
+        plan = RowsPlan.between(last, stop, lm.device, lm.sliding, observe)
         forward_hidden(lm, torch.tensor(instruction, device=lm.device), plan, buffer, depth=lm.n_layers)
     return ranking.order(0)

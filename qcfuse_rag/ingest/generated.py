@@ -97,9 +97,9 @@ def keep_generated(
     buffer = prefilled.buffer
     if known < len(ids):
         buffer = _copy_of(lm, buffer, start + known, stop)
-        rows = torch.arange(start + known, stop, device=lm.device)
         tail = torch.tensor(ids[known:], device=lm.device)
-        forward_hidden(lm, tail, RowsPlan.of(rows, lm.sliding), buffer, depth=lm.n_layers)
+        plan = RowsPlan.between(start + known, stop, lm.device, lm.sliding)
+        forward_hidden(lm, tail, plan, buffer, depth=lm.n_layers)
     keys = _unrotated(lm, buffer, start, stop)
     values = [layer[0, :, start:stop] for layer in buffer.values]
     context = tuple(hash_ids(span.segment.stored_ids) for span in prompt.chunks)

@@ -80,8 +80,7 @@ def prefill_chunks(
         behind = slice(None) if len(prefixes) == 1 else slice(place, place + 1)
         copy_chunk(buffer, 0, one, behind, ropes=lm.ropes)
     watch = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], [len(ask) for ask in asking], lm.device)
-    rows = torch.arange(start, start + width, device=lm.device)
-    plan = RowsPlan(rows, start + width, observe=watch.observe, windows=lm.sliding)
+    plan = RowsPlan.between(start, start + width, lm.device, lm.sliding, watch.observe)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
     return [_cut(lm, buffer, index, start, len(ids), ranking, watch) for index, ids in enumerate(batch)]

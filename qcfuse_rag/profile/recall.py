@@ -38,6 +38,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
             assembly.known[span.start : span.stop] = True
     asking = assembly.probe_rows()
     length = int(asking[-1]) + 1  # what comes after the last asking row is seen by none
+    asking = asking.to(lm.device)
     everything = torch.ones(length, dtype=torch.bool, device=lm.device)
     found = torch.zeros(lm.n_layers, len(prompt))
 
@@ -49,8 +50,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
         )
         found[layer, :length] = weights.cpu()
 
-    rows = torch.arange(length, device=lm.device)
-    plan = RowsPlan(rows, length, observe=observe, windows=lm.sliding)
+    plan = RowsPlan.between(0, length, lm.device, lm.sliding, observe)
     forward_hidden(lm, assembly.ids[:length], plan, assembly.buffer, depth=lm.n_layers)
     return found
 

@@ -32,8 +32,8 @@ class Timings:
     """Where the time to the first token went, in seconds.
 
     Attributes:
-        load_s: finding stored keys and values, waiting for them, copying and rotating them; not what is read and
-            checked while rows are computed.
+        load_s: finding stored keys and values, waiting for them, copying and rotating them, whatever else belongs to
+            no stage; not what is read and checked while rows are computed.
         probe_s: scoring tokens by the question, without waiting.
         select_s: turning scores into rows.
         recompute_s: computing the rows and the first token's logits, without waiting.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from tests.simulated.device import Device
 from tests.simulated.graph import Graph
 from tests.simulated.kernels import watched_kernels
-from tests.simulated.order import Stream
+from tests.simulated.order import Event, Stream
 from tests.simulated.tensor import GPU, DeviceTensor, Everywhere
 
 PROPERTIES = SimpleNamespace(name="simulated", major=9, minor=0, multi_processor_count=2, total_memory=80 << 30)
@@ -80,6 +80,7 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
     """Yield what is replaced: whose, its name, and by what."""
     for name, value in {
         "CUDAGraph": lambda: Graph(device),
+        "Event": _event_of(device),
         "Stream": lambda *given: device.new_stream(),
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
@@ -106,6 +107,14 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
     for name in ("tensor", "as_tensor"):
         yield torch, name, _maker(getattr(torch, name))
     yield threading.Thread, "run", _running(device, threading.Thread.run)
+
+
+def _event_of(device: Device) -> type[Event]:
+    class OfDevice(Event):
+        def __init__(self, *, enable_timing: bool = False) -> None:
+            super().__init__(device.host, timed=enable_timing)
+
+    return OfDevice
 
 
 class _Generator(torch.Generator):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from random import Random
 
 HOST = 0
+LAUNCH_S = 1e-6
+"""What the device takes for whatever it is given."""
 _AGENT = 40
 """Bits below an agent's number; an epoch is `agent << 40 | number`, so that arrays of them are integers."""
 
@@ -45,11 +47,13 @@ class Host:
     Attributes:
         turn: held by whoever changes a clock or memory.
         waits: by the name of each thread, where it waited.
+        seconds: of the device's clock.
     """
 
     def __init__(self, seed: int, refuses: Callable[[], bool]) -> None:
         self.clock, self.turn, self.chance = Clock(), threading.RLock(), Random(seed)
         self.waits: dict[str, list[str]] = {}
+        self.seconds = 0.0
         self._refuses = refuses
 
     def wait(self, clock: Clock, why: str) -> None:
@@ -78,12 +82,15 @@ class Stream:
             self.clock.learn(self._host.clock)
             epoch = epoch_of(self.number, next(self._epochs))
             self.clock[self.number] = epoch
+            self._host.seconds += LAUNCH_S
             return epoch
 
-    def record_event(self) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._host)
         with self._host.turn:
             self.clock.learn(self._host.clock)
-            return Event(Clock(self.clock), self._host)
+            event.clock, event.at = Clock(self.clock), self._host.seconds
+        return event
 
     def wait_event(self, event: Event) -> None:
         with self._host.turn:
@@ -99,8 +106,9 @@ class Stream:
 class Event:
     """Something a stream will have done; stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: Clock, host: Host) -> None:
-        self.clock, self._host = clock, host
+    def __init__(self, host: Host, *, timed: bool = False) -> None:
+        self.clock, self._host, self._timed = Clock(), host, timed
+        self.at = 0.0
 
     def synchronize(self) -> None:
         self._host.wait(self.clock, "an event")
@@ -113,3 +121,12 @@ class Event:
             if happened:
                 host.clock.learn(self.clock)
             return happened
+
+    def elapsed_time(self, later: Event) -> float:
+        """Return milliseconds."""
+        for one in (self, later):
+            if not one._timed:
+                raise ValueError("events must be created with argument 'enable_timing=True'")
+            if not all(map(self._host.clock.knows, one.clock.values())):
+                raise RuntimeError("the host does not know whether the event has happened")
+        return (later.at - self.at) * 1000

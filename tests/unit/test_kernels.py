@@ -407,7 +407,7 @@ class Nearby:
             def receive(self) -> None:
                 pass
 
-        return There(self.device, tensors, None, None)  # type: ignore[arg-type]
+        return There(self.device, tensors, 0, None, None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
