@@ -20,7 +20,9 @@ if TYPE_CHECKING:
         QCFuseError,
         StoreError,
         UnknownMethod,
+        UnknownSetting,
         UnsupportedModel,
+        UnusedSetting,
         Unverified,
         UnverifiedMethod,
     )
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
+    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, warn_unused
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -125,7 +127,9 @@ __all__ = [
     "ToolReply",
     "Turn",
     "UnknownMethod",
+    "UnknownSetting",
     "UnsupportedModel",
+    "UnusedSetting",
     "Unverified",
     "UnverifiedMethod",
     "Usage",
@@ -138,6 +142,7 @@ __all__ = [
     "make_method",
     "open_store",
     "profile_layers",
+    "warn_unused",
 ]
 
 _HOMES = {
@@ -200,6 +205,8 @@ _HOMES = {
     "TextStream": "qcfuse_rag.generate.decode",
     "TieredStore": "qcfuse_rag.store.tiered",
     "UnknownMethod": "qcfuse_rag.errors",
+    "UnknownSetting": "qcfuse_rag.errors",
+    "UnusedSetting": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
     "Usage": "qcfuse_rag.generate.decode",
     "Drift": "qcfuse_rag.trust.shadow",
@@ -216,6 +223,7 @@ _HOMES = {
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",
     "profile_layers": "qcfuse_rag.profile.measure",
+    "warn_unused": "qcfuse_rag.generate.served",
 }
 
 

@@ -35,6 +35,10 @@ class UnknownMethod(QCFuseError):
     """No method of that name, or it does not take that parameter."""
 
 
+class UnknownSetting(QCFuseError):
+    """A setting where it has no effect; the message says where it belongs."""
+
+
 class ProfileError(QCFuseError):
     """A profile of critical layers that cannot be made, read or written, or that is of another model."""
 
@@ -45,6 +49,10 @@ class Unverified(QCFuseError):
 
 class UnverifiedMethod(UserWarning):
     """A method is used without a passing verdict on the model; see `qcfuse verify`."""
+
+
+class UnusedSetting(UserWarning):
+    """A setting that nothing here reads: misspelt, or of another model's."""
 
 
 class StoreError(QCFuseError):

@@ -125,20 +125,20 @@ def split_rows(rows: Tensor, length: int, visible: Tensor | None, window: int | 
         visible: `[V]` int64 ascending positions of the keys if only some may be seen; key ranges then index into it.
         window: sliding window in tokens, or None.
     """
-    positions = torch.arange(length, device=rows.device) if visible is None else visible
-    listed = rows.tolist()
     if window is not None and window >= length:
         window = None
-    everything = visible is None and window is None and len(listed) == length
-    size = len(listed) if everything else ROWS_PER_BLOCK
+    if visible is None and window is None and len(rows) == length:
+        return [RowBlock(0, length, 0, length, mask=None, causal=True)]
+    positions = torch.arange(length, device=rows.device) if visible is None else visible
+    listed = rows.tolist()
     blocks = []
-    for start in range(0, len(listed), size):
-        stop = min(start + size, len(listed))
+    for start in range(0, len(listed), ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, len(listed))
         first_row, last_row = listed[start], listed[stop - 1]
         last_key = int(torch.searchsorted(positions, last_row, right=True))
         first_key = 0 if window is None else int(torch.searchsorted(positions, first_row - window, right=True))
-        mask = None if everything else _mask(rows[start:stop], positions[first_key:last_key], window)
-        blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=everything))
+        mask = _mask(rows[start:stop], positions[first_key:last_key], window)
+        blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=False))
     return blocks
 
 

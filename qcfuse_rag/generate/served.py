@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import QCFuseError, UnknownSetting, UnusedSetting
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
@@ -21,6 +22,9 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's caller waits in line rather than handle a refusal."""
+
+OF_ENGINE = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+"""What frameworks' objects load an engine by."""
 
 
 class ServedEngine:
@@ -42,8 +46,22 @@ class ServedEngine:
         self._making = threading.Lock()
 
     @classmethod
-    def of(cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS) -> ServedEngine:
-        """Serve an engine that is there already; closing this leaves it open."""
+    def of(
+        cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS, *, beside: Iterable[str] = ()
+    ) -> ServedEngine:
+        """Serve an engine that is there already; closing this leaves it open.
+
+        Args:
+            engine: the engine.
+            settings: of the scheduler.
+            beside: names of what else the caller was given.
+
+        Raises:
+            UnknownSetting: if something of that is what an engine is loaded by: it would have no effect.
+        """
+        late = sorted(set(beside).intersection(OF_ENGINE))
+        if late:
+            raise UnknownSetting(f"an engine that is given stays as it is; say {', '.join(late)} where it is made")
         served = cls(lambda: engine, settings)
         served.given = True
         return served
@@ -130,3 +148,12 @@ def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:
     """Cancel a request whose asker has gone."""
     if not asked.cancelled() and asked.exception() is None:
         asked.result().cancel()
+
+
+def warn_unused(given: Iterable[str], used: Collection[str]) -> None:
+    """Warn of a call's keyword arguments that nothing reads: a framework hands on whatever it is given."""
+    unused = sorted(set(given).difference(used))
+    if unused:
+        warnings.warn(
+            f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}", UnusedSetting, stacklevel=4
+        )

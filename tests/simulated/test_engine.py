@@ -180,7 +180,7 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("method", ["prophetkv", "auto", "reuse"])
+@pytest.mark.parametrize("method", ["prophetkv", "auto", "reuse", "full"])
 def test_the_host_waits_once_a_prefill_when_all_is_launched(
     method: str, recorded: bool, device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -189,11 +189,11 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     if recorded:
         engine.passes.warm_up(rows=(48,))
-    prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
-    chosen = replace(chosen, guard=None)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    chosen = make_method("full") if method == "full" else replace(make_method(method, base=FRAMED), guard=None)
     device.launched.clear()
     engine.prefill(prompt, method=chosen)
-    assert (device.launched["graph"] > 0) == recorded
+    assert (device.launched["graph"] > 0) == (recorded and method != "full")
     device.host.waits.clear()
     engine.prefill(prompt, method=chosen)
     to_report_the_rows = "aten::_to_copy"

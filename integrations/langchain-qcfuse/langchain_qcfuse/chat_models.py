@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, turn_of
 from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
@@ -29,10 +30,14 @@ from qcfuse_rag import (
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
+    UnusedSetting,
     WarmSummary,
     choose_method,
+    warn_unused,
 )
 
+OF_SERVICES = ("api_key", "base_url", "timeout", "max_retries", "streaming")
+OF_CALL = ("max_tokens", "temperature", "top_p", "seed", "documents", "tools", "tool_choice", "response_format")
 ANSWER_SETTINGS = (
     "model_name",
     "method",
@@ -42,6 +47,7 @@ ANSWER_SETTINGS = (
     "max_tokens",
     "temperature",
     "top_p",
+    "seed",
     "stop",
     "device",
     "dtype",
@@ -68,7 +74,7 @@ class ChatQCFuse(BaseChatModel):
         ```
     """
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
     model_name: str = Field(alias="model", description="Hugging Face id, local folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder of stored documents; None keeps them in memory only.")
@@ -83,11 +89,25 @@ class ChatQCFuse(BaseChatModel):
     max_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
+    seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
     stop: list[str] | None = Field(default=None, description="Strings that end an answer.")
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 
     _served: ServedEngine = PrivateAttr()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_no_service(cls, given: Any) -> Any:
+        """Leave out what chat models of LangChain have in common to reach a service, and say so."""
+        if not isinstance(given, dict):
+            return given
+        meaningless = [name for name in OF_SERVICES if name in given]
+        if meaningless:
+            warnings.warn(
+                f"{' and '.join(meaningless)}: no effect, the model runs in this process", UnusedSetting, stacklevel=4
+            )
+        return {name: value for name, value in given.items() if name not in OF_SERVICES}
 
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
@@ -112,9 +132,14 @@ class ChatQCFuse(BaseChatModel):
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> ChatQCFuse:
-        """Wrap an engine that is already loaded; its method and prompt template are used."""
+        """Wrap an engine that is already loaded; its method and prompt template are used.
+
+        Raises:
+            UnknownSetting: if an option is one by which engines are loaded, such as `method`.
+        """
+        served = ServedEngine.of(engine, beside=options)
         chat = cls(model=engine.lm.name, **options)
-        chat._served = ServedEngine.of(engine)
+        chat._served = served
         return chat
 
     @property
@@ -281,6 +306,7 @@ class ChatQCFuse(BaseChatModel):
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerRequest:
         """Return what makes the prompt and says how to choose tokens."""
+        warn_unused(kwargs, OF_CALL)
         documents: Sequence[Document] | None = kwargs.get("documents")
         ends = stop or self.stop or ()
         form = form_of(kwargs)
@@ -289,7 +315,7 @@ class ChatQCFuse(BaseChatModel):
             temperature=kwargs.get("temperature", self.temperature),
             top_p=kwargs.get("top_p", self.top_p),
             stop=(ends,) if isinstance(ends, str) else tuple(ends),
-            seed=kwargs.get("seed"),
+            seed=kwargs.get("seed", self.seed),
         )
         turns = [turn_of(message) for message in messages]
         passages = [text for message in messages for text in documents_in(message)]

@@ -23,7 +23,7 @@ class QCFusePrefetch(BaseDocumentCompressor):
         ```
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
     chat: ChatQCFuse = Field(description="The chat model that will answer.", exclude=True)
 

@@ -13,7 +13,15 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
+from qcfuse_rag import (
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    QCFuseError,
+    SamplingParams,
+    UnknownSetting,
+    UnusedSetting,
+)
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -144,6 +152,28 @@ def test_stop_strings_and_settings_of_one_call(chat: ChatQCFuse) -> None:
     assert chat.invoke("The ferry", max_tokens=2).usage_metadata["output_tokens"] == 2  # type: ignore[index]
     bound = chat.bind(stop=[free[3:5]])
     assert bound.invoke([SystemMessage("Be brief."), HumanMessage("The ferry")]).content is not None
+
+
+def test_a_seed_makes_sampling_repeatable(chat: ChatQCFuse) -> None:
+    other = ChatQCFuse.from_engine(chat.engine, max_tokens=8, temperature=1.0, seed=5)
+    assert other.invoke("Ada").content == other.invoke("Ada", seed=5).content != other.invoke("Ada", seed=6).content
+
+
+def test_settings_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="methd"):
+        ChatQCFuse(model="anything", methd="full")  # type: ignore[call-arg]
+
+
+def test_settings_of_an_engine_that_is_there_are_refused(chat: ChatQCFuse) -> None:
+    with pytest.raises(UnknownSetting, match="say store where it is made"):
+        ChatQCFuse.from_engine(chat.engine, store="kv")
+
+
+def test_settings_that_have_no_effect_are_told(chat: ChatQCFuse) -> None:
+    with pytest.warns(UnusedSetting, match="timeout: no effect, the model runs in this process"):
+        ChatQCFuse(model="anything", timeout=5)  # type: ignore[call-arg]
+    with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens"):
+        chat.invoke("Ada", max_new_tokens=2)
 
 
 def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: LanguageModel, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,15 @@ from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, QCFuseError, open_store
+from qcfuse_rag import (
+    FusionEngine,
+    LanguageModel,
+    PromptTemplate,
+    QCFuseError,
+    UnknownSetting,
+    UnusedSetting,
+    open_store,
+)
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 
@@ -213,6 +222,27 @@ def test_settings_of_one_call_win(llm: QCFuseLLM) -> None:
 def test_what_it_cannot_do_is_refused(llm: QCFuseLLM) -> None:
     with pytest.raises(ValueError, match="answers in text only; leave out output_cls"):
         QCFuseSynthesizer(llm, output_cls=Document)
+
+
+def test_a_seed_makes_sampling_repeatable(llm: QCFuseLLM) -> None:
+    other = QCFuseLLM.from_engine(llm.engine, max_new_tokens=8, temperature=1.0, seed=5)
+    with closing(other):
+        assert other.complete("Ada").text == other.complete("Ada", seed=5).text != other.complete("Ada", seed=6).text
+
+
+def test_settings_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="methd"):
+        QCFuseLLM(model="anything", methd="full")  # type: ignore[call-arg]
+
+
+def test_settings_of_an_engine_that_is_there_are_refused(llm: QCFuseLLM) -> None:
+    with pytest.raises(UnknownSetting, match="say method, ratio where it is made"):
+        QCFuseLLM.from_engine(llm.engine, ratio=0.1, method="qcfuse")
+
+
+def test_settings_of_a_call_that_have_no_effect_are_told(llm: QCFuseLLM) -> None:
+    with pytest.warns(UnusedSetting, match="max_tokens: no effect here; a call takes max_new_tokens"):
+        llm.complete("Ada", max_tokens=2)
 
 
 def test_a_single_stop_string_is_one_string(llm: QCFuseLLM) -> None:

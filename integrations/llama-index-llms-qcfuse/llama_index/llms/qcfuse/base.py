@@ -17,7 +17,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
@@ -35,8 +35,11 @@ from qcfuse_rag import (
     ScheduledAnswer,
     ServedEngine,
     choose_method,
+    warn_unused,
 )
 
+OF_SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
+OF_CALL = (*OF_SAMPLING, "stop", "response_format")
 Build = Callable[[FusionEngine], Prompt]
 dispatcher = get_dispatcher(__name__)
 
@@ -59,6 +62,8 @@ class QCFuseLLM(CustomLLM):
         ```
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     model: str = Field(description="Hugging Face id, local folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder of stored passages; None keeps them in memory only.")
     method: str | None = Field(default=None, description="What to reuse and recompute; None: the library's default.")
@@ -72,6 +77,7 @@ class QCFuseLLM(CustomLLM):
     max_new_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
+    seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
@@ -115,9 +121,14 @@ class QCFuseLLM(CustomLLM):
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> QCFuseLLM:
-        """Wrap an engine that is already loaded; its method and prompt template are used."""
+        """Wrap an engine that is already loaded; its method and prompt template are used.
+
+        Raises:
+            UnknownSetting: if an option is one by which engines are loaded, such as `method`.
+        """
+        served = ServedEngine.of(engine, beside=options)
         llm = cls(model=engine.lm.name, **options)
-        llm._served = ServedEngine.of(engine)
+        llm._served = served
         return llm
 
     @property
@@ -145,8 +156,9 @@ class QCFuseLLM(CustomLLM):
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "seed": self.seed,
             "stop": tuple(self.stop),
-            **{name: kwargs[name] for name in ("max_new_tokens", "temperature", "top_p", "seed") if name in kwargs},
+            **{name: kwargs[name] for name in OF_SAMPLING if name in kwargs},
         }
         if kwargs.get("stop"):
             options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
@@ -244,6 +256,7 @@ class QCFuseLLM(CustomLLM):
             over(answer)
 
     def _request(self, build: Build, kwargs: dict[str, Any]) -> AnswerRequest:
+        warn_unused(kwargs, OF_CALL)
         sampling, form = self.sampling(**kwargs), AnswerForm(response_format=kwargs.get("response_format"))
         return lambda engine: (build(engine), form.sampling(sampling, engine.lm.tokenizer))
 

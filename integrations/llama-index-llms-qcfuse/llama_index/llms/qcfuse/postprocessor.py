@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import ConfigDict, Field
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
@@ -14,6 +14,8 @@ class QCFusePostprocessor(BaseNodePostprocessor):
 
     Put it first: before a reranker, loading costs no time of its own. The nodes pass through unchanged.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
 

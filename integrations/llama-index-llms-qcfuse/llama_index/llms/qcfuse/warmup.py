@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
@@ -28,6 +28,8 @@ class QCFuseWarmup(TransformComponent):
     `filename_as_id=True` for that). Documents that do not come are left alone; deletions never come here, see
     `QCFuseVectorStore` and `forget_missing`.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
     bases: list[str] | None = Field(
