@@ -112,6 +112,7 @@ class QuestionProbe:
                 weights = attention_weights(
                     query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=self.reduce
                 )
+                # Kept in memory of this stream: recorded passes compute on another one.
                 by_layer[wanted.index(layer), :length] = weights
 
         visible = self._visible(assembly, there, depth)

@@ -105,6 +105,7 @@ def weights_of_keys(
     scaling,
     softcap,
     window,
+    factor,
     BLOCK_SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -116,7 +117,7 @@ def weights_of_keys(
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one block of keys of one key head gets from all its rows: the sum, or the largest weight."""
+    """What one block of keys of one key head gets from all its rows: the sum, or the largest weight; times a factor."""
     kv_head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     there = tl.load(known + token, mask=token < n_keys, other=0) != 0
@@ -151,7 +152,7 @@ def weights_of_keys(
         log = tl.where(real, most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0)), 0.0)
         weight = tl.exp2(score - log[:, None])
         result = tl.maximum(result, tl.max(weight, 0)) if LARGEST else result + tl.sum(weight, 0)
-    tl.store(out + kv_head.to(tl.int64) * n_keys + token, result, mask=token < n_keys)
+    tl.store(out + kv_head.to(tl.int64) * n_keys + token, result * factor, mask=token < n_keys)
 
 
 def context_scores(
@@ -228,8 +229,9 @@ def context_scores(
             n_keys,
             splits,
             *about,
+            1.0 if largest else 1 / (n_heads * n_rows),
             BLOCK_SPLITS=1 if splits == 1 else MOST_SPLITS,
             LARGEST=largest,
             **shared,
         )
-    return out.amax(0) if largest else out.sum(0) / (n_heads * n_rows)
+    return out.amax(0) if largest else out.sum(0)
