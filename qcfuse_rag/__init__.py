@@ -14,13 +14,13 @@ if TYPE_CHECKING:
         CorruptEntry,
         InvalidGrammar,
         InvalidTemplate,
+        MisplacedSetting,
         ModelNotFound,
         ProfileError,
         PromptTooLong,
         QCFuseError,
         StoreError,
         UnknownMethod,
-        UnknownSetting,
         UnsupportedModel,
         UnusedSetting,
         Unverified,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, warn_unused
+    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, warn_caller, warn_unused
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -95,6 +95,7 @@ __all__ = [
     "LanguageModel",
     "MemoryStore",
     "Method",
+    "MisplacedSetting",
     "Miss",
     "ModelNotFound",
     "Prefilled",
@@ -127,7 +128,6 @@ __all__ = [
     "ToolReply",
     "Turn",
     "UnknownMethod",
-    "UnknownSetting",
     "UnsupportedModel",
     "UnusedSetting",
     "Unverified",
@@ -142,6 +142,7 @@ __all__ = [
     "make_method",
     "open_store",
     "profile_layers",
+    "warn_caller",
     "warn_unused",
 ]
 
@@ -205,7 +206,7 @@ _HOMES = {
     "TextStream": "qcfuse_rag.generate.decode",
     "TieredStore": "qcfuse_rag.store.tiered",
     "UnknownMethod": "qcfuse_rag.errors",
-    "UnknownSetting": "qcfuse_rag.errors",
+    "MisplacedSetting": "qcfuse_rag.errors",
     "UnusedSetting": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
     "Usage": "qcfuse_rag.generate.decode",
@@ -223,6 +224,7 @@ _HOMES = {
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",
     "profile_layers": "qcfuse_rag.profile.measure",
+    "warn_caller": "qcfuse_rag.generate.served",
     "warn_unused": "qcfuse_rag.generate.served",
 }
 

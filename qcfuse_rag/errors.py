@@ -35,7 +35,7 @@ class UnknownMethod(QCFuseError):
     """No method of that name, or it does not take that parameter."""
 
 
-class UnknownSetting(QCFuseError):
+class MisplacedSetting(QCFuseError):
     """A setting where it has no effect; the message says where it belongs."""
 
 

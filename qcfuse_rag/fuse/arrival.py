@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.numbers import companion
 
 AHEAD_BYTES = 256 << 20
-"""What may be on a device beside the buffer: half of it on its way, half being placed."""
+"""What may be on a device beside the buffer before it is placed; half of it at most once placing was launched."""
 
 
 Wait = tuple[Moment, Moment]
@@ -111,21 +110,17 @@ class Arrival:
             LateMiss: if one cannot be read, or not in time. The buffer is then of no use.
         """
         last = len(self._ropes) - 1 if layer is None else layer
-        if self._placed > last:
-            return
-        self._free()
-        began = Moment.on(self._device)
-        try:
-            with self._patience.waiting():
-                left = self._patience.left_s
-                deadline = None if left is None else time.monotonic() + left
-                while self._placed <= last:
-                    self._place([self._next(deadline), *self._also_here()])
-        except LateMiss:
-            self.stop()
-            raise
-        finally:
-            self.waits.append((began, Moment.on(self._device)))
+        while self._placed <= last:
+            self._free()  # before every wait: else the thread that reads may be waiting for this one
+            began = Moment.on(self._device)
+            try:
+                with self._patience.waiting():
+                    self._place([self._next(self._patience.left_s), *self._also_here()])
+            except LateMiss:
+                self.stop()
+                raise
+            finally:
+                self.waits.append((began, Moment.on(self._device)))
 
     def stop(self) -> None:
         """Read no more, and hold nothing that a thread which hangs would keep; safe to call again."""
@@ -134,13 +129,12 @@ class Arrival:
         self._buffer, self._next_up = None, None
         self._angles.clear()
 
-    def _next(self, deadline: float | None) -> Sent | None:
+    def _next(self, limit_s: float | None) -> Sent | None:
         """Return what the next layer's blocks were sent by; None where they are used as they were read."""
         item, self._next_up = self._next_up, None
         if item is None:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                item = self._layers.get(timeout=left)
+                item = self._layers.get(timeout=limit_s)
             except queue.Empty:
                 late = Miss(self._patience.exhausted)
                 raise LateMiss({part.start: late for part in self._parts}) from None

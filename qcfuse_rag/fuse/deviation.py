@@ -94,11 +94,10 @@ class DeviationProbe:
             if not placed.exact:
                 is_row[placed.span.start : placed.span.stop] = True
         is_row[last:] = False
-        rows = is_row.nonzero()[:, 0]
-        length, rows = int(rows[-1]) + 1, rows.to(lm.device, non_blocking=True)
+        plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device)
+        rows = plan.rows
         kept = [stored_rows(assembly.buffer, index, rows) for index in range(layer + 1)]
         watch = DeviationWatch(layer, self.measure)
-        plan = RowsPlan(rows, length, windows=lm.sliding)
         course = SteeredPass(plan, watch, assembly.buffer)
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
         assembly.row_layers += course.row_layers

@@ -40,7 +40,7 @@ class GradualFilter:
         self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
     ) -> Filtering:
         """Return the filter of one pass."""
-        positions = candidate_positions(candidates).to(assembly.lm.device, non_blocking=True)
+        positions = candidate_positions(candidates, assembly.lm.device)
         layers = range(self.first_layer + 1, assembly.lm.n_layers)
         shares = self.shares(budget / len(positions), len(layers))
         counts = {layer: max(1, round(share * len(positions))) for layer, share in zip(layers, shares, strict=True)}

@@ -161,7 +161,8 @@ class SteeredPass:
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)
 
-        return RowsPlan(rows, first.length, visible=first.visible, observe=observe, windows=first.windows)
+        host = first.on_host if len(rows) == len(first.rows) else None
+        return RowsPlan(rows, first.length, first.visible, observe, first.windows, host)
 
 
 def _select(value: Any, rows: Tensor) -> Any:

@@ -80,6 +80,7 @@ def prefill(
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
+        ValueError: if the method's selector does not keep to what it is asked for.
     """
     require_room(lm, prompt, room)
     begun = time.perf_counter()
@@ -152,9 +153,10 @@ def _attempt(
     inexact_tokens = sum(len(placed.span) for placed in candidates)
     budget = inexact_tokens if method.budget is None else method.budget.tokens(inexact_tokens)
 
-    started = Moment.on(lm.device)
+    started, n_waits = Moment.on(lm.device), [len(assembly.waits)]
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
-    probed, n_waits = Moment.on(lm.device), len(assembly.waits)
+    probed = Moment.on(lm.device)
+    n_waits.append(len(assembly.waits))
     selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
     selection = selection.to(lm.device)
     chosen = Moment.on(lm.device)
@@ -170,11 +172,13 @@ def _attempt(
     done = Moment.on(lm.device)
     done.wait()
     total_s = time.perf_counter() - begun
-    probe_s = started.until(probed) - _seconds(assembly.waits[:n_waits])
-    recompute_s = chosen.until(done) - _seconds(assembly.waits[n_waits:])
+    probe_s = started.until(probed) - _seconds(assembly.waits[slice(*n_waits)])
+    recompute_s = chosen.until(done) - _seconds(assembly.waits[n_waits[1] :])
     select_s = probed.until(chosen)
 
-    always = int((~assembly.known).sum())
+    positions, always = selected.tolist(), int((~assembly.known).sum())
+    if len(set(positions)) < len(positions) or not bool(assembly.known[positions].all()):
+        raise ValueError(f"method {method.name!r} selects a token twice, or one that is computed anyway")
     report = FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,
@@ -183,7 +187,7 @@ def _attempt(
         context_tokens=sum(len(span) for span in prompt.chunks),
         reused_tokens=len(prompt) - always - len(selected),
         rows=always + len(selected),
-        selected=tuple(selected.tolist()),
+        selected=tuple(positions),
         row_layers=assembly.row_layers,
         n_layers=lm.n_layers,
         lookups=tuple(assembly.lookups),

@@ -101,7 +101,7 @@ class QuestionProbe:
         length, depth = int(asking[-1]) + 1, self.depth(lm)
         there = assembly.known[:length].clone()
         there[asking] = True
-        # From here on the host waits for nothing: the device is to have work before it has done what it has.
+        # The host waits for nothing: the device is to have work before it has done what it has.
         rows, known = (one.to(lm.device, non_blocking=True) for one in (asking, there))
         by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)
 
@@ -116,12 +116,11 @@ class QuestionProbe:
                 by_layer[wanted.index(layer), :length] = weights
 
         visible = self._visible(assembly, there, depth)
-        gapless = length - len(asking) == int(asking[0])
-        plan = RowsPlan(rows, length, visible=visible, observe=observe, windows=lm.sliding, gapless=gapless)
+        plan = RowsPlan(rows, length, visible, observe, lm.sliding, asking)
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
-        assembly.row_layers += len(rows) * depth
+        assembly.row_layers += len(asking) * depth
         if self.normalized:
-            counted = candidate_positions(inexact_chunks(assembly)).to(lm.device, non_blocking=True)
+            counted = candidate_positions(inexact_chunks(assembly), lm.device)
             by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
@@ -129,15 +128,15 @@ class QuestionProbe:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
         if self.anchor_ratio == 1 and bool(there.all()):
             return None
-        device, outside = assembly.lm.device, there.clone()
+        outside = there.clone()
         if self.anchor_ratio < 1:
             for placed in assembly.placed_chunks:
                 outside[placed.span.start : placed.span.stop] = False
-        always = outside.nonzero()[:, 0].to(device, non_blocking=True)
+        always = outside.nonzero()[:, 0]
         if self.anchor_ratio in (0, 1):
             return [always] * depth
         anchors = [
-            placed.chunk.anchors(self.anchor_ratio)[:depth].to(device, non_blocking=True) + placed.span.start
+            placed.chunk.anchors(self.anchor_ratio)[:depth].cpu() + placed.span.start
             for placed in assembly.placed_chunks
         ]
         return torch.cat([always.expand(depth, -1), *anchors], dim=1).sort().values.unbind()

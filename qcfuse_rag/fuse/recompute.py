@@ -13,6 +13,7 @@ from qcfuse_rag.fuse.assembly import Assembly, Placed
 from qcfuse_rag.fuse.layerwise import SteeredPass, Steering
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.select import Selection
+from qcfuse_rag.model.language_model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,41 +42,38 @@ def recompute(
     Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
     which count; sets known to be nested beforehand count whole.
     """
-    selected = selection.positions
+    lm, selected = assembly.lm, selection.positions
     unknown = (~assembly.known).nonzero()[:, 0]  # the prompt's last position among them
-    rows = unknown.to(assembly.lm.device, non_blocking=True)
+    plan = RowsPlan.of(unknown, lm.sliding, device=lm.device)
     if context == "selected" and len(selected):
         _recompute_apart(assembly, candidates, selected, steering)
         steering = None
     elif len(selected):
         # How many there are is known: the host need not wait to see which.
-        rows = torch.cat([rows, selected]).sort().values
-    gapless = len(rows) == len(unknown) == len(assembly.prompt) - int(unknown[0])
+        plan = RowsPlan(torch.cat([plan.rows, selected]).sort().values, plan.length, windows=lm.sliding)
     if pause is not None and steering is None:
-        rows = _in_parts(assembly, rows, pause)
-    plan = RowsPlan(rows, len(assembly.prompt), windows=assembly.lm.sliding, gapless=gapless)
+        plan = _in_parts(assembly, plan, pause)
     course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
     buffer = assembly.arriving if course is None else assembly.buffer
-    logits = assembly.passes.forward_rows(assembly.ids[rows], plan, buffer, course)
-    assembly.row_layers += _paid(assembly, rows, course)
+    logits = assembly.passes.forward_rows(assembly.ids[plan.rows], plan, buffer, course)
+    assembly.row_layers += _paid(lm, plan, course)
     if course is not None and selection.until is None:
         selected = selected[torch.isin(selected, course.chosen)]
     return logits, selected
 
 
-def _in_parts(assembly: Assembly, rows: Tensor, pause: Pause) -> Tensor:
-    """Compute all rows but the last part of them, pausing after each; return the rest.
+def _in_parts(assembly: Assembly, plan: RowsPlan, pause: Pause) -> RowsPlan:
+    """Compute all rows but the last part of them, pausing after each; return the plan of the rest.
 
     A row sees none behind it, so parts one after the other give what one pass gives.
     """
-    lm = assembly.lm
+    lm, rows = assembly.lm, plan.rows if plan.on_host is None else plan.on_host
     while len(rows) > pause.rows:
-        part, rows = rows[: pause.rows], rows[pause.rows :]
-        plan = RowsPlan.of(part, lm.sliding)
-        assembly.passes.forward_hidden(assembly.ids[part], plan, assembly.arriving, depth=lm.n_layers)
-        assembly.row_layers += len(part) * lm.n_layers
+        part, rows = RowsPlan.of(rows[: pause.rows], lm.sliding, device=lm.device), rows[pause.rows :]
+        assembly.passes.forward_hidden(assembly.ids[part.rows], part, assembly.arriving, depth=lm.n_layers)
+        assembly.row_layers += _paid(lm, part, None)
         pause.call()
-    return rows
+    return plan if len(rows) == len(plan.rows) else RowsPlan.of(rows, lm.sliding, device=lm.device)
 
 
 def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:
@@ -89,12 +87,12 @@ def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Ten
     for placed in candidates:
         seen[placed.span.start : placed.span.stop] = False
     seen[chosen], is_row[chosen] = True, True
-    visible, rows = (one.nonzero()[:, 0].to(lm.device, non_blocking=True) for one in (seen, is_row))
-    plan = RowsPlan(rows, length, visible=[visible] * lm.n_layers, windows=lm.sliding)
+    visible = [seen.nonzero()[:, 0]] * lm.n_layers
+    plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device, visible=visible)
     course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
-    assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=lm.n_layers, course=course)
-    assembly.row_layers += _paid(assembly, rows, course)
+    assembly.passes.forward_hidden(assembly.ids[plan.rows], plan, assembly.buffer, depth=lm.n_layers, course=course)
+    assembly.row_layers += _paid(lm, plan, course)
 
 
-def _paid(assembly: Assembly, rows: Tensor, course: SteeredPass | None) -> int:
-    return len(rows) * assembly.lm.n_layers if course is None else course.row_layers
+def _paid(lm: LanguageModel, plan: RowsPlan, course: SteeredPass | None) -> int:
+    return len(plan.rows) * lm.n_layers if course is None else course.row_layers

@@ -88,7 +88,7 @@ class RelayRepair:
         self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
     ) -> Relaying:
         """Return the repair of one pass."""
-        positions = candidate_positions(candidates).to(assembly.lm.device, non_blocking=True)
+        positions = candidate_positions(candidates, assembly.lm.device)
         return Relaying(positions, self, self.layers_of(assembly.lm), budget if self.fixed else None)
 
 

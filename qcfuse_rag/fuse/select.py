@@ -32,8 +32,9 @@ class Selection:
 
     def to(self, device: torch.device) -> Selection:
         """Return the same selection on a device."""
-        until = None if self.until is None else self.until.to(device, non_blocking=True)
-        return Selection(self.positions.to(device, non_blocking=True), until)
+        ahead = device.type == "cuda"
+        until = None if self.until is None else self.until.to(device, non_blocking=ahead)
+        return Selection(self.positions.to(device, non_blocking=ahead), until)
 
 
 class Selector(Protocol):
@@ -46,6 +47,9 @@ class Selector(Protocol):
             candidates: placed chunks that are not exact.
             scores: from the method's probe; None for methods without one.
             budget: how many tokens to choose.
+
+        Returns:
+            Tokens of the candidates, none of them twice.
         """
         ...
 
@@ -76,7 +80,7 @@ class TopTokens:
         """Return the `budget` positions of highest score."""
         assert scores is not None
         total = scores.mean
-        positions = candidate_positions(candidates).to(total.device, non_blocking=True)
+        positions = candidate_positions(candidates, total.device)
         best = total[positions].topk(min(budget, len(positions))).indices
         return Selection(positions[best].sort().values)
 
@@ -135,7 +139,7 @@ class NestedTokens:
         """Return every token that some layer chose, and the last layer that did."""
         assert scores is not None
         device = scores.by_layer.device
-        positions = candidate_positions(candidates).to(device, non_blocking=True)
+        positions = candidate_positions(candidates, device)
         if not len(positions):
             return Selection.none()
         order = scores.by_layer[:, positions].argsort(dim=1, descending=True, stable=True)
@@ -198,11 +202,14 @@ class ChunkHeads:
         return Selection(torch.cat(heads)) if heads else Selection.none()
 
 
-def candidate_positions(candidates: list[Placed]) -> Tensor:
-    """Return `[N]` int64, the positions of all tokens of the candidates, ascending."""
+def candidate_positions(candidates: list[Placed], device: torch.device | None = None) -> Tensor:
+    """Return `[N]` int64, the positions of all tokens of the candidates, ascending; on the CPU or a device.
+
+    Made there: for a copy of so many the host may have to wait.
+    """
     if not candidates:
-        return torch.empty(0, dtype=torch.int64)
-    return torch.cat([torch.arange(placed.span.start, placed.span.stop) for placed in candidates])
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(placed.span.start, placed.span.stop, device=device) for placed in candidates])
 
 
 def inexact_chunks(assembly: Assembly) -> list[Placed]:

@@ -7,11 +7,11 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError, UnknownSetting, UnusedSetting
+from qcfuse_rag.errors import MisplacedSetting, QCFuseError, UnusedSetting
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
@@ -23,8 +23,20 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's caller waits in line rather than handle a refusal."""
 
-OF_ENGINE = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+ENGINE_SETTINGS = ("model", "model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
 """What frameworks' objects load an engine by."""
+
+FRAMEWORKS = (
+    "qcfuse_rag",
+    "langchain_qcfuse",
+    "langchain_core",
+    "langchain",
+    "llama_index",
+    "llama_index_instrumentation",
+    "pydantic",
+    "wrapt",
+)
+"""Packages between whoever gives a setting and whoever reads it."""
 
 
 class ServedEngine:
@@ -47,21 +59,25 @@ class ServedEngine:
 
     @classmethod
     def of(
-        cls, engine: FusionEngine, settings: SchedulerSettings = SETTINGS, *, beside: Iterable[str] = ()
+        cls,
+        engine: FusionEngine,
+        settings: SchedulerSettings = SETTINGS,
+        *,
+        options: Mapping[str, object] | None = None,
     ) -> ServedEngine:
         """Serve an engine that is there already; closing this leaves it open.
 
         Args:
             engine: the engine.
             settings: of the scheduler.
-            beside: names of what else the caller was given.
+            options: what else the caller was given.
 
         Raises:
-            UnknownSetting: if something of that is what an engine is loaded by: it would have no effect.
+            MisplacedSetting: if one of them is what an engine is loaded by: it would have no effect.
         """
-        late = sorted(set(beside).intersection(OF_ENGINE))
+        late = [name for name in ENGINE_SETTINGS if (options or {}).get(name) is not None]
         if late:
-            raise UnknownSetting(f"an engine that is given stays as it is; say {', '.join(late)} where it is made")
+            raise MisplacedSetting(f"an engine that is given stays as it is; say {', '.join(late)} where it is made")
         served = cls(lambda: engine, settings)
         served.given = True
         return served
@@ -154,6 +170,12 @@ def warn_unused(given: Iterable[str], used: Collection[str]) -> None:
     """Warn of a call's keyword arguments that nothing reads: a framework hands on whatever it is given."""
     unused = sorted(set(given).difference(used))
     if unused:
-        warnings.warn(
-            f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}", UnusedSetting, stacklevel=4
-        )
+        warn_caller(f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}")
+
+
+def warn_caller(said: str) -> None:
+    """Warn of a setting without effect, at the line outside of frameworks that gave it."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in FRAMEWORKS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(said, UnusedSetting, stacklevel=level)

@@ -127,6 +127,6 @@ class Event:
         for one in (self, later):
             if not one._timed:
                 raise ValueError("events must be created with argument 'enable_timing=True'")
-            if not all(map(self._host.clock.knows, one.clock.values())):
+            if not one.clock or not all(map(self._host.clock.knows, one.clock.values())):
                 raise RuntimeError("the host does not know whether the event has happened")
         return (later.at - self.at) * 1000

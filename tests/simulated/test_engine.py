@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,9 +21,8 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
-from qcfuse_rag.fuse.kernels.support import kernels_run_on
 from qcfuse_rag.fuse.prefill import Prefilled
-from qcfuse_rag.fuse.transfer import Link, Ring, Sent, Transfer
+from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
@@ -177,60 +174,6 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
     assert found.report.fallback is not None
     assert "does not match its checksum" in found.report.fallback
     assert float((found.logits.cpu() - expected.logits).abs().max()) < 1e-3
-
-
-@pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("method", ["prophetkv", "auto", "reuse", "full"])
-def test_the_host_waits_once_a_prefill_when_all_is_launched(
-    method: str, recorded: bool, device: Device, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Waiting between layers or stages, it could not launch ahead of the device."""
-    assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
-    _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    if recorded:
-        engine.passes.warm_up(rows=(48,))
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    chosen = make_method("full") if method == "full" else replace(make_method(method, base=FRAMED), guard=None)
-    device.launched.clear()
-    engine.prefill(prompt, method=chosen)
-    assert (device.launched["graph"] > 0) == (recorded and method != "full")
-    device.host.waits.clear()
-    engine.prefill(prompt, method=chosen)
-    to_report_the_rows = "aten::_to_copy"
-    assert device.host.waits[threading.current_thread().name] == ["an event", to_report_the_rows]
-
-
-def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, there = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=4)
-    prompt = here.prompt(QUESTION, PASSAGES)
-    layer = here.prefill(prompt, method=REUSE).report.bytes_loaded // 4
-    waits = []
-    for room in (2 * layer, 100 * layer):
-        monkeypatch.setattr("qcfuse_rag.fuse.arrival.AHEAD_BYTES", room)
-        device.host.waits.clear()
-        assert_same(there.prefill(prompt, method=REUSE), here.prefill(prompt, method=REUSE))
-        waits.append(device.host.waits[threading.current_thread().name].count("an event"))
-    assert waits[0] > waits[1] == 1
-
-
-def test_what_the_device_waits_for_is_loading(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    prompt, receive = engine.prompt(QUESTION, PASSAGES), Sent.receive
-    engine.prefill(prompt, method=PROPHETKV)
-    usual = engine.prefill(prompt, method=PROPHETKV).report.timings
-
-    def late(sent: Sent) -> None:
-        device.host.seconds += 0.5
-        receive(sent)
-
-    monkeypatch.setattr(Sent, "receive", late)
-    found = engine.prefill(prompt, method=PROPHETKV).report.timings
-    assert 0 < found.probe_s == pytest.approx(usual.probe_s, abs=0.1)
-    assert 0 < found.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)
 
 
 def test_the_ring_goes_round_no_faster_than_the_link(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,7 @@ def test_what_is_slow_after_damage_has_what_is_left_of_the_limit(engine: FusionE
     done = impatient.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
     assert time.perf_counter() - began < 10
     assert done.report.timings.load_s < 4.0  # 1.6 before the damage, and what is left of 3
+    assert min(done.report.timings.stages.values()) >= 0, "what is waited for before probing is no part of it"
     assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
     assert "checksum differs" in str([lookup.reason for lookup in done.report.lookups])
     assert "not there within 3 s" in str(done.report.fallback)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from qcfuse_rag.fuse.assembly import Placed
 from qcfuse_rag.fuse.budget import FixedRatio
 from qcfuse_rag.fuse.probe import QuestionProbe
 from qcfuse_rag.fuse.score import Scores
-from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, TopTokens
+from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, Selection, TopTokens
 from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.language_model import LanguageModel as Model
 from qcfuse_rag.prompt.segments import Role, Segment, Span
@@ -53,6 +53,28 @@ def warmed(llama: LanguageModel) -> FusionEngine:
 @pytest.fixture
 def prompt(warmed: FusionEngine) -> Prompt:
     return warmed.prompt(QUESTION, PASSAGES)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Selects some positions, whatever it is asked."""
+
+    positions: Sequence[int]
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        return Selection(torch.tensor(self.positions))
+
+
+@pytest.mark.parametrize("wrong", ["twice", "the question's"])
+def test_a_selector_that_does_not_keep_to_its_candidates_is_told(
+    wrong: str, warmed: FusionEngine, prompt: Prompt
+) -> None:
+    last = prompt.chunks[-1].stop - 1
+    own = replace(make_method("random", base=FRAMED), selector=Chosen([last, last if wrong == "twice" else last + 1]))
+    with pytest.raises(ValueError, match="selects a token twice, or one that is computed anyway"):
+        warmed.prefill(prompt, method=own)
+    fine = replace(own, selector=Chosen([last, last - 2]))
+    assert set(warmed.prefill(prompt, method=fine).report.selected) == {last, last - 2}
 
 
 def question_rows(prompt: Prompt) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -30,14 +29,25 @@ from qcfuse_rag import (
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
-    UnusedSetting,
     WarmSummary,
     choose_method,
+    warn_caller,
     warn_unused,
 )
 
-OF_SERVICES = ("api_key", "base_url", "timeout", "max_retries", "streaming")
-OF_CALL = ("max_tokens", "temperature", "top_p", "seed", "documents", "tools", "tool_choice", "response_format")
+SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
+CALL_SETTINGS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "documents",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "stream",  # read by LangChain itself
+)
 ANSWER_SETTINGS = (
     "model_name",
     "method",
@@ -102,12 +112,10 @@ class ChatQCFuse(BaseChatModel):
         """Leave out what chat models of LangChain have in common to reach a service, and say so."""
         if not isinstance(given, dict):
             return given
-        meaningless = [name for name in OF_SERVICES if name in given]
+        meaningless = [name for name in SERVICE_SETTINGS if given.get(name) is not None]
         if meaningless:
-            warnings.warn(
-                f"{' and '.join(meaningless)}: no effect, the model runs in this process", UnusedSetting, stacklevel=4
-            )
-        return {name: value for name, value in given.items() if name not in OF_SERVICES}
+            warn_caller(f"{' and '.join(meaningless)}: no effect, no service is asked")
+        return {name: value for name, value in given.items() if name not in SERVICE_SETTINGS}
 
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
@@ -135,9 +143,9 @@ class ChatQCFuse(BaseChatModel):
         """Wrap an engine that is already loaded; its method and prompt template are used.
 
         Raises:
-            UnknownSetting: if an option is one by which engines are loaded, such as `method`.
+            MisplacedSetting: if an option is one by which engines are loaded, such as `method`.
         """
-        served = ServedEngine.of(engine, beside=options)
+        served = ServedEngine.of(engine, options=options)
         chat = cls(model=engine.lm.name, **options)
         chat._served = served
         return chat
@@ -306,7 +314,7 @@ class ChatQCFuse(BaseChatModel):
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerRequest:
         """Return what makes the prompt and says how to choose tokens."""
-        warn_unused(kwargs, OF_CALL)
+        warn_unused(kwargs, CALL_SETTINGS)
         documents: Sequence[Document] | None = kwargs.get("documents")
         ends = stop or self.stop or ()
         form = form_of(kwargs)

@@ -17,9 +17,9 @@ from qcfuse_rag import (
     FusionEngine,
     LanguageModel,
     MemoryStore,
+    MisplacedSetting,
     QCFuseError,
     SamplingParams,
-    UnknownSetting,
     UnusedSetting,
 )
 from tests.conftest import PASSAGES, QUESTION
@@ -165,15 +165,16 @@ def test_settings_that_do_not_exist_are_refused() -> None:
 
 
 def test_settings_of_an_engine_that_is_there_are_refused(chat: ChatQCFuse) -> None:
-    with pytest.raises(UnknownSetting, match="say store where it is made"):
+    with pytest.raises(MisplacedSetting, match="say store where it is made"):
         ChatQCFuse.from_engine(chat.engine, store="kv")
 
 
 def test_settings_that_have_no_effect_are_told(chat: ChatQCFuse) -> None:
-    with pytest.warns(UnusedSetting, match="timeout: no effect, the model runs in this process"):
+    with pytest.warns(UnusedSetting, match="timeout: no effect, no service is asked"):
         ChatQCFuse(model="anything", timeout=5)  # type: ignore[call-arg]
-    with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens"):
+    with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens") as told:
         chat.invoke("Ada", max_new_tokens=2)
+    assert [one.filename for one in told] == [__file__]
 
 
 def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: LanguageModel, tmp_path: Path) -> None:

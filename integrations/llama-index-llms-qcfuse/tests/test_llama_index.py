@@ -28,9 +28,9 @@ from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocess
 from qcfuse_rag import (
     FusionEngine,
     LanguageModel,
+    MisplacedSetting,
     PromptTemplate,
     QCFuseError,
-    UnknownSetting,
     UnusedSetting,
     open_store,
 )
@@ -235,14 +235,22 @@ def test_settings_that_do_not_exist_are_refused() -> None:
         QCFuseLLM(model="anything", methd="full")  # type: ignore[call-arg]
 
 
+def test_what_llama_index_writes_down_makes_the_same_again() -> None:
+    llm = QCFuseLLM(model="anything", seed=3)
+    assert QCFuseLLM.from_dict(llm.to_dict()).seed == 3
+    assert QCFuseLLM.model_validate(llm.model_dump()).seed == 3
+
+
 def test_settings_of_an_engine_that_is_there_are_refused(llm: QCFuseLLM) -> None:
-    with pytest.raises(UnknownSetting, match="say method, ratio where it is made"):
-        QCFuseLLM.from_engine(llm.engine, ratio=0.1, method="qcfuse")
+    with pytest.raises(MisplacedSetting, match="say model, method, ratio where it is made"):
+        QCFuseLLM.from_engine(llm.engine, ratio=0.1, method="qcfuse", model="another")
+    assert QCFuseLLM.from_engine(llm.engine, method=None).engine is llm.engine
 
 
 def test_settings_of_a_call_that_have_no_effect_are_told(llm: QCFuseLLM) -> None:
-    with pytest.warns(UnusedSetting, match="max_tokens: no effect here; a call takes max_new_tokens"):
+    with pytest.warns(UnusedSetting, match="max_tokens: no effect here; a call takes max_new_tokens") as told:
         llm.complete("Ada", max_tokens=2)
+    assert [one.filename for one in told] == [__file__]
 
 
 def test_a_single_stop_string_is_one_string(llm: QCFuseLLM) -> None:

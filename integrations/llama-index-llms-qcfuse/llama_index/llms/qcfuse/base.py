@@ -17,13 +17,14 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import FusionEndEvent
+from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import (
     AnswerForm,
     AnswerRequest,
@@ -38,8 +39,8 @@ from qcfuse_rag import (
     warn_unused,
 )
 
-OF_SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")
-OF_CALL = (*OF_SAMPLING, "stop", "response_format")
+SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
+CALL_SETTINGS = (*SAMPLING_SETTINGS, "stop", "response_format")
 Build = Callable[[FusionEngine], Prompt]
 dispatcher = get_dispatcher(__name__)
 
@@ -63,6 +64,7 @@ class QCFuseLLM(CustomLLM):
     """
 
     model_config = ConfigDict(extra="forbid")
+    _of_dict = model_validator(mode="before")(without_class_name)
 
     model: str = Field(description="Hugging Face id, local folder or GGUF file.")
     store: str | None = Field(default=None, description="Folder of stored passages; None keeps them in memory only.")
@@ -124,9 +126,9 @@ class QCFuseLLM(CustomLLM):
         """Wrap an engine that is already loaded; its method and prompt template are used.
 
         Raises:
-            UnknownSetting: if an option is one by which engines are loaded, such as `method`.
+            MisplacedSetting: if an option is one by which engines are loaded, such as `method`.
         """
-        served = ServedEngine.of(engine, beside=options)
+        served = ServedEngine.of(engine, options=options)
         llm = cls(model=engine.lm.name, **options)
         llm._served = served
         return llm
@@ -158,7 +160,7 @@ class QCFuseLLM(CustomLLM):
             "top_p": self.top_p,
             "seed": self.seed,
             "stop": tuple(self.stop),
-            **{name: kwargs[name] for name in OF_SAMPLING if name in kwargs},
+            **{name: kwargs[name] for name in SAMPLING_SETTINGS if name in kwargs},
         }
         if kwargs.get("stop"):
             options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
@@ -256,7 +258,7 @@ class QCFuseLLM(CustomLLM):
             over(answer)
 
     def _request(self, build: Build, kwargs: dict[str, Any]) -> AnswerRequest:
-        warn_unused(kwargs, OF_CALL)
+        warn_unused(kwargs, CALL_SETTINGS)
         sampling, form = self.sampling(**kwargs), AnswerForm(response_format=kwargs.get("response_format"))
         return lambda engine: (build(engine), form.sampling(sampling, engine.lm.tokenizer))
 

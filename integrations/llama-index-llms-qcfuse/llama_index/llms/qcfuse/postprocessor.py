@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from llama_index.core.bridge.pydantic import ConfigDict, Field
+from llama_index.core.bridge.pydantic import ConfigDict, Field, model_validator
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.settings import without_class_name
 
 
 class QCFusePostprocessor(BaseNodePostprocessor):
@@ -16,6 +17,7 @@ class QCFusePostprocessor(BaseNodePostprocessor):
     """
 
     model_config = ConfigDict(extra="forbid")
+    _of_dict = model_validator(mode="before")(without_class_name)
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
 

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
+from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import BASES, WarmSummary
 
 
@@ -30,6 +31,7 @@ class QCFuseWarmup(TransformComponent):
     """
 
     model_config = ConfigDict(extra="forbid")
+    _of_dict = model_validator(mode="before")(without_class_name)
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
     bases: list[str] | None = Field(

@@ -1,0 +1,96 @@
+"""A host ahead of its device: how far, and what it knows of the time that passes there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, MemoryStore, make_method
+from qcfuse_rag.fuse.arrival import Arrival
+from qcfuse_rag.fuse.kernels.support import kernels_run_on
+from qcfuse_rag.fuse.transfer import Sent, Transfer
+from tests.simulated.device import Device
+from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
+
+TO_REPORT_WHICH_ROWS = "aten::_to_copy"
+
+
+@pytest.mark.parametrize(
+    ("method", "recorded", "missing"),
+    [
+        ("auto", False, []),
+        ("prophetkv", True, []),
+        ("prophetkv", False, ["Nobody stored this."]),
+        ("qcfuse", False, []),
+        ("reuse", False, []),
+        ("full", False, []),
+    ],
+)
+def test_the_host_waits_once_a_prefill_when_all_is_launched(
+    method: str, recorded: bool, missing: list[str], device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Waiting between layers or stages, it could not launch ahead of the device."""
+    assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
+    _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
+    if recorded:
+        engine.passes.warm_up(rows=(48,))
+    prompt = engine.prompt(QUESTION, [*PASSAGES, *missing])
+    chosen = make_method("full") if method == "full" else replace(make_method(method, base=FRAMED), guard=None)
+    device.launched.clear()
+    device.host.waits.clear()
+    engine.prefill(prompt, method=chosen)
+    assert (device.launched["graph"] > 0) == recorded
+    assert device.host.waits[threading.current_thread().name] == ["an event", TO_REPORT_WHICH_ROWS]
+
+
+@pytest.mark.parametrize("method", ["reuse", "cacheblend"], ids=["layer by layer", "all layers at once"])
+def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
+    method: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=6)
+    prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
+    expected = here.prefill(prompt, method=chosen)
+    room = 2 * expected.report.bytes_loaded // 6
+    in_flight, most, send, free = 0, 0, Transfer.send, Arrival._free
+
+    def counted(transfer: Transfer, tensors: Sequence[Tensor]) -> Sent:
+        nonlocal in_flight, most
+        found = send(transfer, tensors)
+        in_flight += found.nbytes
+        most = max(most, in_flight)
+        return found
+
+    def counted_free(arrival: Arrival) -> None:
+        nonlocal in_flight
+        before = sum(nbytes for nbytes, _ in arrival._leaving)
+        free(arrival)
+        in_flight -= before - sum(nbytes for nbytes, _ in arrival._leaving)
+
+    monkeypatch.setattr("qcfuse_rag.fuse.arrival.AHEAD_BYTES", room)
+    monkeypatch.setattr(Transfer, "send", counted)
+    monkeypatch.setattr(Arrival, "_free", counted_free)
+    assert_same(there.prefill(prompt, method=chosen), expected)
+    assert room < most <= room + room // 2, "a layer more: it is sent before the thread waits"
+
+
+def test_what_the_device_waits_for_is_neither_probing_nor_recomputing(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
+    prompt, receive = engine.prompt(QUESTION, PASSAGES), Sent.receive
+    usual = engine.prefill(prompt, method=PROPHETKV).report.timings
+
+    def late(sent: Sent) -> None:
+        device.host.seconds += 0.5
+        receive(sent)
+
+    monkeypatch.setattr(Sent, "receive", late)
+    found = engine.prefill(prompt, method=PROPHETKV).report.timings
+    assert 0 < found.probe_s == pytest.approx(usual.probe_s, abs=0.1)
+    assert 0 < found.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)
