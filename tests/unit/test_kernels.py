@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
-from tests.conftest import PASSAGES, QUESTION
 from tests.damage import damaged
 from tests.families import build_model
 
@@ -38,6 +37,9 @@ from qcfuse_rag.generate import warm_up as warming
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import narrow
 
+PASSAGES = ["The ferry is green, its captain is Orla.", "The paint is kept in the mill.", "Nobody has a key."]
+QUESTION = "Who paints?"
+"""Short: the interpreter takes its time for every token."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 DTYPES = [
