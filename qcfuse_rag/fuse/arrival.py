@@ -110,8 +110,10 @@ class Arrival:
             LateMiss: if one cannot be read, or not in time. The buffer is then of no use.
         """
         last = len(self._ropes) - 1 if layer is None else layer
-        while self._placed <= last:
+        while True:
             self._free()  # before every wait: else the thread that reads may be waiting for this one
+            if self._placed > last:
+                return
             began = Moment.on(self._device)
             try:
                 with self._patience.waiting():
