@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -153,13 +154,12 @@ def _attempt(
     inexact_tokens = sum(len(placed.span) for placed in candidates)
     budget = inexact_tokens if method.budget is None else method.budget.tokens(inexact_tokens)
 
-    started, n_waits = Moment.on(lm.device), [len(assembly.waits)]
+    started = _mark(assembly)
     scores = method.probe.scores(assembly) if method.probe is not None and budget else None
-    probed = Moment.on(lm.device)
-    n_waits.append(len(assembly.waits))
+    probed = _mark(assembly)
     selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
     selection = selection.to(lm.device)
-    chosen = Moment.on(lm.device)
+    chosen = _mark(assembly)
     steering: Steering | None = None
     if len(selection.positions):
         if selection.until is not None:
@@ -169,12 +169,10 @@ def _attempt(
     logits, selected = recompute(assembly, candidates, selection, steering, method.context, pause)
     if method.base is None:
         shared.take(assembly, torch.ones_like(assembly.known))
-    done = Moment.on(lm.device)
-    done.wait()
+    done = _mark(assembly)
+    done[0].wait()
     total_s = time.perf_counter() - begun
-    probe_s = started.until(probed) - _seconds(assembly.waits[slice(*n_waits)])
-    recompute_s = chosen.until(done) - _seconds(assembly.waits[n_waits[1] :])
-    select_s = probed.until(chosen)
+    computed = [_computing_s(first, last, assembly.waits) for first, last in pairwise((started, probed, chosen, done))]
 
     positions, always = selected.tolist(), int((~assembly.known).sum())
     if len(set(positions)) < len(positions) or not bool(assembly.known[positions].all()):
@@ -192,7 +190,7 @@ def _attempt(
         n_layers=lm.n_layers,
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
-        timings=Timings(total_s - probe_s - select_s - recompute_s, probe_s, select_s, recompute_s),
+        timings=Timings(total_s - sum(computed), *computed),
         fallback=refusal or describe_misses(assembly.lookups) or prompt.note,
     )
     return Prefilled(prompt, logits, assembly.buffer, report, scores)
@@ -211,5 +209,12 @@ def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:
         )
 
 
-def _seconds(waits: Sequence[Wait]) -> float:
-    return sum(began.until(ended) for began, ended in waits)
+def _mark(assembly: Assembly) -> tuple[Moment, int]:
+    """Return the present moment, and how many waits for the store lie before it."""
+    return Moment.on(assembly.lm.device), len(assembly.waits)
+
+
+def _computing_s(first: tuple[Moment, int], last: tuple[Moment, int], waits: Sequence[Wait]) -> float:
+    """Return the seconds between two marks, without those of waiting."""
+    waited = sum(began.until(ended) for began, ended in waits[first[1] : last[1]])
+    return first[0].until(last[0]) - waited
