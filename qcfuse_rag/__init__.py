@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, warn_caller, warn_unused
+    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
+    from qcfuse_rag.generate.unused import warn_caller, warn_unused
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -224,8 +225,8 @@ _HOMES = {
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",
     "profile_layers": "qcfuse_rag.profile.measure",
-    "warn_caller": "qcfuse_rag.generate.served",
-    "warn_unused": "qcfuse_rag.generate.served",
+    "warn_caller": "qcfuse_rag.generate.unused",
+    "warn_unused": "qcfuse_rag.generate.unused",
 }
 
 

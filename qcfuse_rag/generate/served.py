@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.errors import MisplacedSetting, QCFuseError, UnusedSetting
+from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
@@ -25,18 +24,6 @@ SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 
 ENGINE_SETTINGS = ("model", "model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
 """What frameworks' objects load an engine by."""
-
-FRAMEWORKS = (
-    "qcfuse_rag",
-    "langchain_qcfuse",
-    "langchain_core",
-    "langchain",
-    "llama_index",
-    "llama_index_instrumentation",
-    "pydantic",
-    "wrapt",
-)
-"""Packages between whoever gives a setting and whoever reads it."""
 
 
 class ServedEngine:
@@ -164,18 +151,3 @@ def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:
     """Cancel a request whose asker has gone."""
     if not asked.cancelled() and asked.exception() is None:
         asked.result().cancel()
-
-
-def warn_unused(given: Iterable[str], used: Collection[str]) -> None:
-    """Warn of a call's keyword arguments that nothing reads: a framework hands on whatever it is given."""
-    unused = sorted(set(given).difference(used))
-    if unused:
-        warn_caller(f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}")
-
-
-def warn_caller(said: str) -> None:
-    """Warn of a setting without effect, at the line outside of frameworks that gave it."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in FRAMEWORKS:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(said, UnusedSetting, stacklevel=level)
