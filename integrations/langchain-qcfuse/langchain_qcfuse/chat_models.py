@@ -114,7 +114,7 @@ class ChatQCFuse(BaseChatModel):
             return given
         meaningless = [name for name in SERVICE_SETTINGS if given.get(name) is not None]
         if meaningless:
-            warn_caller(f"{' and '.join(meaningless)}: no effect, no service is asked")
+            warn_caller(f"{' and '.join(meaningless)}: no effect on a model in this process")
         return {name: value for name, value in given.items() if name not in SERVICE_SETTINGS}
 
     def model_post_init(self, context: Any) -> None:

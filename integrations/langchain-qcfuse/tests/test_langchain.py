@@ -170,7 +170,7 @@ def test_settings_of_an_engine_that_is_there_are_refused(chat: ChatQCFuse) -> No
 
 
 def test_settings_that_have_no_effect_are_told(chat: ChatQCFuse) -> None:
-    with pytest.warns(UnusedSetting, match="timeout: no effect, no service is asked"):
+    with pytest.warns(UnusedSetting, match="timeout: no effect on a model in this process"):
         ChatQCFuse(model="anything", timeout=5)  # type: ignore[call-arg]
     with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens") as told:
         chat.invoke("Ada", max_new_tokens=2)
