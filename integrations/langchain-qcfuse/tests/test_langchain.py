@@ -14,29 +14,16 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag import (
-    FusionEngine,
     LanguageModel,
-    MemoryStore,
     MisplacedSetting,
     QCFuseError,
     SamplingParams,
     UnusedSetting,
 )
 from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
 
 DOCUMENTS = [Document(page_content=text, metadata={"n": i}) for i, text in enumerate(PASSAGES)]
 INPUTS = {"input": QUESTION, "context": DOCUMENTS}
-
-
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    return LanguageModel.wrap(build_model("llama"), build_tokenizer(lambda: PASSAGES))
-
-
-@pytest.fixture
-def chat(lm: LanguageModel) -> ChatQCFuse:
-    return ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=12)
 
 
 def fusion(message: Any) -> dict[str, Any]:

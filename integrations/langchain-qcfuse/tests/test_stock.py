@@ -26,22 +26,14 @@ from langgraph.graph import END, START, StateGraph
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
 from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
 
 DOCUMENTS = [Document(page_content=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
 INPUTS = {"input": QUESTION, "context": DOCUMENTS}
 PROMPT = ChatPromptTemplate.from_messages([("system", "Answer from the context.\n\n{context}"), ("human", "{input}")])
 
 
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    model = build_model("llama", max_position_embeddings=2048)
-    return LanguageModel.wrap(model, build_tokenizer(lambda: PASSAGES))
-
-
 @pytest.fixture
-def chat(lm: LanguageModel) -> ChatQCFuse:
-    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=8)
+def chat(chat: ChatQCFuse) -> ChatQCFuse:
     chat.warm(DOCUMENTS)
     return chat
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -12,19 +11,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from llama_index.core import Document, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import ChatMessage
 from llama_index.core.llms.mock import MockLLM
-from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.prompts import PromptTemplate as Wording
 from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
-from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
+from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
 from qcfuse_rag import (
     FusionEngine,
     LanguageModel,
@@ -32,61 +27,10 @@ from qcfuse_rag import (
     PromptTemplate,
     QCFuseError,
     UnusedSetting,
-    open_store,
 )
 from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
-
-
-class LetterEmbedding(BaseEmbedding):
-    """Counts letters: enough to retrieve by, and no model."""
-
-    def _vector(self, text: str) -> list[float]:
-        return [float(text.lower().count(chr(ord("a") + i))) + 0.1 for i in range(26)]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._vector(query)
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return self._vector(text)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._vector(query)
-
-
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), build_tokenizer(lambda: PASSAGES))
-
-
-@pytest.fixture
-def llm(lm: LanguageModel, tmp_path: Path) -> Iterator[QCFuseLLM]:
-    with FusionEngine(lm, open_store(tmp_path)) as engine:
-        yield QCFuseLLM.from_engine(engine, max_new_tokens=12)
-
-
-@pytest.fixture
-def reports() -> Iterator[list[dict[str, Any]]]:
-    """Collect the reports of fused prefills from LlamaIndex's instrumentation."""
-    seen: list[dict[str, Any]] = []
-
-    class Collect(BaseEventHandler):
-        def handle(self, event: Any, **kwargs: Any) -> None:
-            if isinstance(event, FusionEndEvent):
-                seen.append(event.report)
-
-    root, handler = get_dispatcher(), Collect()
-    root.add_event_handler(handler)
-    yield seen
-    root.event_handlers.remove(handler)
-
-
-def ingest(llm: QCFuseLLM) -> VectorStoreIndex:
-    documents = [Document(text=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
-    steps = [SentenceSplitter(chunk_size=200, chunk_overlap=0), LetterEmbedding(), QCFuseWarmup(llm)]
-    return VectorStoreIndex(
-        IngestionPipeline(transformations=steps).run(documents=documents), embed_model=LetterEmbedding()
-    )
+from tests.families import build_model
+from tests.llama import LetterEmbedding, warmed_index
 
 
 def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any:
@@ -107,7 +51,7 @@ def test_classes_are_what_llama_index_expects() -> None:
 
 
 def test_a_query_over_warmed_nodes_reuses_all_of_them(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
-    response = query_engine(llm, ingest(llm)).query(QUESTION)
+    response = query_engine(llm, warmed_index(llm)).query(QUESTION)
     assert len(response.source_nodes) == 3
     [report] = reports
     assert [lookup["hit"] for lookup in report["lookups"]] == [True] * 4
@@ -119,14 +63,14 @@ def test_a_query_over_warmed_nodes_reuses_all_of_them(llm: QCFuseLLM, reports: l
 
 
 def test_streaming_yields_the_same_answer_in_pieces(llm: QCFuseLLM) -> None:
-    index = ingest(llm)
+    index = warmed_index(llm)
     pieces = list(query_engine(llm, index, streaming=True).query(QUESTION).response_gen)
     assert len(pieces) > 1
     assert "".join(pieces) == str(query_engine(llm, index).query(QUESTION))
 
 
 async def test_asynchronous_queries_answer_alike_and_let_the_loop_run(llm: QCFuseLLM) -> None:
-    index, ticks = ingest(llm), 0
+    index, ticks = warmed_index(llm), 0
 
     async def clock() -> None:
         nonlocal ticks
@@ -211,7 +155,7 @@ def test_usage_and_report_are_plain_data(llm: QCFuseLLM) -> None:
     counts = completion.additional_kwargs
     assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
     assert completion.raw["report"]["method"] == "qcfuse"
-    assert llm.metadata.context_window == 2048
+    assert llm.metadata.context_window == 8192
     assert llm.metadata.is_chat_model
 
 
@@ -276,7 +220,7 @@ async def test_structured_answers_follow_their_schema(llm: QCFuseLLM) -> None:
     boat = patient.structured_predict(Boat, wording, boat="ferry")
     assert isinstance(boat, Boat)
     assert await patient.astructured_predict(Boat, wording, boat="ferry") == boat
-    queries = ingest(llm).as_query_engine(llm=patient.as_structured_llm(Boat), similarity_top_k=3)
+    queries = warmed_index(llm).as_query_engine(llm=patient.as_structured_llm(Boat), similarity_top_k=3)
     assert isinstance(queries.query(QUESTION).response, Boat)
 
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from llama_index.core import Document, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
-from llama_index.core.ingestion import IngestionPipeline
-from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import CitationQueryEngine, RetrieverQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
@@ -21,28 +15,12 @@ from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
-from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
+from qcfuse_rag import FRAMED
 from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
+from tests.llama import LetterEmbedding, hits
 
 Reports = list[dict[str, Any]]
-
-
-class LetterEmbedding(BaseEmbedding):
-    """Counts letters: enough to retrieve by, and no model."""
-
-    def _vector(self, text: str) -> list[float]:
-        return [float(text.lower().count(chr(ord("a") + i))) + 0.1 for i in range(26)]
-
-    def _get_query_embedding(self, query: str) -> list[float]:
-        return self._vector(query)
-
-    def _get_text_embedding(self, text: str) -> list[float]:
-        return self._vector(text)
-
-    async def _aget_query_embedding(self, query: str) -> list[float]:
-        return self._vector(query)
 
 
 class TwoQuestions(BaseQuestionGenerator):
@@ -59,50 +37,6 @@ class TwoQuestions(BaseQuestionGenerator):
 
     async def agenerate(self, tools: Any, query: Any) -> list[SubQuestion]:
         return self.generate(tools, query)
-
-
-@pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    model = build_model("llama", max_position_embeddings=8192)
-    return LanguageModel.wrap(model, build_tokenizer(lambda: PASSAGES))
-
-
-@pytest.fixture
-def llm(lm: LanguageModel) -> Iterator[QCFuseLLM]:
-    with FusionEngine(lm, MemoryStore()) as engine:
-        llm = QCFuseLLM.from_engine(engine, max_new_tokens=8)
-        yield llm
-        llm.close()
-
-
-@pytest.fixture
-def index(llm: QCFuseLLM) -> VectorStoreIndex:
-    documents = [Document(text=text, metadata={"page": number}) for number, text in enumerate(PASSAGES)]
-    steps = [SentenceSplitter(chunk_size=200, chunk_overlap=0), LetterEmbedding(), QCFuseWarmup(llm)]
-    nodes = IngestionPipeline(transformations=steps).run(documents=documents)
-    return VectorStoreIndex(nodes, embed_model=LetterEmbedding())
-
-
-@pytest.fixture
-def reports() -> Iterator[Reports]:
-    """Collect the reports of fused prefills from LlamaIndex's instrumentation."""
-    seen: Reports = []
-
-    class Collect(BaseEventHandler):
-        def handle(self, event: Any, **kwargs: Any) -> None:
-            if isinstance(event, FusionEndEvent):
-                seen.append(event.report)
-
-    root, handler = get_dispatcher(), Collect()
-    root.add_event_handler(handler)
-    yield seen
-    root.event_handlers.remove(handler)
-
-
-def hits(reports: Reports) -> list[int]:
-    """Return how many nodes each prompt reused; fails if there was one that could not be."""
-    assert all(lookup["hit"] for report in reports for lookup in report["lookups"])
-    return [len(report["lookups"]) for report in reports]
 
 
 @pytest.mark.parametrize(
