@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import DiskStore, KVStore, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.bench.speed.measure import fill, random_prompt
+from qcfuse_rag.bench.speed.measure import random_prompt
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
+from qcfuse_rag.bench.speed.tiers import fill
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.fuse.loading import Loading
@@ -49,7 +50,7 @@ def main() -> None:
         }
         methods = [make_method("auto", guard=False, ratio=ratio) for ratio in RATIOS]
         prompt = random_prompt(lm, given.tokens, 512, torch.Generator().manual_seed(0))
-        fill(lm, stores, prompt, methods)
+        fill(lm, list(stores.values()), prompt, methods)
         for name, store in stores.items():
             for method in methods:
                 turns = [

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.bench.speed.measure import fill, random_prompt
+from qcfuse_rag.bench.speed.measure import random_prompt
+from qcfuse_rag.bench.speed.tiers import fill
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.fuse import probe
@@ -101,7 +102,7 @@ def main() -> None:
     lm = LanguageModel.load(given.model or default_model(), device="cpu")
     method, store = make_method(given.method, ratio=given.ratio), MemoryStore(1 << 40)
     prompt = random_prompt(lm, given.tokens, 512, torch.Generator().manual_seed(0))
-    fill(lm, {"memory": store}, prompt, [method])
+    fill(lm, [store], prompt, [method])
     run = partial(prefill, lm, store, prompt, method, loading=Loading(lm))
     rows = run().report.rows
     ids = torch.tensor([prompt.ids[:rows]])

@@ -49,9 +49,11 @@ step 90 recorded bash -c 'tests 85 tests/unit/test_step_graph.py tests/unit/test
 step 110 kernels bash -c 'tests 105 tests/unit/test_kernels.py --maxfail=20'
 step 70 parity bash -c 'tests 65 tests/gpu'
 export -f qcfuse
-step 180 speed bash -c 'qcfuse 175 bench speed --shape "$0" --context 4096,10240 --ratios 0.05,0.1,0.2 \
+step 180 speed bash -c 'qcfuse 175 bench speed --shape "$0" --context 10240,4096 --ratios "" --numbers model,int8 \
+  --methods "auto[ratio=.05],auto[ratio=.1],auto[ratio=.2],auto[ratio=.1,layers=third_quarter]" \
   --tiers pinned,device --chunk 512 --repeats 3 --out "$1/speed.json"' "$SHAPE" "$OUT"
-step 75 long bash -c 'qcfuse 70 bench speed --shape "$0" --context 32768 --ratios 0.1 --tiers pinned,device \
+step 75 long bash -c 'qcfuse 70 bench speed --shape "$0" --context 32768 --ratios "" --tiers pinned,device \
+  --methods "auto[ratio=.1],auto[ratio=.1,layers=third_quarter]" \
   --chunk 512 --repeats 2 --requests 1 --out "$1/long.json"' "$SHAPE" "$OUT"
 cat "$OUT"/speed.md "$OUT"/long.md 2> /dev/null
 exit $failed

@@ -145,6 +145,27 @@ def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: 
     assert "│ auto[ratio=.1,layers=third_quarter] │" in shown, "and no parameter is taken for markup"
 
 
+def test_a_tier_keeps_passages_in_each_format(tiny: LanguageModel) -> None:
+    options = SpeedOptions(
+        (230,),
+        tuple(configurations(["reuse"])[1:]),
+        ("memory", "disk", "throttled"),
+        ("int8", "model"),
+        chunk=64,
+        repeats=1,
+        requests=(1,),
+    )
+    found = measure_speed(tiny, options)
+    rows = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in found["prefill"][1:]}
+    assert len(rows) == 6
+    for tier in options.tiers:
+        assert 0.25 < rows[tier, "int8"] / rows[tier, "model"] < 0.4, "a byte for a number of four, and scales"
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(terminal_tables(found, 240)[0])
+    shown = console.export_text()
+    assert all(f"│ {tier} " in shown and f"│ {tier} int8 " in shown for tier in options.tiers)
+
+
 def test_floors_follow_the_best_rates_that_were_found() -> None:
     """A machine may be slow while its rates are measured, and a floor above what was measured is none."""
     slow, fast = Ceilings(1e9, 4e9, 2e9), Ceilings(3e9, 5e9, 1e9)
@@ -169,6 +190,8 @@ def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
         random_model("tiny", dtype="float99")
     with pytest.raises(QCFuseError, match="no tier 'pinned' on cpu; there are memory, disk, throttled"):
         measure_speed(tiny, SpeedOptions(tiers=("pinned",)))
+    with pytest.raises(QCFuseError, match="no format of numbers 'int4'; there are model, int8, fp8"):
+        measure_speed(tiny, SpeedOptions(numbers=("int4",)))
     with pytest.raises(PromptTooLong, match="200,000"):
         measure_speed(tiny, SpeedOptions((200_000,)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,28 +16,22 @@ import torch
 from qcfuse_rag.bench.configurations import Configuration, configurations
 from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds, step_bytes
-from qcfuse_rag.bench.speed.throttle import ThrottledStore
-from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.bench.speed.tiers import Tier, fill, open_tiers
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
-from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.fuse.step_graph import DecodeSteps
-from qcfuse_rag.ingest.primer import PRIMER_TOKENS
-from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-from qcfuse_rag.store.contract import KVStore, Miss
-from qcfuse_rag.store.disk import DiskStore
-from qcfuse_rag.store.memory import MemoryStore
+from qcfuse_rag.store.contract import KVStore
+from qcfuse_rag.store.numbers import LOSSLESS
 
-UNLIMITED = 1 << 50
 HEAD_TOKENS, QUESTION_TOKENS = 32, 32
 STEPS = 16
 FULL = configurations(())[0]
-TIERS = ("memory", "device", "pinned", "disk", "throttled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +43,7 @@ class SpeedOptions:
         methods: beside full prefill.
         tiers: where passages come from: `memory` of the host, `pinned` memory of the host, memory of the `device`, the
             `disk` (its files in the page cache), or `throttled` to `throttle` bytes a second.
+        numbers: formats that each tier keeps passages in, see `store.numbers`.
         chunk: tokens of a passage.
         repeats: rounds, after one that warms up.
         requests: sizes of the batches to decode.
@@ -60,6 +54,7 @@ class SpeedOptions:
     contexts: tuple[int, ...] = (4096,)
     methods: tuple[Configuration, ...] = ()
     tiers: tuple[str, ...] = ("memory",)
+    numbers: tuple[str, ...] = (LOSSLESS,)
     chunk: int = 512
     repeats: int = 5
     requests: tuple[int, ...] = (1, 4, 8)
@@ -86,7 +81,7 @@ def measure_speed(
         keep: called with the result so far after each context.
 
     Raises:
-        QCFuseError: if there is no such tier here.
+        QCFuseError: if there is no such tier here, or no such format of numbers.
         PromptTooLong: if a context exceeds the model's window.
     """
     ceilings = measure_ceilings(lm)
@@ -102,12 +97,12 @@ def measure_speed(
     if options.requests:
         step.warm_up(options.requests)
     with ExitStack() as stack:
-        stores = {name: _open(name, lm, options, stack) for name in options.tiers}
+        tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
-            fill(lm, stores, prompt, [one.method for one in options.methods])
-            result["prefill"] += _prefills(lm, passes, stores, prompt, options)
-            result["decode"] += _decodes(lm, step, next(iter(stores.values())), prompt, options)
+            fill(lm, [tier.store for tier in tiers], prompt, [one.method for one in options.methods])
+            result["prefill"] += _prefills(lm, passes, tiers, prompt, options)
+            result["decode"] += _decodes(lm, step, tiers[0].store, prompt, options)
             ceilings = ceilings.or_better(measure_ceilings(lm))
             add_floors(result, ceilings, options.throttle)
             if keep is not None:
@@ -134,36 +129,10 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     return Prompt(segments, frame=drawn[0])
 
 
-def _open(name: str, lm: LanguageModel, options: SpeedOptions, stack: ExitStack) -> KVStore:
-    gpu = lm.device.type == "cuda"
-    if name not in TIERS or (name in ("device", "pinned") and not gpu):
-        there = ", ".join(tier for tier in TIERS if gpu or tier not in ("device", "pinned"))
-        raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {there}")
-    if name == "disk":
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
-        return stack.enter_context(DiskStore(folder, UNLIMITED))
-    if name == "throttled":
-        return ThrottledStore(options.throttle)
-    return MemoryStore(UNLIMITED, device=str(lm.device) if name == "device" else "cpu", pinned=name == "pinned")
-
-
-def fill(lm: LanguageModel, stores: dict[str, KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
-    """Prefill a prompt's passages once and put them into every store."""
-    first, *others = stores.values()
-    bases = dict.fromkeys(base for method in methods for base in method.bases)
-    primer = tuple(range(1, PRIMER_TOKENS + 1))
-    WarmJob(lm, first, prompt.frame, (s.segment.ids for s in prompt.chunks), bases=bases, primer=primer).run()
-    for store in others:
-        for entry in first.entries():
-            found = first.open(entry.address)
-            if not isinstance(found, Miss) and found[0] not in store:
-                store.put(*found)
-
-
 def _prefills(
     lm: LanguageModel,
     passes: FusedPasses,
-    stores: dict[str, KVStore],
+    tiers: Sequence[Tier],
     prompt: Prompt,
     options: SpeedOptions,
 ) -> list[dict[str, Any]]:
@@ -173,13 +142,13 @@ def _prefills(
     def stock() -> None:
         lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
 
-    sides = [("-", next(iter(stores.values())), FULL)]
-    sides += [(name, store, one) for name, store in stores.items() for one in options.methods]
+    sides = [(Tier("-", LOSSLESS, tiers[0].store), FULL)]
+    sides += [(tier, one) for tier in tiers for one in options.methods]
     times: list[list[float]] = [[] for _ in sides]
     loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
     reports, replayed = [], [passes.replayed]
-    for _, store, one in sides:
-        reports.append(prefill(lm, store, prompt, one.method, loading=loading, passes=passes).report)
+    for tier, one in sides:
+        reports.append(prefill(lm, tier.store, prompt, one.method, loading=loading, passes=passes).report)
         replayed.append(passes.replayed)
     stages: list[list[dict[str, float]]] = [[] for _ in sides]
     transformers: list[float] = []
@@ -188,8 +157,8 @@ def _prefills(
             taken = seconds(lm, stock)
         if turn:
             transformers.append(taken)
-        for side, (_, store, one) in enumerate(sides):
-            timings = prefill(lm, store, prompt, one.method, loading=loading, passes=passes).report.timings
+        for side, (tier, one) in enumerate(sides):
+            timings = prefill(lm, tier.store, prompt, one.method, loading=loading, passes=passes).report.timings
             if turn:
                 times[side].append(timings.ttft_s)
                 stages[side].append(
@@ -198,10 +167,8 @@ def _prefills(
     full = median(times[0])
     rows = []
     recorded_passes = [after - before for before, after in pairwise(replayed)]
-    for (tier, store, one), own, report, staged, recorded in zip(
-        sides, times, reports, stages, recorded_passes, strict=True
-    ):
-        again = partial(prefill, lm, store, prompt, one.method, loading=counted, passes=passes)
+    for (tier, one), own, report, staged, recorded in zip(sides, times, reports, stages, recorded_passes, strict=True):
+        again = partial(prefill, lm, tier.store, prompt, one.method, loading=counted, passes=passes)
         ttft = median(own)
         rows.append(
             {
@@ -209,7 +176,8 @@ def _prefills(
                 "prompt": len(prompt),
                 "method": one.label,
                 "ratio": one.ratio,
-                "tier": tier,
+                "tier": tier.name,
+                "numbers": tier.numbers,
                 "rows": report.rows,
                 "recorded_passes": recorded,
                 "ttft_s": ttft,

@@ -10,12 +10,13 @@ from rich.table import Table
 
 from qcfuse_rag.bench.tables import figures
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.store.numbers import LOSSLESS
 
 PREFILL = (
     ("context", lambda r: f"{r['context']:,}"),
     ("method", lambda r: r["method"]),
     ("ratio", lambda r: "-" if r["ratio"] is None else f"{r['ratio']:g}"),
-    ("tier", lambda r: r["tier"]),
+    ("tier", lambda r: _tier(r)),
     ("rows", lambda r: f"{r['rows']:,}"),
     ("TTFT", lambda r: f"{1000 * r['ttft_s']:,.1f} ms"),
     ("spread", lambda r: f"{1000 * r['spread_s']:,.1f}"),
@@ -79,7 +80,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["prefill"]:
         ratio = "" if row["ratio"] is None else f" {row['ratio']:g}"
-        name = row["method"] if row["tier"] == "-" else f"{row['method']}{ratio}, {row['tier']}"
+        name = row["method"] if row["tier"] == "-" else f"{row['method']}{ratio}, {_tier(row)}"
         lines.setdefault(name, []).append(row)
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
@@ -98,3 +99,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _over(row: Mapping[str, Any]) -> str:
     return f"{(row['peak_bytes'] - row['buffer_bytes']) / 1e6:+,.0f} MB of {row['buffer_bytes'] / 1e6:,.0f}"
+
+
+def _tier(row: Mapping[str, Any]) -> str:
+    return str(row["tier"]) if row["numbers"] == LOSSLESS else f"{row['tier']} {row['numbers']}"

@@ -12,6 +12,7 @@ from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.memory import MemoryStore
+from qcfuse_rag.store.numbers import LOSSLESS
 
 
 class ThrottledBlocks(Blocks):
@@ -44,10 +45,11 @@ class ThrottledStore(MemoryStore):
     Args:
         bytes_per_s: how fast at most.
         limit_bytes: most bytes to hold.
+        numbers: format to keep, see `store.numbers`.
     """
 
-    def __init__(self, bytes_per_s: float, limit_bytes: int = 1 << 50) -> None:
-        super().__init__(limit_bytes)
+    def __init__(self, bytes_per_s: float, limit_bytes: int = 1 << 50, *, numbers: str = LOSSLESS) -> None:
+        super().__init__(limit_bytes, numbers=numbers)
         self._bytes_per_s = bytes_per_s
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
