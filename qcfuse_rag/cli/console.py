@@ -61,9 +61,10 @@ def quiet_libraries() -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TQDM_DISABLE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "KINETO_LOG_LEVEL": "99",  # of torch's profiler, which measures memory
     }.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
