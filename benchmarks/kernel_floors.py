@@ -6,7 +6,7 @@ Medians of Triton's `do_bench`, which empties the cache before each call. Both s
 the host takes shows as far as it is longer than emptying the cache. Kernels that score are also replayed from a CUDA
 graph: what the device takes, and how near that comes to the floor. The floor is the longer of two times: operations at
 the rate of a large matrix product, bytes at that of a large copy, both measured here. With `--tiles` the kernels that
-score are timed with other tiles too, from which `fuse.kernels.launch.tile_of` may have to choose anew.
+score are timed with other tiles too, from which `fuse.kernels.launch` may have to choose anew.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels import attention, context_score
 from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import Tile, tile_of
+from qcfuse_rag.fuse.kernels.launch import TALL, Tile, attention_tile, tile_of
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
 from qcfuse_rag.fuse.kernels.table import table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
@@ -45,8 +45,6 @@ from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
-MOST_ROWS = 128
-"""(Row, query head) pairs of a tile to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def cases(
             partial(_in_torch, query, key, value, RowsPlan.of(rows), **how),
             4.0 * dim * heads * float((rows + 1).sum()),
             size * (key.numel() + value.numel() + 2 * query.numel()),
-            tile_of(dtype, dim, len(rows) * heads // kv_heads),
+            attention_tile(dtype, dim, len(rows) * heads // kv_heads, kv_heads, device),
         )
     known = torch.ones(tokens, dtype=torch.bool, device=device)
     yield Case(
@@ -122,7 +120,7 @@ def cases(
             partial(_in_torch, query, query, query, plan, **how),
             4.0 * dim * heads * tokens * requests,
             size * requests * (key.numel() + value.numel()),
-            tile_of(dtype, dim, heads // kv_heads),
+            attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
         )
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim, 2, device=device) / dim))
     for numbers in (LOSSLESS, "int8"):
@@ -182,25 +180,18 @@ def on_device(call: Callable[[], object]) -> float:
 
 def others(tile: Tile) -> list[Tile]:
     """Return tiles to try instead of one."""
-    taller = replace(tile, rows=min(2 * tile.rows, MOST_ROWS))
+    low = replace(TALL, keys=64)
+    tall = (TALL, replace(TALL, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
     wider = replace(tile, keys=2 * tile.keys)
-    tried = (
-        replace(tile, stages=3),
-        wider,
-        replace(wider, stages=3),
-        taller,
-        replace(taller, warps=8),
-        replace(taller, warps=8, stages=3),
-        replace(taller, warps=8, keys=2 * tile.keys),
-    )
-    return [one for one in dict.fromkeys(tried) if one != tile]
+    tried = tall if tile == TALL else (replace(tile, stages=3), wider, replace(wider, stages=3), low, TALL)
+    return [one for one in tried if one != tile]
 
 
 def with_tile(call: Callable[[], object], tile: Tile) -> dict[str, Any]:
     """Return what a call takes with a tile, or why it cannot be had."""
     with ExitStack() as patches:
-        for home in (attention, context_score):
-            patches.enter_context(mock.patch.object(home, "tile_of", return_value=tile))
+        for home, name in ((attention, "attention_tile"), (context_score, "tile_of")):
+            patches.enter_context(mock.patch.object(home, name, return_value=tile))
         try:
             return {"tile": str(tile), "ms": on_device(call), "refusal": None}
         except Exception as error:  # a compiler has many ways to refuse, and what was measured before is not to be lost

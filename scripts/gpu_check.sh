@@ -23,20 +23,20 @@ step() {
 
 qcfuse() { timeout "$1" python3 -c 'from qcfuse_rag.cli.app import main; main()' "${@:2}"; }
 
-missing=$(python3 - << 'END'
-from importlib.util import find_spec
-wanted = "diskcache gguf hypothesis numpy pytest rich tokenizers torch transformers triton typer xxhash".split()
-print(*(name for name in wanted if find_spec(name) is None))
-END
-)
-if [ -n "$missing" ]; then
-  site=$(mktemp -d)
-  if ! python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" $missing; then
-    echo "missing: $missing; put their wheels into a folder and name it by WHEELS"
-    exit 2
-  fi
-  export PYTHONPATH="$site:$PYTHONPATH"
+lacking() {
+  python3 -c 'import sys; from importlib.util import find_spec
+print(*(name for name in sys.argv[1:] if find_spec(name.removeprefix("pytest-")) is None))' "$@"
+}
+site=$(mktemp -d)
+export PYTHONPATH="$site:$PYTHONPATH"
+wheels() { python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" "$@"; }
+missing=$(lacking diskcache gguf hypothesis numpy pytest rich tokenizers torch transformers triton typer xxhash)
+if [ -n "$missing" ] && ! wheels $missing; then
+  echo "missing: $missing; put their wheels into a folder and name it by WHEELS"
+  exit 2
 fi
+missing=$(lacking execnet pytest-xdist) # without them the tests are run one after another
+if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
 python3 -c 'import torch, transformers, triton; print(torch.__version__, transformers.__version__, triton.__version__)' \

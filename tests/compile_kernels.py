@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -25,15 +26,17 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.kernels import attention
 from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
+from qcfuse_rag.fuse.kernels.launch import TALL
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks
 from qcfuse_rag.fuse.kernels.table import append_rows, table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.store.numbers import LOSSLESS, narrow
 
-FP8_SINCE = 89
+FP8_SINCE, HOPPER = 89, 90
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32", 71, 1, 128), ("fp32", 16, 2, 256))
@@ -69,9 +72,14 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         plain: dict[str, Any] = {"scaling": 0.1}
         special = {**plain, "softcap": 30.0, "window": 100}
         for how, sinks, splits in ((plain, None, 2), (special, torch.zeros(heads, dtype=dtype), 1)):
-            yield name, dim, partial(sparse_attention, query, key, key, rows, sinks=sinks, splits=splits, **how)
-            for queries, at in ((asking, ends), (asking.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
-                yield name, dim, partial(table_attention, queries, table, 0, at, sinks=sinks, splits=splits, **how)
+            attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **how)
+            yield name, dim, partial(attending, splits=splits)
+            several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
+            for given in ((asking, table, 0, ends), several):
+                yield name, dim, partial(table_attention, *given, sinks=sinks, splits=splits, **how)
+            if architecture == HOPPER and name != "fp32" and dim <= 128:
+                yield name, dim, partial(attending, tile=TALL)
+                yield name, dim, partial(tall, table_attention, *several, sinks=sinks, **how)
         for splits in (1, 3):
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
@@ -81,6 +89,12 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             for turned, over in ((rope, 0), (None, 2)):
                 block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
                 yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
+
+
+def tall(attend: Callable[..., object], *operands: Any, **how: Any) -> object:
+    """Attend as with very many rows."""
+    with mock.patch.object(attention, "attention_tile", return_value=TALL):
+        return attend(*operands, **how)
 
 
 def spilled_bytes(cubin: bytes) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
+from math import ceil
 
 from qcfuse_rag.fuse.kernels.support import kernels_run_on, widest_head
 from qcfuse_rag.fuse.prefill import prefill
@@ -23,6 +25,8 @@ FEW, MANY = 2, 18
 """Passages of a prompt. Over many, kernels split the keys, which is compiled apart."""
 SHORT, LONG = 1, 32
 """Tokens of a question. Of a short one kernels take all rows at once, which is compiled apart too."""
+SOME, MOST = 0.1, 0.9
+"""Shares to recompute. Of very many rows kernels take more at once, see `fuse.kernels.launch`."""
 
 
 def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
@@ -35,10 +39,25 @@ def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
     store, text = MemoryStore(), prompts.chunk_ids(PRIMER)
     head, passage = prompts.frame or text[:1], text[:TOKENS]
     WarmJob(lm, store, head, [passage], bases=(FRAMED,), primer=passage).run()
-    method = make_method("prophetkv", ratio=0.1, base=FRAMED)
-    kernels = kernels_run_on(lm.device, lm.dtype, widest_head(lm))
-    for passages, asked in product((FEW, MANY), (SHORT, LONG)) if kernels else ((FEW, LONG),):
+    for passages, asked, ratio in _ways(lm):
         segments = [(Role.HEAD, head), *[(Role.CHUNK, passage)] * passages, (Role.QUESTION, text[:asked])]
         prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
         if len(prompt) + 2 <= lm.window.tokens:
+            method = make_method("prophetkv", ratio=ratio, base=FRAMED)
             TextStream(lm, prefill(lm, store, prompt, method, room=2), SamplingParams(max_new_tokens=2)).result()
+
+
+def _ways(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
+    """Yield passages, tokens of a question, and a ratio of prompts that between them take all that is compiled."""
+    if not kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
+        yield FEW, LONG, SOME
+        return
+    for passages, asked in product((FEW, MANY), (SHORT, LONG)):
+        yield passages, asked, SOME
+    from qcfuse_rag.fuse.kernels.launch import TALL, attention_tile, fewest_tall
+
+    kv_heads = lm.shapes[0].kv_heads
+    pairs = fewest_tall(kv_heads, lm.device)
+    if attention_tile(lm.dtype, widest_head(lm), pairs, kv_heads, lm.device) == TALL:
+        rows = pairs * kv_heads / int(lm.model.config.get_text_config().num_attention_heads)
+        yield ceil(rows / (MOST * TOKENS)) + 1, LONG, MOST

@@ -26,7 +26,7 @@ def remembered() -> Callable[..., str | None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
-    from qcfuse_rag.fuse.kernels.launch import processors
+    from qcfuse_rag.fuse.kernels.launch import is_hopper, processors
     from tests.simulated.cuda import simulated_cuda
 
     for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
@@ -37,3 +37,4 @@ def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None
         gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
     processors.cache_clear()
+    is_hopper.cache_clear()

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 from qcfuse_rag.fuse.assembly import Assembly
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels import attention, context_score, parts, place, support, table
+from qcfuse_rag.fuse.kernels import attention, context_score, launch, parts, place, support, table
 from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
@@ -77,6 +77,7 @@ SHAPES = {
     "odd channels": (4, 2, [5, 64, 65], 66, 80, 48),
     "wide": (2, 1, [31, 32, 33, 100], 101, 256, 256),
     "many blocks": (4, 2, list(range(0, 300, 3)), 299, 64, 64),
+    "at the edges of blocks": (4, 2, [62, 63, 64, 127, 128, 191], 192, 64, 64),
 }
 
 
@@ -87,6 +88,32 @@ def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> N
     found = sparse_attention(query, key, value, rows, scaling=0.2)
     assert found.dtype == dtype
     assert relative_error(found, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_very_many_rows_are_taken_in_taller_blocks(dtype: torch.dtype, splits: int) -> None:
+    """The last rows before the first, keys that all rows of a block see before those that some see."""
+    about: dict[str, Any] = {"scaling": 0.2, "softcap": None, "window": None, "sinks": None}
+    operated = operands(4, 2, [0, 1, 2, *range(120, 400, 3)], 400, 64, 64, dtype)
+    for how in (about, {**about, "window": 100, "softcap": 4.0}):
+        found = sparse_attention(*operated, **how, tile=launch.TALL, splits=splits)
+        assert relative_error(found, sparse_attention_reference(*operated, **how)) < TOLERANCE[dtype]
+
+
+def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device(DEVICE)
+    monkeypatch.setattr(launch, "processors", lambda device: 264)
+    for hopper, dtype, dim, rows, expected in (
+        (True, torch.bfloat16, 128, 1024, 128),
+        (True, torch.bfloat16, 128, 800, 128),
+        (True, torch.bfloat16, 128, 760, 64),
+        (True, torch.float32, 128, 1024, 16),
+        (True, torch.bfloat16, 256, 1024, 64),
+        (False, torch.bfloat16, 128, 1024, 64),
+    ):
+        monkeypatch.setattr(launch, "is_hopper", lambda device, hopper=hopper: hopper)
+        assert launch.attention_tile(dtype, dim, 4 * rows, 8, device).rows == expected, "32 heads, 8 of keys"
 
 
 @pytest.mark.parametrize("splits", [1, 5])
@@ -210,7 +237,7 @@ def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
         with timed["without_kernels"]():
             assert relative_error(taken, case.plain()) < 1e-5, case.name
         assert case.nbytes > 0
-        assert case.tile is None or all(tile != case.tile and tile.rows <= 128 for tile in timed["others"](case.tile))
+        assert case.tile is None or all(tile != case.tile for tile in timed["others"](case.tile))
     tiles = [{"tile": "A", "ms": 0.5, "refusal": None}, {"tile": "B", "ms": None, "refusal": "[/tmp/x] does not fit"}]
     row = {"case": "this", "kernel_ms": 2.0, "torch_ms": 4.0, "floor_ms": 0.25, "tiles": tiles}
     assert timed["said"](row).splitlines() == [
@@ -271,6 +298,15 @@ def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
     assert parts.splits_of(programs, keys, torch.device(DEVICE)) == splits
 
 
+@pytest.mark.parametrize(("programs", "splits"), [(24, 22), (120, 4), (256, 2), (320, 2), (384, 1), (512, 1)])
+def test_programs_of_more_and_less_work_are_twice_as_many_as_run_at_once(
+    programs: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "processors", lambda device: 264)
+    assert parts.splits_of(programs, 10_240, torch.device(DEVICE), uneven=True) == splits
+    assert parts.splits_of(programs, 512, torch.device(DEVICE), uneven=True) <= 2
+
+
 def test_keys_are_split_no_further_than_parts_are_put_together() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
     known = torch.ones(10, dtype=torch.bool, device=DEVICE)
@@ -312,10 +348,11 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((query, key, value, rows.int()), "rows must be"),
         ((query, key, value, rows, {"sinks": torch.zeros(3)}), "sinks must be"),
         ((query, key, value, rows, {"window": 0}), "window must be"),
+        ((query, key, value, rows, {"scaling": 0.0}), "scaling must be"),
         ((torch.zeros(1, 4, 2, 300), torch.zeros(1, 2, 6, 300), value, rows), "at most 256"),
     ):
         with pytest.raises(ValueError, match=message):
-            sparse_attention(*bad[:4], scaling=1.0, **(bad[4] if len(bad) > 4 else {}))  # type: ignore[misc]
+            sparse_attention(*bad[:4], **({"scaling": 1.0} | (bad[4] if len(bad) > 4 else {})))  # type: ignore[misc]
     with pytest.raises(ValueError, match="known must be"):
         context_scores(query, key, rows, torch.ones(5, dtype=torch.bool), scaling=1.0)
 
@@ -601,11 +638,13 @@ def watched(kernel: Any, launched: list[dict[str, Any]]) -> Any:
 def test_warming_up_compiles_all_that_other_lengths_take(
     with_kernels: list[str], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short and long questions over few keys and many: a request waits for no compiler."""
+    """Short and long questions over few keys and many, very many rows: a request waits for no compiler."""
     assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
     monkeypatch.setattr(parts, "processors", lambda device: 64)
+    monkeypatch.setattr(launch, "processors", lambda device: 4)
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
     attended: list[dict[str, Any]] = []
     scored: list[dict[str, Any]] = []
@@ -614,6 +653,7 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048).to(DEVICE, torch.float16), tokenizer)
     warming.warm_up(lm, FusionEngine(lm, MemoryStore()).prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
-    assert {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]} == all_ways
+    launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
+    assert launched == {*all_ways, (launch.TALL.rows, False)}
     assert {(one["BLOCK_ROWS"], one["BLOCK_SPLITS"] > 1) for one in scored} == all_ways
     assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MOST_SPLITS}

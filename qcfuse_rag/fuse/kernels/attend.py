@@ -1,8 +1,9 @@
 """The kernel that attends: a streaming softmax of a block of rows over one part of the keys they may see.
 
 Streaming softmax is Dao et al., FlashAttention-2 (arXiv 2307.08691). Two changes: a row knows its position in the
-prompt, so what it may see is compared in registers, and a block of rows stops at the last key any of them sees. The
-query heads that share a key head lie along the rows, so a key is read once for all of them.
+prompt, so what it may see is compared in registers, and a block of rows stops at the last key any of them sees. Keys
+that all of them see are not compared: most, since rows of a block are near one another in a long prompt. The query
+heads that share a key head lie along the rows, so a key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,79 @@ NEVER = tl.constexpr(-1)
 
 
 @triton.jit
-def scores_of(query, key, seen, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores in powers of two, minus infinity where a row does not see a key."""
-    score = tl.dot(query, key, input_precision=PRECISION) * scaling
+def scores_of(query, key, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return scores that are yet to be multiplied by `power_of`, which costs nothing where something is subtracted."""
+    score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
-        score = (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0)) * softcap  # tanh
-    return tl.where(seen, score * LOG2_E, float("-inf"))
+        score = 1.0 - 2.0 / (tl.exp(2.0 * scaling / softcap * score) + 1.0)  # tanh
+    return score
+
+
+@triton.jit
+def power_of(scaling, softcap, CAPPED: tl.constexpr):
+    """Return what makes scores powers of two; it is above 0, so that the largest stays the largest."""
+    return (softcap if CAPPED else scaling) * LOG2_E
+
+
+@triton.jit
+def attend_part(
+    query,
+    keys,
+    values,
+    key_apart,
+    value_apart,
+    position,
+    start,
+    stop,
+    largest,
+    total,
+    result,
+    scaling,
+    softcap,
+    window,
+    ALL_SEEN: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Take the keys from `start` up to `stop` into a streaming softmax and return it: largest, total, result.
+
+    With ALL_SEEN every row sees all of them, and they are a multiple of BLOCK_KEYS.
+    """
+    dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
+    power = power_of(scaling, softcap, CAPPED)
+    for begin in range(start, stop, BLOCK_KEYS):
+        token = begin + tl.arange(0, BLOCK_KEYS)
+        there = tl.full([BLOCK_KEYS], 1, tl.int1) if ALL_SEEN else token < stop
+        key = tl.load(
+            keys + token[None, :].to(tl.int64) * key_apart + dim[:, None],
+            mask=there[None, :] & (dim < DIM)[:, None],
+            other=0.0,
+        )
+        score = scores_of(query, key, scaling, softcap, CAPPED, PRECISION)
+        if not ALL_SEEN:
+            seen = there[None, :] & (token[None, :] <= position[:, None])
+            if WINDOWED:
+                seen &= position[:, None] - token[None, :] < window
+            score = tl.where(seen, score, float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1) * power)
+        safe = new if ALL_SEEN else tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
+        weight = tl.exp2(score * power - safe[:, None])
+        fade = tl.exp2(largest - safe)
+        value = tl.load(
+            values + token[:, None].to(tl.int64) * value_apart + value_dim[None, :],
+            mask=there[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        result = result * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        total = total * fade + tl.sum(weight, 1)
+        largest = new
+    return largest, total, result
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -70,16 +138,16 @@ def attend(
     """
     split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.cdiv(n_rows * GROUP, BLOCK_ROWS)
-    kv_head, n_heads = tl.program_id(0) // blocks, tl.num_programs(0) // blocks * GROUP
-    pair = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    kv_heads = tl.num_programs(0) // blocks
+    kv_head, n_heads = tl.program_id(0) % kv_heads, kv_heads * GROUP
+    # The last rows see the most keys. They begin first: what begins last is what a device waits for in the end.
+    pair = (blocks - 1 - tl.program_id(0) // kv_heads) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = pair < n_rows * GROUP
     row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
     position = tl.load(rows + request * n_rows + row, mask=real, other=NEVER).to(tl.int32)
-    start = 0
+    start, first, stop = 0, tl.min(tl.where(real, position, 2147483647), 0) + 1, tl.max(position, 0) + 1
     if WINDOWED:
-        first = tl.min(tl.where(real, position, 2147483647), 0) - window + 1
-        start = (tl.maximum(first, 0) // BLOCK_KEYS) * BLOCK_KEYS
-    stop = tl.max(position, 0) + 1
+        start = (tl.maximum(first - window, 0) // BLOCK_KEYS) * BLOCK_KEYS
     # What these rows see is shared out evenly, whatever others see.
     split_keys = tl.cdiv(tl.cdiv(stop - start, tl.num_programs(1)), BLOCK_KEYS) * BLOCK_KEYS
     start += split * split_keys
@@ -108,30 +176,34 @@ def attend(
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    for begin in range(start, stop, BLOCK_KEYS):
-        token = begin + tl.arange(0, BLOCK_KEYS)
-        there = token < stop
-        key = tl.load(
-            keys + token[None, :].to(tl.int64) * key_apart + dim[:, None],
-            mask=there[None, :] & (dim < DIM)[:, None],
-            other=0.0,
+    # First the keys that all of these rows see, then those that only some do.
+    common = start if WINDOWED else start + tl.maximum(tl.minimum(first, stop) - start, 0) // BLOCK_KEYS * BLOCK_KEYS
+    for part in tl.static_range(1 if WINDOWED else 0, 2):
+        largest, total, result = attend_part(
+            query,
+            keys,
+            values,
+            key_apart,
+            value_apart,
+            position,
+            start if part == 0 else common,
+            common if part == 0 else stop,
+            largest,
+            total,
+            result,
+            scaling,
+            softcap,
+            window,
+            ALL_SEEN=part == 0,
+            DIM=DIM,
+            VALUE_DIM=VALUE_DIM,
+            BLOCK_DIM=BLOCK_DIM,
+            BLOCK_VALUE=BLOCK_VALUE,
+            BLOCK_KEYS=BLOCK_KEYS,
+            CAPPED=CAPPED,
+            WINDOWED=WINDOWED,
+            PRECISION=PRECISION,
         )
-        seen = there[None, :] & (token[None, :] <= position[:, None])
-        if WINDOWED:
-            seen &= position[:, None] - token[None, :] < window
-        score = scores_of(query, key, seen, scaling, softcap, CAPPED, PRECISION)
-        new = tl.maximum(largest, tl.max(score, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
-        weight = tl.exp2(score - safe[:, None])
-        fade = tl.exp2(largest - safe)
-        value = tl.load(
-            values + token[:, None].to(tl.int64) * value_apart + value_dim[None, :],
-            mask=there[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        result = result * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        total = total * fade + tl.sum(weight, 1)
-        largest = new
     at = ((split.to(tl.int64) * tl.num_programs(2) + request) * n_rows + row) * n_heads + head
     if SPLIT:
         tl.store(maxima + at, largest, mask=real)

@@ -16,11 +16,13 @@ from torch import Tensor
 from qcfuse_rag.fuse.attention import explicit_attention
 from qcfuse_rag.fuse.kernels.attend import attend
 from qcfuse_rag.fuse.kernels.launch import (
+    TALL,
+    Tile,
+    attention_tile,
     block_dim,
     check_extras,
     check_operands,
     launching_on,
-    tile_of,
     triton_type,
 )
 from qcfuse_rag.fuse.kernels.parts import Parts, splits_of
@@ -53,6 +55,7 @@ def sparse_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Attend with rows at arbitrary positions; index of a key equals its position.
 
@@ -66,6 +69,7 @@ def sparse_attention(
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
         splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
+        tile: what a program takes; by what fills the device if None.
 
     Returns:
         `[1, R, Hq, Dv]` in the dtype of `value`.
@@ -84,6 +88,7 @@ def sparse_attention(
         window=window,
         sinks=sinks,
         splits=splits,
+        tile=tile,
     )
 
 
@@ -98,6 +103,7 @@ def launch_attention(
     window: int | None,
     sinks: Tensor | None,
     splits: int | None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Attend with operands that have been checked.
 
@@ -111,11 +117,12 @@ def launch_attention(
         window: sliding window.
         sinks: `[Hq]` logits.
         splits: parts to split the keys into.
+        tile: what a program takes.
 
     Returns:
         `[B, R, Hq, Dv]`.
     """
-    check_extras(query, window, sinks)
+    check_extras(query, scaling, window, sinks)
     requests, n_heads, n_rows, dim = query.shape
     if isinstance(held, Tabled):
         key = value = query
@@ -124,11 +131,14 @@ def launch_attention(
         (key, value), table, aligned = held, rows, False
         kv_heads, value_dim = key.shape[1], value.shape[3]
     group = n_heads // kv_heads
-    tile = tile_of(query.dtype, max(dim, value_dim), n_rows * group)
-    programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
-    if splits is None:
+    tile = tile or attention_tile(query.dtype, max(dim, value_dim), n_rows * group, kv_heads, query.device)
+    blocks = triton.cdiv(n_rows * group, tile.rows)
+    programs = blocks * kv_heads
+    if splits is None and tile == TALL:
+        splits = 1  # it is taken where there are programs enough
+    elif splits is None:
         seen = longest if window is None or n_rows > 1 else min(longest, window)
-        splits = splits_of(programs * requests, seen, query.device)
+        splits = splits_of(programs * requests, seen, query.device, uneven=blocks > 2)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):

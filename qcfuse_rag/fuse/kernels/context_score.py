@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.attend import NEVER, scores_of
-from qcfuse_rag.fuse.kernels.launch import block_dim, check_operands, launching_on, tile_of
+from qcfuse_rag.fuse.kernels.attend import NEVER, power_of, scores_of
+from qcfuse_rag.fuse.kernels.launch import block_dim, check_extras, check_operands, launching_on, tile_of
 from qcfuse_rag.fuse.kernels.parts import MOST_SPLITS, check_splits, splits_of
 
 
@@ -67,6 +67,7 @@ def denominators(
     k += kv_head.to(tl.int64) * k_head
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
+    power = power_of(scaling, softcap, CAPPED)
     for begin in range(start, stop, BLOCK_KEYS):
         token = begin + tl.arange(0, BLOCK_KEYS)
         there = tl.load(known + token, mask=token < stop, other=0) != 0
@@ -78,10 +79,10 @@ def denominators(
         seen = there[None, :] & (token[None, :] <= position[:, None])
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
-        score = scores_of(query, key, seen, scaling, softcap, CAPPED, PRECISION)
-        new = tl.maximum(largest, tl.max(score, 1))
+        score = tl.where(seen, scores_of(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
+        new = tl.maximum(largest, tl.max(score, 1) * power)
         safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(largest - safe) + tl.sum(tl.exp2(score - safe[:, None]), 1)
+        total = total * tl.exp2(largest - safe) + tl.sum(tl.exp2(score * power - safe[:, None]), 1)
         largest = new
     at = (split.to(tl.int64) * tl.num_programs(1) * GROUP + head) * n_rows + row
     tl.store(logs + at, largest + tl.log2(total), mask=real)
@@ -129,6 +130,7 @@ def weights_of_keys(
     )
     split, n_heads = tl.arange(0, BLOCK_SPLITS), tl.num_programs(1) * GROUP
     result = tl.zeros([BLOCK_KEYS], tl.float32)
+    power = power_of(scaling, softcap, CAPPED)
     for begin in range(0, n_rows * GROUP, BLOCK_ROWS):
         pair = begin + tl.arange(0, BLOCK_ROWS)
         real = pair < n_rows * GROUP
@@ -142,7 +144,7 @@ def weights_of_keys(
         seen = there[None, :] & (token[None, :] <= position[:, None])
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
-        score = scores_of(query, key, seen, scaling, softcap, CAPPED, PRECISION)
+        score = tl.where(seen, scores_of(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
         parts = tl.load(
             logs + (split.to(tl.int64)[:, None] * n_heads + head[None, :]) * n_rows + row[None, :],
             mask=(split < splits)[:, None] & real[None, :],
@@ -150,7 +152,7 @@ def weights_of_keys(
         )
         most = tl.where(real, tl.max(parts, 0), 0.0)
         log = tl.where(real, most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0)), 0.0)
-        weight = tl.exp2(score - log[:, None])
+        weight = tl.exp2(score * power - log[:, None])
         result = tl.maximum(result, tl.max(weight, 0)) if LARGEST else result + tl.sum(weight, 0)
     tl.store(out + kv_head.to(tl.int64) * n_keys + token, result * factor, mask=token < n_keys)
 
@@ -187,6 +189,7 @@ def context_scores(
         ValueError: if operands do not fit each other or are not laid out as said.
     """
     check_operands(query, key, None, rows)
+    check_extras(query, scaling, window, None)
     n_heads, n_rows, dim = query.shape[1:]
     kv_heads, n_keys = key.shape[1:3]
     if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():

@@ -19,6 +19,12 @@ def processors(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a GPU of compute capability 9, such as an H100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """Have launches go to a device, which Triton takes for the thread's current one, whatever the operands'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -57,6 +63,11 @@ class Tile:
     stages: int = 2
 
 
+TALL = Tile(128, 128, warps=8)
+"""Of rows enough to fill a Hopper GPU. Its matrix units take in less than half as many keys as they could if a program
+attends with 64 rows: the second-level cache brings them no faster."""
+
+
 def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
     """Return what a program takes of so many (row, query head) pairs with so many channels.
 
@@ -66,6 +77,21 @@ def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
     wide = dtype == torch.float32
     rows = 16 if wide or pairs <= 16 else 64
     return Tile(rows, (64 if dim <= 128 else 32) // (2 if wide else 1))
+
+
+def fewest_tall(kv_heads: int, device: torch.device) -> int:
+    """Return how many (row, query head) pairs of a key head are enough for `TALL` to fill a device.
+
+    Programs of few keys make up for those of many only if there are more of them than multiprocessors.
+    """
+    blocks = -(-3 * processors(device) // (4 * kv_heads))
+    return (blocks - 1) * TALL.rows + 1
+
+
+def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, device: torch.device) -> Tile:
+    """Return what a program that attends takes: `TALL` where that fits and there are rows enough, else `tile_of`."""
+    fits = is_hopper(device) and dtype != torch.float32 and dim <= 128
+    return TALL if fits and pairs >= fewest_tall(kv_heads, device) else tile_of(dtype, dim, pairs)
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:
@@ -97,12 +123,14 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tenso
         raise ValueError(f"rows are on {rows.device}, query on {query.device}")
 
 
-def check_extras(query: Tensor, window: int | None, sinks: Tensor | None) -> None:
-    """Check what some models attend with besides.
+def check_extras(query: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> None:
+    """Check what models attend with besides.
 
     Raises:
         ValueError: naming what does not fit.
     """
+    if scaling <= 0:
+        raise ValueError(f"scaling must be more than 0, got {scaling}")
     if sinks is not None and (sinks.shape != query.shape[1:2] or not sinks.is_contiguous()):
         raise ValueError(f"sinks must be [{query.shape[1]}], got {tuple(sinks.shape)}")
     if window is not None and window < 1:
