@@ -27,6 +27,9 @@ from qcfuse_rag.fuse.kernels.launch import (
 )
 from qcfuse_rag.fuse.kernels.parts import Parts, splits_of
 
+ASKING = 64
+"""Up to so many rows are mostly those of a question, at the prompt's end, and see about as many keys each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tabled:
@@ -132,13 +135,12 @@ def launch_attention(
         kv_heads, value_dim = key.shape[1], value.shape[3]
     group = n_heads // kv_heads
     tile = tile or attention_tile(query.dtype, max(dim, value_dim), n_rows * group, kv_heads, query.device)
-    blocks = triton.cdiv(n_rows * group, tile.rows)
-    programs = blocks * kv_heads
+    programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
     if splits is None and tile == TALL:
         splits = 1  # it is taken where there are programs enough
     elif splits is None:
         seen = longest if window is None or n_rows > 1 else min(longest, window)
-        splits = splits_of(programs * requests, seen, query.device, uneven=blocks > 2)
+        splits = splits_of(programs * requests, seen, query.device, uneven=n_rows > ASKING)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):
