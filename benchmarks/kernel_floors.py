@@ -32,9 +32,9 @@ from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.fuse import attention as torch_attention
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels import attention, context_score
-from qcfuse_rag.fuse.kernels.attention import sparse_attention
+from qcfuse_rag.fuse.kernels.attention import attention_tile, sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import TALL, Tile, attention_tile, tile_of
+from qcfuse_rag.fuse.kernels.launch import TALL, Tile, tile_of
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
 from qcfuse_rag.fuse.kernels.table import table_attention
 from qcfuse_rag.fuse.kv_table import KVTable

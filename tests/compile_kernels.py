@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.compile_kernels 90
 
-A line for each kernel that launchers would run: its name, dtype and channels, the bytes of shared memory a program
-takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.
+A line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared memory a
+program takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -26,11 +25,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels import attention
 from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import TALL
+from qcfuse_rag.fuse.kernels.launch import TALL, tall_fits
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks
+from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS, gated, normalized, rotated
 from qcfuse_rag.fuse.kernels.table import append_rows, table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.model.rope import KVShape, LayerRope
@@ -77,24 +76,22 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
             for given in ((asking, table, 0, ends), several):
                 yield name, dim, partial(table_attention, *given, sinks=sinks, splits=splits, **how)
-            if architecture == HOPPER and name != "fp32" and dim <= 128:
+            if architecture == HOPPER and tall_fits(dtype, dim):
                 yield name, dim, partial(attending, tile=TALL)
-                yield name, dim, partial(tall, table_attention, *several, sinks=sinks, **how)
+                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=TALL, **how)
         for splits in (1, 3):
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
+        yield name, dim, partial(normalized, query, query[0, 0, 0], 1e-6)
+        yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
+        for activation in ACTIVATIONS:
+            yield name, dim, partial(gated, query, query, activation)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):
                 block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
                 yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
-
-
-def tall(attend: Callable[..., object], *operands: Any, **how: Any) -> object:
-    """Attend as with very many rows."""
-    with mock.patch.object(attention, "attention_tile", return_value=TALL):
-        return attend(*operands, **how)
 
 
 def spilled_bytes(cubin: bytes) -> int:
@@ -126,8 +123,9 @@ def main() -> None:
         call()
         for one in compiled.keys() - before:
             kernel, made = compiled[one]
-            about = {"kernel": kernel, "dtype": name, "dim": dim, "shared_bytes": made.metadata.shared}
-            print(json.dumps({**about, "spilled_bytes": spilled_bytes(made.asm["cubin"])}), flush=True)
+            about = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
+            taken = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
+            print(json.dumps({**about, **taken}), flush=True)
 
 
 if __name__ == "__main__":

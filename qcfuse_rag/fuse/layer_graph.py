@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.decoder_view import KeptViews, decoder_view
@@ -57,6 +58,7 @@ class LayerGraphs:
 
     Args:
         lm: the model.
+        model: what is recorded of it, itself or a view that computes the same.
         n_rows: how many.
         recorder: records each layer.
         request: of one place; passes of all numbers of rows share it and the views, as they are never run at once.
@@ -68,6 +70,7 @@ class LayerGraphs:
     def __init__(
         self,
         lm: LanguageModel,
+        model: PreTrainedModel,
         n_rows: int,
         recorder: Recorder,
         request: MovingTable,
@@ -75,7 +78,7 @@ class LayerGraphs:
         memory: dict[object, Tensor],
     ) -> None:
         self.n_rows = n_rows
-        self._lm, self._request, self._views = lm, request, views
+        self._lm, self._model, self._request, self._views = lm, model, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
         request.point_at([])  # what is recorded writes where nobody reads
         looks: dict[int, Look] = {}
@@ -83,7 +86,7 @@ class LayerGraphs:
         self._plan = TablePlan(rows, request.table, lm.sliding, partial(_note, looks, memory))
         recording = _Recording(recorder, memory, looks)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
-        decoder_view(lm.model.get_decoder(), lm.n_layers, recording)(**inputs)
+        decoder_view(model.get_decoder(), lm.n_layers, recording)(**inputs)
         self._layers, self._between = recording.layers, recording.between
 
     def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
@@ -112,7 +115,7 @@ class LayerGraphs:
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
         """Compute what `logits` does by the same kernels, launched one by one: what a recording is to be."""
-        logits: Tensor = self._lm.model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        logits: Tensor = self._model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         return logits[0, -1].float()
 
     @property

@@ -24,6 +24,7 @@ from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.layer_graph import LayerGraphs, NotAsRecorded
 from qcfuse_rag.fuse.layerwise import SteeredPass
+from qcfuse_rag.fuse.lean import lean_view
 from qcfuse_rag.fuse.recorder import (
     LOOSE,
     STRICT,
@@ -104,7 +105,8 @@ class FusedPasses:
         graphs: dict[int, LayerGraphs] = {}
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         request = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
-        views = KeptViews(lm.model, lm.model.get_decoder(), lm.n_layers)
+        model = lean_view(lm.model)
+        views = KeptViews(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest first: the others take a part of its memory.
@@ -112,7 +114,7 @@ class FusedPasses:
 
             def record(size: int = size) -> list[Off]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
-                graphs[size] = LayerGraphs(lm, size, recorder, request, views, memory)
+                graphs[size] = LayerGraphs(lm, model, size, recorder, request, views, memory)
                 return self._compared(graphs[size])
 
             refusal = recording_refusal(record)

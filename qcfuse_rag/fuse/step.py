@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -98,20 +98,20 @@ def forward_step(
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
     if kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
-    return forward_plan(lm, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
+    return forward_plan(lm.model, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
 
 
 @torch.inference_mode()
-def forward_plan(lm: LanguageModel, tokens: Tensor, plan: StepPlan | TablePlan) -> Tensor:
+def forward_plan(model: nn.Module, tokens: Tensor, plan: StepPlan | TablePlan) -> Tensor:
     """Compute a planned step.
 
     Args:
-        lm: the model.
+        model: or a view of it that computes the same.
         tokens: `[B]` int64 on its device, of each request the token to go on from.
         plan: where they stand.
 
     Returns:
         `[B, vocabulary]` float32 logits.
     """
-    logits: Tensor = lm.model(**planned_inputs(tokens[:, None], plan.rows, plan.cache(), plan)).logits
+    logits: Tensor = model(**planned_inputs(tokens[:, None], plan.rows, plan.cache(), plan)).logits
     return logits[:, -1].float()

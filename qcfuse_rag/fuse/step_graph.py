@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kv_table import MovingTable
+from qcfuse_rag.fuse.lean import lean_view
 from qcfuse_rag.fuse.recorder import (
     LOOSE,
     STRICT,
@@ -73,6 +74,7 @@ class DecodeSteps:
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
         self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, StepGraph] = {}
+        self._lean: nn.Module = lm.model
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
 
@@ -97,6 +99,7 @@ class DecodeSteps:
         if self.refusal is not None:
             return
         self._recorder = self._given  # an earlier one goes with all it has recorded
+        self._lean = lean_view(self._lm.model)
         graphs: dict[int, StepGraph] = {}
 
         def record() -> list[Off]:
@@ -117,7 +120,7 @@ class DecodeSteps:
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
-        logits, replay = recorder.record(lambda: forward_plan(lm, given[0], plan))
+        logits, replay = recorder.record(lambda: forward_plan(self._lean, given[0], plan))
         return StepGraph(given, moving, plan, logits, replay)
 
     def _replayed(
@@ -154,6 +157,6 @@ class DecodeSteps:
             replayed = self._replayed(graph, *given)
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            again = forward_plan(lm, graph.given[0], graph.plan)[: len(positions)]
+            again = forward_plan(self._lean, graph.given[0], graph.plan)[: len(positions)]
             found += [Off.of(replayed, again, STRICT), Off.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype])]
         return found

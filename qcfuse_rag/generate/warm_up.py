@@ -48,16 +48,17 @@ def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
 
 
 def _ways(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
-    """Yield passages, tokens of a question, and a ratio of prompts that between them take all that is compiled."""
-    if not kernels_run_on(lm.device, lm.dtype, widest_head(lm)):
+    """Yield passages, tokens of a question and a share to recompute: prompts that take all kernels in all forms."""
+    dim = widest_head(lm)
+    if not kernels_run_on(lm.device, lm.dtype, dim):
         yield FEW, LONG, SOME
         return
+    from qcfuse_rag.fuse.kernels.attention import takes_tall  # for which Triton has to be there
+    from qcfuse_rag.fuse.kernels.launch import fewest_tall
+
     for passages, asked in product((FEW, MANY), (SHORT, LONG)):
         yield passages, asked, SOME
-    from qcfuse_rag.fuse.kernels.launch import TALL, attention_tile, fewest_tall
-
-    kv_heads = lm.shapes[0].kv_heads
-    pairs = fewest_tall(kv_heads, lm.device)
-    if attention_tile(lm.dtype, widest_head(lm), pairs, kv_heads, lm.device) == TALL:
-        rows = pairs * kv_heads / int(lm.model.config.get_text_config().num_attention_heads)
+    if takes_tall(lm.device, lm.dtype, dim):
+        heads = int(lm.model.config.get_text_config().num_attention_heads)
+        rows = max(fewest_tall(shape.kv_heads, lm.device) * shape.kv_heads for shape in lm.shapes) / heads
         yield ceil(rows / (MOST * TOKENS)) + 1, LONG, MOST

@@ -26,15 +26,18 @@ def remembered() -> Callable[..., str | None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
+    from qcfuse_rag.fuse.kernels.attention import takes_tall
     from qcfuse_rag.fuse.kernels.launch import is_hopper, processors
     from tests.simulated.cuda import simulated_cuda
 
     for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
         monkeypatch.setattr(f"qcfuse_rag.fuse.kernels.support.{name}", value)
+    for recorded in ("pass_graph", "step_graph"):  # the interpreter is slow for these kernels, too
+        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.lean_view", lambda model: model)
     monkeypatch.setattr("qcfuse_rag.fuse.transfer.RING_BYTES", 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device
         gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
-    processors.cache_clear()
-    is_hopper.cache_clear()
+    for remembering in (processors, is_hopper, takes_tall):
+        remembering.cache_clear()

@@ -21,6 +21,7 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
+from qcfuse_rag.fuse.lean import lean_view
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -118,12 +119,15 @@ def test_what_is_stored_arrives_from_every_tier(
 
 
 def test_recorded_passes_and_steps_are_those_that_were_recorded(
-    device: Device, tokenizer: PreTrainedTokenizerFast
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for recorded in ("pass_graph", "step_graph"):
+        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.lean_view", lean_view)
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True))
     there.passes.warm_up(rows=(16, 48))
     there.step.warm_up(requests=(1, 2))
     assert (there.passes.refusal, there.step.refusal) == (None, None)
+    assert min(device.launched[kernel] for kernel in ("normalize", "rotate", "gate")) > 0
     for prompt in (here.prompt(QUESTION, PASSAGES), here.prompt("Who?", PASSAGES[::-1])):
         before = there.passes.replayed
         assert_same(there.prefill(prompt, method=PROPHETKV), here.prefill(prompt, method=PROPHETKV))

@@ -92,28 +92,50 @@ def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_very_many_rows_are_taken_in_taller_blocks(dtype: torch.dtype, splits: int) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 4.0)])
+def test_very_many_rows_are_taken_in_taller_blocks(
+    dtype: torch.dtype, splits: int, window: int | None, softcap: float | None
+) -> None:
     """The last rows before the first, keys that all rows of a block see before those that some see."""
-    about: dict[str, Any] = {"scaling": 0.2, "softcap": None, "window": None, "sinks": None}
-    operated = operands(4, 2, [0, 1, 2, *range(120, 400, 3)], 400, 64, 64, dtype)
-    for how in (about, {**about, "window": 100, "softcap": 4.0}):
-        found = sparse_attention(*operated, **how, tile=launch.TALL, splits=splits)
-        assert relative_error(found, sparse_attention_reference(*operated, **how)) < TOLERANCE[dtype]
+    rows = [0, 1, 2, *range(120, 400, 3)]
+    about: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
+    given = operands(4, 2, rows, 400, 64, 64, dtype)
+    found = sparse_attention(*given, **about, tile=launch.TALL, splits=splits)
+    assert relative_error(found, sparse_attention_reference(*given, **about)) < TOLERANCE[dtype]
+    query, buffers, held, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
+    found = table_attention(query, held, 0, at, **about, tile=launch.TALL, splits=splits)
+    assert relative_error(found, table_attention_reference(query, buffers, 0, at, **about)) < TOLERANCE[dtype]
 
 
 def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device(DEVICE)
     monkeypatch.setattr(launch, "processors", lambda device: 264)
-    for hopper, dtype, dim, rows, expected in (
-        (True, torch.bfloat16, 128, 1024, 128),
-        (True, torch.bfloat16, 128, 800, 128),
-        (True, torch.bfloat16, 128, 760, 64),
-        (True, torch.float32, 128, 1024, 16),
-        (True, torch.bfloat16, 256, 1024, 64),
-        (False, torch.bfloat16, 128, 1024, 64),
-    ):
-        monkeypatch.setattr(launch, "is_hopper", lambda device, hopper=hopper: hopper)
-        assert launch.attention_tile(dtype, dim, 4 * rows, 8, device).rows == expected, "32 heads, 8 of keys"
+    for tall, rows, expected in ((True, 1024, 128), (True, 800, 128), (True, 760, 64), (False, 1024, 64)):
+        monkeypatch.setattr(attention, "takes_tall", lambda *given, tall=tall: tall)
+        found = attention.attention_tile(torch.bfloat16, 128, 4 * rows, 8, device)
+        assert found.rows == expected, "of 32 heads, 8 of keys"
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0, None], ids=["right", "wrong", "refused"])
+def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (torch.device(DEVICE), torch.float16, 64)
+    takes_tall = attention.takes_tall.__wrapped__
+    monkeypatch.setattr(attention, "is_hopper", lambda device: False)
+    assert not takes_tall(*asked)
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    attend, tiles = sparse_attention, []
+
+    def attending(*given: Any, **how: Any) -> Tensor:
+        tiles.append(how["tile"])
+        if off is None:
+            raise RuntimeError("out of shared memory")
+        return attend(*given, **how) + off
+
+    monkeypatch.setattr(attention, "sparse_attention", attending)
+    assert takes_tall(*asked) is (off == 0.0)
+    assert set(tiles) == {launch.TALL}
+    assert not takes_tall(asked[0], torch.float32, 64)
+    assert not takes_tall(asked[0], torch.float16, 256)
 
 
 @pytest.mark.parametrize("splits", [1, 5])
@@ -237,7 +259,9 @@ def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
         with timed["without_kernels"]():
             assert relative_error(taken, case.plain()) < 1e-5, case.name
         assert case.nbytes > 0
-        assert case.tile is None or all(tile != case.tile for tile in timed["others"](case.tile))
+    for tile in (launch.TALL, launch.Tile(64, 64), launch.Tile(16, 64)):
+        tried = timed["others"](tile)
+        assert len({tile, *tried}) == 1 + len(tried) > 4, "each once"
     tiles = [{"tile": "A", "ms": 0.5, "refusal": None}, {"tile": "B", "ms": None, "refusal": "[/tmp/x] does not fit"}]
     row = {"case": "this", "kernel_ms": 2.0, "torch_ms": 4.0, "floor_ms": 0.25, "tiles": tiles}
     assert timed["said"](row).splitlines() == [
@@ -642,9 +666,9 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
-    monkeypatch.setattr(parts, "processors", lambda device: 64)
-    monkeypatch.setattr(launch, "processors", lambda device: 4)
-    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    for module in (parts, launch):
+        monkeypatch.setattr(module, "processors", lambda device: 8)
+    monkeypatch.setattr(attention, "takes_tall", lambda *given: True)
     monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
     attended: list[dict[str, Any]] = []
     scored: list[dict[str, Any]] = []

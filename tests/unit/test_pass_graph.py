@@ -20,6 +20,7 @@ from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Samplin
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.decoder_view import StandIn
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
+from qcfuse_rag.fuse.lean import lean_view
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
@@ -42,6 +43,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lambda model: model)  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -67,8 +69,11 @@ def on_device(*numbers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_recorded_pass_is_the_pass(
+    family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lean_view)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     passes = FusedPasses(lm, recorder)
     passes.warm_up(rows=(4, 8))

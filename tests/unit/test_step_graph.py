@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
+from qcfuse_rag.fuse.lean import lean_view
 from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.fuse.step_graph import DecodeSteps
@@ -33,6 +34,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("step", "recorder"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.lean_view", lambda model: model)  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -55,8 +57,11 @@ def copies(buffers: list[KVBuffer]) -> list[KVBuffer]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_recorded_step_is_the_step(
+    family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.lean_view", lean_view)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 3) if family == "llama" else (3,))

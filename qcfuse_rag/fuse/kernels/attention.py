@@ -7,7 +7,9 @@ split and the parts put together afterwards.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -18,14 +20,20 @@ from qcfuse_rag.fuse.kernels.attend import attend
 from qcfuse_rag.fuse.kernels.launch import (
     TALL,
     Tile,
-    attention_tile,
     block_dim,
     check_extras,
     check_operands,
+    fewest_tall,
+    is_hopper,
     launching_on,
+    tall_fits,
+    tile_of,
     triton_type,
 )
 from qcfuse_rag.fuse.kernels.parts import Parts, splits_of
+from qcfuse_rag.fuse.kernels.support import TOLERANCE
+
+LOG = logging.getLogger(__name__)
 
 ASKING = 64
 """Up to so many rows are mostly those of a question, at the prompt's end, and see about as many keys each."""
@@ -136,11 +144,10 @@ def launch_attention(
     group = n_heads // kv_heads
     tile = tile or attention_tile(query.dtype, max(dim, value_dim), n_rows * group, kv_heads, query.device)
     programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
-    if splits is None and tile == TALL:
-        splits = 1  # it is taken where there are programs enough
-    elif splits is None:
+    if splits is None:
         seen = longest if window is None or n_rows > 1 else min(longest, window)
-        splits = splits_of(programs * requests, seen, query.device, uneven=n_rows > ASKING)
+        uneven = window is None and n_rows > ASKING
+        splits = splits_of(programs * requests, seen, query.device, warps=tile.warps, uneven=uneven)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
     parts = Parts.of(out, splits)
     with launching_on(query.device):
@@ -181,6 +188,44 @@ def launch_attention(
         )
         parts.combine(out)
     return out
+
+
+def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, device: torch.device) -> Tile:
+    """Return what a program that attends takes: `TALL` where that is used and there are rows enough, else `tile_of`."""
+    tall = takes_tall(device, dtype, dim) and pairs >= fewest_tall(kv_heads, device)
+    return TALL if tall else tile_of(dtype, dim, pairs)
+
+
+@cache
+def takes_tall(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Return whether `TALL` is used on a device: a Hopper GPU where it has just been compared with its reference.
+
+    Args:
+        device: where.
+        dtype: of keys and values.
+        dim: channels of a head.
+
+    Raises:
+        torch.OutOfMemoryError: if there is no room to try it.
+    """
+    if not is_hopper(device) or not tall_fits(dtype, dim):
+        return False
+    sizes = ((8, TALL.rows // 2), (2, TALL.rows), (2, TALL.rows))
+    query, key, value = (torch.randn(1, heads, tokens, dim, device=device).to(dtype) for heads, tokens in sizes)
+    rows = torch.arange(1, TALL.rows, 2, device=device)
+    try:
+        for window in (None, TALL.rows // 2):
+            found = sparse_attention(query, key, value, rows, scaling=dim**-0.5, window=window, tile=TALL)
+            expected = sparse_attention_reference(query, key, value, rows, scaling=dim**-0.5, window=window)
+            if not (found - expected).norm() <= TOLERANCE * expected.norm():
+                LOG.warning("attention of many rows goes by smaller blocks: larger ones come out otherwise here")
+                return False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler has many ways to refuse
+        LOG.warning("attention of many rows goes by smaller blocks: %s: %s", type(error).__name__, error)
+        return False
+    return True
 
 
 def sparse_attention_reference(

@@ -15,7 +15,7 @@ from qcfuse_rag.fuse.kernels.support import DTYPES, MAX_DIM
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return how many programs a device runs at once, two for each multiprocessor; 1 without a GPU."""
+    """Return how many programs of four warps a device runs at once, two a multiprocessor; 1 without a GPU."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -64,8 +64,9 @@ class Tile:
 
 
 TALL = Tile(128, 128, warps=8)
-"""Of rows enough to fill a Hopper GPU. Its matrix units take in less than half as many keys as they could if a program
-attends with 64 rows: the second-level cache brings them no faster."""
+"""Of rows enough to fill a Hopper GPU, by calculation: for 64 rows an H100's multiprocessors, multiplying at their 989
+TFLOP/s, would take in 15 TB/s of keys and values, for 128 half of that. Twice the keys at a time halve what is done for
+each turn of the loop. It takes most of a multiprocessor's shared memory."""
 
 
 def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
@@ -79,6 +80,11 @@ def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
     return Tile(rows, (64 if dim <= 128 else 32) // (2 if wide else 1))
 
 
+def tall_fits(dtype: torch.dtype, dim: int) -> bool:
+    """Return whether a multiprocessor has room for `TALL` of a dtype with so many channels a head."""
+    return dtype != torch.float32 and dim <= 128
+
+
 def fewest_tall(kv_heads: int, device: torch.device) -> int:
     """Return how many (row, query head) pairs of a key head are enough for `TALL` to fill a device.
 
@@ -86,12 +92,6 @@ def fewest_tall(kv_heads: int, device: torch.device) -> int:
     """
     blocks = -(-3 * processors(device) // (4 * kv_heads))
     return (blocks - 1) * TALL.rows + 1
-
-
-def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, device: torch.device) -> Tile:
-    """Return what a program that attends takes: `TALL` where that fits and there are rows enough, else `tile_of`."""
-    fits = is_hopper(device) and dtype != torch.float32 and dim <= 128
-    return TALL if fits and pairs >= fewest_tall(kv_heads, device) else tile_of(dtype, dim, pairs)
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:

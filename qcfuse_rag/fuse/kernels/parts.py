@@ -17,17 +17,18 @@ MOST_SPLITS = 32
 """What one program puts together; it is compiled for so many and leaves out those that are not there."""
 
 
-def splits_of(programs: int, keys: int, device: torch.device, *, uneven: bool = False) -> int:
+def splits_of(programs: int, keys: int, device: torch.device, *, warps: int = 4, uneven: bool = False) -> int:
     """Return how many parts to split keys into, that so few programs for all of them fill a device.
 
     Args:
         programs: there are without.
         keys: that a row may see at most.
         device: to fill.
+        warps: of a program; of eight, half as many run at once.
         uneven: some programs have more keys than others, so there are to be twice as many as it runs at once: whoever
             is done early takes another.
     """
-    room = processors(device)
+    room = max(1, 4 * processors(device) // warps)
     wanted = round(2 * room / programs) if uneven else room // programs
     return max(1, min(wanted, keys // KEYS_PER_SPLIT, MOST_SPLITS))
 

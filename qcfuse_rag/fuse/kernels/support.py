@@ -90,9 +90,8 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, dim: int) -> str | 
 
 def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, float]:
     """Run every kernel on fresh random numbers, in the ways models use them; return relative errors by what was run."""
-    from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference
+    from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference, takes_tall
     from qcfuse_rag.fuse.kernels.context_score import context_scores
-    from qcfuse_rag.fuse.kernels.launch import TALL, attention_tile, fewest_tall
     from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
     from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_attention_reference
     from qcfuse_rag.fuse.kv_table import KVTable
@@ -119,11 +118,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             context_scores(query, key, rows, known, **how, splits=splits),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
         )
-    if attention_tile(dtype, dim, fewest_tall(KV_HEADS, device), KV_HEADS, device) == TALL:
-        errors["attention of many rows"] = _off(
-            sparse_attention(query, key, value, rows, **plain, tile=TALL),
-            sparse_attention_reference(query, key, value, rows, **plain),
-        )
+    takes_tall(device, dtype, dim)  # compared now, since it may be asked for while something is recorded
     shape, ends = KVShape(KV_HEADS, dim, dim), torch.stack([rows, rows - ROWS])
     buffers = [KVBuffer((random(1, KV_HEADS, TOKENS, dim),), (random(1, KV_HEADS, TOKENS, dim),)) for _ in ends]
     table = KVTable.of(buffers, [shape], TOKENS)

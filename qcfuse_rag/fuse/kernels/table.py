@@ -16,7 +16,7 @@ from torch import Tensor
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kernels.attend import COLUMNS
 from qcfuse_rag.fuse.kernels.attention import Tabled, launch_attention, sparse_attention_reference
-from qcfuse_rag.fuse.kernels.launch import block_dim, launching_on, triton_type
+from qcfuse_rag.fuse.kernels.launch import Tile, block_dim, launching_on, triton_type
 from qcfuse_rag.fuse.kv_table import KVTable
 
 ROWS_PER_PROGRAM = 16
@@ -111,6 +111,7 @@ def table_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    tile: Tile | None = None,
 ) -> Tensor:
     """Attend with as many rows of each request, to the keys in its own buffer.
 
@@ -124,6 +125,7 @@ def table_attention(
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
         splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
+        tile: what a program takes; by what fills the device if None.
 
     Returns:
         `[B, R, Hq, Dv]` in the dtype of `query`.
@@ -144,6 +146,7 @@ def table_attention(
         window=window,
         sinks=sinks,
         splits=splits,
+        tile=tile,
     )
 
 

@@ -1,0 +1,87 @@
+"""A view of a model with fewer kernels computes what the model does, for every family; nothing of the model changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import LanguageModel
+from tests.families import FAMILIES, build_model
+from tests.recorders import DEVICE
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.fuse.lean import LeanGate, LeanNorm, lean_view
+
+IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
+LAYERS = 4
+EVERYTHING = {"norms": 2 * LAYERS + 1, "gates": LAYERS, "rotations": LAYERS}
+FOUND = {
+    "cohere2-interleaved": {"gates": LAYERS},
+    "gemma2-softcap": {**EVERYTHING, "norms": 4 * LAYERS + 1},
+    "gemma3-two-ropes": {**EVERYTHING, "norms": 6 * LAYERS + 1},
+    "gpt-oss-sinks": {"norms": 2 * LAYERS + 1},
+    "phi3-partial-rotary": {"norms": 2 * LAYERS + 1, "rotations": LAYERS},
+    "qwen3-qk-norm": {**EVERYTHING, "norms": 4 * LAYERS + 1},
+    "starcoder2": {"rotations": LAYERS},
+}
+"""Where it is not everything: other norms, interleaved or no gates, a rotation of neighbouring channels."""
+
+
+def spared(view: nn.Module) -> dict[str, int]:
+    """Return how many modules of each kind are another's stand-in."""
+    kinds = {LeanNorm: "norms", LeanGate: "gates"}
+    found = Counter(kinds[type(one)] for one in view.modules() if type(one) in kinds)
+    return {**found, **Counter("rotations" for one in view.modules() if "forward" in vars(one))}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@torch.inference_mode()
+def test_a_lean_view_computes_what_the_model_does(family: str) -> None:
+    model = build_model(family).to(DEVICE)
+    expected, modules = model(IDS).logits, {name: dict(vars(one)) for name, one in model.named_modules()}
+    view = lean_view(model)
+    assert spared(view) == FOUND.get(family, EVERYTHING)
+    assert torch.allclose(view(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert {id(one) for one in view.parameters()} == {id(one) for one in model.parameters()}, "no copies"
+    assert {name: dict(vars(one)) for name, one in model.named_modules()} == modules, "of the model nothing changes"
+
+
+@torch.inference_mode()
+def test_what_comes_out_otherwise_stays_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qcfuse_rag.fuse.kernels import pointwise
+
+    def off(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*given: Any) -> Any:
+            found = compute(*given)
+            return found * 1.05 if isinstance(found, Tensor) else (found[0], found[1] * 1.05)
+
+        return wrong
+
+    def refused(*given: Any) -> None:
+        raise RuntimeError("does not compile here")
+
+    model = build_model("llama").to(DEVICE)
+    for spoiled in (off, lambda compute: refused):
+        for name in ("normalized", "rotated", "gated"):
+            monkeypatch.setattr(pointwise, name, spoiled(getattr(pointwise, name)))
+        assert lean_view(model) is model
+        monkeypatch.undo()
+
+
+@torch.inference_mode()
+def test_what_somebody_has_changed_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Libraries that spread a model over devices put other functions in place of its modules' own."""
+    model = build_model("llama").to(DEVICE)
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda hidden, own=norm.forward: 2 * own(hidden)
+    lm = LanguageModel.wrap(model, tokenizer)
+    view = lean_view(lm.model)
+    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS + 1}, "one is somebody else's"
+    assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
