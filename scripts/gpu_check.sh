@@ -28,6 +28,7 @@ lacking() {
 print(*(name for name in sys.argv[1:] if find_spec(name.removeprefix("pytest-")) is None))' "$@"
 }
 site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$site:$PYTHONPATH"
 wheels() { python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" "$@"; }
 missing=$(lacking diskcache gguf hypothesis numpy pytest rich tokenizers torch transformers triton typer xxhash)
@@ -45,11 +46,11 @@ workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
 tests() { timeout "$1" python3 -m pytest $workers "${@:2}" -q -p no:cacheprovider -o addopts="--import-mode=importlib"; }
 export -f tests
 export workers
-step 90 recorded bash -c 'tests 85 tests/unit/test_step_graph.py tests/unit/test_pass_graph.py'
-step 110 kernels bash -c 'tests 105 tests/unit/test_kernels.py --maxfail=20'
+step 80 recorded bash -c 'tests 75 tests/unit/test_step_graph.py tests/unit/test_pass_graph.py'
+step 110 kernels bash -c 'tests 105 tests/unit/test_kernels.py tests/unit/test_pointwise.py tests/golden/test_lean.py --maxfail=20'
 step 70 parity bash -c 'tests 65 tests/gpu'
 export -f qcfuse
-step 180 speed bash -c 'qcfuse 175 bench speed --shape "$0" --context 10240,4096 --ratios "" --numbers model,int8 \
+step 170 speed bash -c 'qcfuse 165 bench speed --shape "$0" --context 10240,4096 --ratios "" --numbers model,int8 \
   --methods "auto[ratio=.05],auto[ratio=.1],auto[ratio=.2],auto[ratio=.1,layers=third_quarter]" \
   --tiers pinned,device --chunk 512 --repeats 3 --out "$1/speed.json"' "$SHAPE" "$OUT"
 step 75 long bash -c 'qcfuse 70 bench speed --shape "$0" --context 32768 --ratios "" --tiers pinned,device \

@@ -92,7 +92,7 @@ def bench_speed(
         contexts=tuple(int(one) for one in split_names(context)),
         methods=tuple(chosen[1:]),
         tiers=tuple(split_names(tiers)),
-        numbers=tuple(split_names(numbers)),
+        numbers=tuple(split_names(numbers)) or ("model",),
         chunk=chunk,
         repeats=repeats,
         requests=tuple(int(one) for one in split_names(requests)),
@@ -106,8 +106,11 @@ def bench_speed(
     for table in terminal_tables(found, OUT.width):
         OUT.print(table)
     if out is not None:
-        written = ", ".join(str(out.with_suffix(ending)) for ending in (out.suffix, ".md", ".png"))
-        OUT.print(f"written: {written}", highlight=False, markup=False, soft_wrap=True)
+        missing = found["about"].get("no_picture")
+        written = [str(out.with_suffix(ending)) for ending in (out.suffix, ".md", *([] if missing else [".png"]))]
+        OUT.print(f"written: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
+        if missing:
+            OUT.print(f"no picture: {missing}", highlight=False, markup=False, soft_wrap=True)
 
 
 @bench_app.command("quality")

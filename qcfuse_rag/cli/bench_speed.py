@@ -48,5 +48,8 @@ def run_speed(
     with progress_bar("measuring", "contexts") as advance:
         result = {"about": about, **measure_speed(lm, options, advance, keep)}
     if out is not None:
-        draw(result, out.with_suffix(".png"))
+        try:
+            draw(result, out.with_suffix(".png"))
+        except QCFuseError as error:  # what took minutes to measure is written, with a picture or without
+            result["about"]["no_picture"] = str(error)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -213,3 +214,20 @@ def test_the_command_writes_json_a_page_and_a_picture(
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run("bench", "speed", "--shape", "tiny", "--model", "x")
     assert (code, "not both" in err) == (1, True)
+
+
+def test_what_was_measured_is_kept_where_no_picture_can_be_drawn(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "speed.json"
+    code, shown, _ = run(
+        *("bench", "speed", "--shape", "tiny", "--device", "cpu", "--context", "100", "--chunk", 50, "--ratios", ".1"),
+        *("--numbers", "", "--requests", "1", "--repeats", 1, "--out", out),
+    )
+    assert code == 0
+    assert "speed.md" in shown
+    assert "no picture: plots need matplotlib" in shown
+    assert {row["numbers"] for row in json.loads(out.read_text())["prefill"]} == {"model"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.json", "speed.md"]

@@ -132,6 +132,7 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
     engine.passes = FusedPasses(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
+        patched.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lambda model: model)
         engine.passes.warm_up(rows=(16, 64))
     assert engine.passes.refusal is None
     return engine, recorder

@@ -13,7 +13,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore, create_qcfuse_chain
 from qcfuse_rag import WarmSummary
 from tests.conftest import PASSAGES, QUESTION
-from tests.langchain import EMBED, documents
+from tests.langchain_documents import EMBED, documents
 from tests.library import FERRY, HARBOUR, HULL, MILL, stored
 
 Cleanup = Literal["incremental", "full", "scoped_full"]

@@ -14,7 +14,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore, read_vector_store
 from qcfuse_rag import QCFuseError
 from tests.conftest import QUESTION
-from tests.langchain import EMBED, documents
+from tests.langchain_documents import EMBED, documents
 from tests.library import FERRY, HULL, MILL, stored
 
 

@@ -15,7 +15,6 @@ from langchain_classic.chains.combine_documents import create_stuff_documents_ch
 from langchain_classic.chains.retrieval import create_retrieval_chain
 from langchain_classic.retrievers import ContextualCompressionRetriever
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.messages.content import create_plaintext_block, create_text_block
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
@@ -26,6 +25,7 @@ from langgraph.graph import END, START, StateGraph
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
 from tests.conftest import PASSAGES, QUESTION
+from tests.langchain_documents import EMBED
 
 DOCUMENTS = [Document(page_content=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
 INPUTS = {"input": QUESTION, "context": DOCUMENTS}
@@ -109,7 +109,7 @@ async def test_a_retriever_that_prefetches(
 ) -> None:
     begun: list[list[str]] = []
     monkeypatch.setattr(chat.engine, "prefetch", begun.append)
-    base = InMemoryVectorStore.from_documents(DOCUMENTS, DeterministicFakeEmbedding(size=4)).as_retriever()
+    base = InMemoryVectorStore.from_documents(DOCUMENTS, EMBED).as_retriever()
     retriever = ContextualCompressionRetriever(base_compressor=QCFusePrefetch(chat=chat), base_retriever=base)
     found = await retriever.ainvoke(QUESTION) if asynchronous else retriever.invoke(QUESTION)
     assert [document.page_content for document in found] == begun[0]
@@ -121,7 +121,7 @@ def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, wrap
     chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()))
     given = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
     if wrapped:
-        store = QCFuseVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=4)), chat, access_key="group")
+        store = QCFuseVectorStore(InMemoryVectorStore(EMBED), chat, access_key="group")
         store.add_documents(given)
     else:
         chat.warm(given, access_key="group")

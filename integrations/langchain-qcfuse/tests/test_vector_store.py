@@ -11,7 +11,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore
 from qcfuse_rag import QCFuseError
 from tests.conftest import PASSAGES, QUESTION
-from tests.langchain import EMBED, documents
+from tests.langchain_documents import EMBED, documents
 from tests.library import FERRY, HARBOUR, HULL, MILL, stored
 
 INHERITED = {"add_texts", "aadd_texts", "as_retriever", "from_documents", "afrom_documents", "afrom_texts"}

@@ -15,7 +15,7 @@ from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM
 from qcfuse_rag import FusionEngine, LanguageModel, open_store
 from tests.conftest import PASSAGES
 from tests.families import build_model, build_tokenizer
-from tests.llama import warmed_index
+from tests.llama_index_documents import warmed_index
 
 
 @pytest.fixture(scope="module")

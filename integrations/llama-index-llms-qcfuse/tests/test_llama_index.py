@@ -30,7 +30,7 @@ from qcfuse_rag import (
 )
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
-from tests.llama import LetterEmbedding, warmed_index
+from tests.llama_index_documents import LetterEmbedding, warmed_index
 
 
 def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any:

@@ -14,7 +14,7 @@ from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorSt
 from qcfuse_rag import QCFuseError
 from tests.conftest import PASSAGES, QUESTION
 from tests.library import FERRY, HARBOUR, HULL, MILL, stored
-from tests.llama import TextStore, document, hits, splitter, vector_index
+from tests.llama_index_documents import TextStore, document, hits, splitter, vector_index
 
 
 class SilentStore(TextStore):

@@ -16,7 +16,7 @@ import torch
 from qcfuse_rag.bench.configurations import Configuration, configurations
 from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds, step_bytes
-from qcfuse_rag.bench.speed.tiers import Tier, fill, open_tiers
+from qcfuse_rag.bench.speed.tiers import Tier, check_tiers, fill, open_tiers
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
@@ -71,8 +71,7 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure and return plain data.
 
-    Passages are random tokens: what is computed and moved depends on their number alone. The first context is prefilled
-    into every tier, longer ones add to it.
+    Passages are random tokens: what is computed and moved depends on their number alone.
 
     Args:
         lm: the model.
@@ -84,6 +83,7 @@ def measure_speed(
         QCFuseError: if there is no such tier here, or no such format of numbers.
         PromptTooLong: if a context exceeds the model's window.
     """
+    check_tiers(lm, options.tiers, options.numbers)
     ceilings = measure_ceilings(lm)
     result: dict[str, Any] = {
         "kv_bytes_per_token": lm.kv_bytes_per_token,

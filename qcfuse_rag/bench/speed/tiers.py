@@ -39,6 +39,22 @@ class Tier:
     store: KVStore
 
 
+def check_tiers(lm: LanguageModel, names: Sequence[str], numbers: Sequence[str]) -> None:
+    """Check that there are such tiers here, and such formats.
+
+    Raises:
+        QCFuseError: naming what there is.
+    """
+    gpu = lm.device.type == "cuda"
+    there = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
+    for name in names:
+        if name not in there:
+            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(there)}")
+    for form in numbers:
+        if form not in NUMBERS:
+            raise QCFuseError(f"no format of numbers {form!r}; there are {', '.join(NUMBERS)}")
+
+
 def open_tiers(
     lm: LanguageModel,
     names: Sequence[str],
@@ -57,18 +73,7 @@ def open_tiers(
         stack: to enter what has to be closed.
         throttle: bytes a second of the throttled tier.
         folder: of the disk; that of temporary files if None.
-
-    Raises:
-        QCFuseError: if there is no such tier here, or no such format.
     """
-    gpu = lm.device.type == "cuda"
-    there = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
-    for name in names:
-        if name not in there:
-            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(there)}")
-    for form in numbers:
-        if form not in NUMBERS:
-            raise QCFuseError(f"no format of numbers {form!r}; there are {', '.join(NUMBERS)}")
 
     def opened(name: str, form: str) -> KVStore:
         if name == "disk":

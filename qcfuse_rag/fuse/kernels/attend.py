@@ -2,8 +2,8 @@
 
 Streaming softmax is Dao et al., FlashAttention-2 (arXiv 2307.08691). Two changes: a row knows its position in the
 prompt, so what it may see is compared in registers, and a block of rows stops at the last key any of them sees. Keys
-that all of them see are not compared: most, since rows of a block are near one another in a long prompt. The query
-heads that share a key head lie along the rows, so a key is read once for all of them.
+that all of them see are not compared: most, since rows of a block are near one another in a long prompt; with a window
+all are. The query heads that share a key head lie along the rows, so a key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEVER = tl.constexpr(-1)
 
 @triton.jit
 def scores_of(query, key, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores that are yet to be multiplied by `power_of`, which costs nothing where something is subtracted."""
+    """Return scores that are yet to be multiplied by `power_of`: with what is subtracted then it is one operation."""
     score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
         score = 1.0 - 2.0 / (tl.exp(2.0 * scaling / softcap * score) + 1.0)  # tanh
@@ -176,7 +176,7 @@ def attend(
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    # First the keys that all of these rows see, then those that only some do.
+    # First the keys that all of these rows see, then those that only some do. With a window there are few of the first.
     common = start if WINDOWED else start + tl.maximum(tl.minimum(first, stop) - start, 0) // BLOCK_KEYS * BLOCK_KEYS
     for part in tl.static_range(1 if WINDOWED else 0, 2):
         largest, total, result = attend_part(
