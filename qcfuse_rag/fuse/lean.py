@@ -15,11 +15,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+GATED = {"gate_proj", "up_proj", "down_proj"}
+"""What transformers' models call the parts of a gated feed-forward network."""
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call the function by which their attention rotates."""
-TOLERANCE = 1e-2
-"""Relative error of what is put in a module's place, which is rounded once where the model rounds several times."""
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+"""Relative error of each row of what is put in a module's place: it is rounded once, the model's own several times."""
+SMALL, LARGE = (0.002, 0.03), (1.0, 30.0)
+"""Scales of rows to compare with: where norms add something to a mean square, and up to where gates may be cut off."""
+
 ROWS = 3
+"""To be rotated."""
 
 
 class LeanNorm(nn.Module):
@@ -104,23 +110,19 @@ class _Leaning:
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
             return None
-        given = self._random(1, ROWS, len(weight))
-        return next(
-            (one for one in (LeanNorm(module, eps, offset) for offset in (0.0, 1.0)) if _same(module, one, given)), None
-        )
+        given = self._rows(SMALL + LARGE, len(weight))
+        tried = (LeanNorm(module, eps, offset) for offset in (0.0, 1.0))
+        return next((one for one in tried if _same(module, one, given)), None)
 
     def _gate(self, module: nn.Module) -> nn.Module | None:
         from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS
 
         first = getattr(module, "gate_proj", None)
-        if set(module._modules) - {"act_fn"} != {"gate_proj", "up_proj", "down_proj"} or not isinstance(
-            first, nn.Linear
-        ):
+        if not isinstance(first, nn.Linear) or set(module._modules) - {"act_fn"} != GATED:
             return None
-        given = self._random(1, ROWS, first.in_features)
-        return next(
-            (one for one in (LeanGate(module, name) for name in ACTIVATIONS) if _same(module, one, given)), None
-        )
+        given = self._rows(LARGE, first.in_features)
+        tried = (LeanGate(module, activation) for activation in ACTIVATIONS)
+        return next((one for one in tried if _same(module, one, given)), None)
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
         """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""
@@ -144,32 +146,51 @@ class _Leaning:
         from qcfuse_rag.fuse.kernels.pointwise import rotated
 
         def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-            plain = not args and not kwargs and cos.dim() == 3 and query.dim() == key.dim() == 4
-            if plain and cos.shape[2] == query.shape[3] == key.shape[3] and query.stride(3) == key.stride(3) == 1:
-                return rotated(query, key, cos, sin)
-            return own(query, key, cos, sin, *args, **kwargs)
+            if args or kwargs or not _rotates_all(query, key, cos, sin):
+                return own(query, key, cos, sin, *args, **kwargs)
+            return rotated(query, key, cos, sin)
 
-        query, key = self._random(1, 4, ROWS, 16), self._random(1, 2, ROWS, 16)
+        query, key = (self._random(1, ROWS, heads, 16).transpose(1, 2) for heads in (4, 2))
         angles = self._random(1, ROWS, 8).float().repeat(1, 1, 2)
         given = (query, key, angles.cos().to(self._dtype), angles.sin().to(self._dtype))
         return rotation if _same(own, rotation, *given) else None
+
+    def _rows(self, scales: tuple[float, ...], channels: int) -> Tensor:
+        """Return a row of each scale, `[1, R, channels]`, none of mean 0: some norms take the mean away."""
+        factors = torch.tensor(scales, device=self._device)[None, :, None]
+        return ((1 + self._random(1, len(scales), channels).float()) * factors).to(self._dtype)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
 
 
+def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether all channels of all heads are to be rotated, and lie as the kernel expects."""
+    if not query.dim() == key.dim() == 4 or not cos.dim() == sin.dim() == 3:
+        return False
+    requests, _, rows, channels = query.shape
+    return (
+        key.shape[0] == requests
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, requests)
+        and key.shape[2:] == cos.shape[1:] == (rows, channels)
+        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and query.stride(3) == key.stride(3) == 1
+    )
+
+
 def _same(own: Callable[..., Any], other: Callable[..., Any], *given: Tensor) -> bool:
     """Return whether two ways of computing come to the same; what one of them cannot do is not the same."""
     try:
-        pairs = [(one, two) for one, two in zip(_listed(own(*given)), _listed(other(*given)), strict=True)]
+        pairs = list(zip(_listed(own(*given)), _listed(other(*given)), strict=True))
     except Exception:  # of whatever code a model has
         return False
-    return all(
-        one.shape == two.shape
-        and one.dtype == two.dtype
-        and bool((one.float() - two.float()).norm() <= TOLERANCE * one.float().norm())
-        for one, two in pairs
-    )
+    return all(one.shape == two.shape and one.dtype == two.dtype and _near(two, one) for one, two in pairs)
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    off, size = ((one.float()).norm(dim=-1) for one in (found - expected, expected))
+    return expected.dtype in TOLERANCE and bool((off <= TOLERANCE[expected.dtype] * size).all())
 
 
 def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:

@@ -51,6 +51,8 @@ def test_a_lean_view_computes_what_the_model_does(family: str) -> None:
     assert torch.allclose(view(IDS).logits, expected, rtol=1e-4, atol=1e-4)
     assert {id(one) for one in view.parameters()} == {id(one) for one in model.parameters()}, "no copies"
     assert {name: dict(vars(one)) for name, one in model.named_modules()} == modules, "of the model nothing changes"
+    for dtype in (torch.float16, torch.bfloat16):
+        assert spared(lean_view(model.to(dtype))) == FOUND.get(family, EVERYTHING)
 
 
 @torch.inference_mode()
@@ -85,3 +87,31 @@ def test_what_somebody_has_changed_is_left_alone(tokenizer: PreTrainedTokenizerF
     view = lean_view(lm.model)
     assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS + 1}, "one is somebody else's"
     assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_differs_for_some_numbers_only_is_told_apart() -> None:
+    """A norm that takes the mean away, which is little of many channels, and a gate that is cut off."""
+
+    class Centred(nn.LayerNorm):
+        variance_epsilon = 1e-5
+
+    class CutOff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            found: Tensor = self.down_proj(
+                nn.functional.silu(self.gate_proj(hidden)).clamp(max=7) * self.up_proj(hidden)
+            )
+            return found
+
+    model = build_model("llama")
+    model.model.norm, model.model.layers[0].mlp = Centred(4096), CutOff()
+    for dtype in (torch.float32, torch.bfloat16):
+        changed = model.to(DEVICE, dtype)
+        view = lean_view(changed)
+        assert view.model.norm is changed.model.norm
+        assert view.model.layers[0].mlp is changed.model.layers[0].mlp
+        assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
