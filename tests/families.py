@@ -100,7 +100,10 @@ CHAT_TEMPLATE = (
 def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Draw a tiny model of a family; the same seed gives the same weights."""
     model_type, differences = FAMILIES[name]
-    config = CONFIG_MAPPING[model_type](**{**SIZES, **differences, **changes})
+    sizes = {**SIZES, **differences, **changes}
+    if "layer_types" in sizes:
+        sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
+    config = CONFIG_MAPPING[model_type](**sizes)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=stock_attention(name))
     for parameter in model.parameters():

@@ -20,6 +20,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 class CountingRecorder:
     """Records, and counts how often what it recorded was computed."""
 
+    broken = None
+
     def __init__(self) -> None:
         self.recorded, self.replayed = 0, 0
         self._inner = CudaRecorder(DEVICE) if DEVICE.type == "cuda" else AgainAndAgain()
@@ -40,6 +42,8 @@ class CountingRecorder:
 
 class AgainAndAgain:
     """Stands for a CUDA graph where there is no device for one."""
+
+    broken: str | None = None
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         result = compute().clone()

@@ -7,28 +7,47 @@ was compared with it on random numbers before. What is not known, or comes out o
 from __future__ import annotations
 
 import copy
+import logging
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qcfuse_rag.fuse.likeness import same
+
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call the function by which their attention rotates."""
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Relative error of each row of what is put in a module's place: it is rounded once, the model's own several times."""
-SMALL, LARGE = (0.002, 0.03), (1.0, 30.0)
-"""Scales of rows to compare with: where norms add something to a mean square, and up to where gates may be cut off."""
-
+SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
+"""Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
+so many times that they are more than one program's."""
 ROWS = 3
 """To be rotated."""
 
+LOG = logging.getLogger(__name__)
 
-class LeanNorm(nn.Module):
+
+class StandIn(nn.Module):
+    """In the place of a module of a view, which it asks for what others want of that."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer for the module inside: some models ask a norm for its weight."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class LeanNorm(StandIn):
     """Root mean square normalisation in one kernel.
 
     Args:
@@ -38,21 +57,21 @@ class LeanNorm(nn.Module):
     """
 
     def __init__(self, inner: nn.Module, eps: float, offset: float) -> None:
-        super().__init__()
-        self.inner, self.eps, self.offset = inner, eps, offset
+        super().__init__(inner)
+        self._eps, self._offset = eps, offset
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Normalise; with more to go by than hidden states, as the model does."""
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise; what is more than hidden states of the weight's width, as the model does."""
         from qcfuse_rag.fuse.kernels.pointwise import normalized
 
-        if args or kwargs:
-            return self.inner(hidden, *args, **kwargs)
         weight = self.inner.weight
         assert isinstance(weight, Tensor)
-        return normalized(hidden, weight, self.eps, self.offset)
+        if kwargs or len(args) != 1 or args[0].shape[-1] != len(weight):
+            return self.inner(*args, **kwargs)
+        return normalized(args[0], weight, self._eps, self._offset)
 
 
-class LeanGate(nn.Module):
+class LeanGate(StandIn):
     """A gated feed-forward network whose gate is one kernel.
 
     Args:
@@ -61,20 +80,36 @@ class LeanGate(nn.Module):
     """
 
     def __init__(self, inner: nn.Module, activation: str) -> None:
-        super().__init__()
-        self.inner, self.activation = inner, activation
+        super().__init__(inner)
+        self._activation = activation
 
-    def forward(self, hidden: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own does."""
         from qcfuse_rag.fuse.kernels.pointwise import gated
 
+        if kwargs or len(args) != 1:
+            return self.inner(*args, **kwargs)
         parts: Any = self.inner
-        return parts.down_proj(gated(parts.gate_proj(hidden), parts.up_proj(hidden), self.activation))
+        return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self._activation))
+
+
+def leanest_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield a lean view of a model and then the model itself, for who finds that the first will not do."""
+    try:
+        view = lean_view(model)
+    except Exception as error:  # of whatever a model has
+        LOG.warning("no operations are spared: %s: %s", type(error).__name__, error)
+        view = model
+    if view is not model:
+        yield view
+    yield model
 
 
 def lean_view(model: PreTrainedModel) -> PreTrainedModel:
     """Return a view of a model that computes the same with fewer kernels; the model itself if nothing can be spared."""
-    view = _Leaning(model).view(model)
+    leaning = _Leaning(model)
+    view = leaning.view(model)
+    LOG.info("in one kernel each: %s", dict(leaning.spared) or "nothing")
     assert isinstance(view, PreTrainedModel)
     return view
 
@@ -82,37 +117,44 @@ def lean_view(model: PreTrainedModel) -> PreTrainedModel:
 class _Leaning:
     """Finds what can be put in the place of a model's modules."""
 
-    def __init__(self, model: nn.Module) -> None:
-        weight = next(model.parameters())
-        self._generator = torch.Generator(weight.device).manual_seed(0)
-        self._device, self._dtype = weight.device, weight.dtype
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._device, self._dtype = model, model.device, model.dtype
+        self._generator = torch.Generator(self._device).manual_seed(0)
         self._rotations: dict[Callable[..., Any], Callable[..., Any] | None] = {}
+        self._views: dict[nn.Module, nn.Module] = {}
+        self.spared: Counter[str] = Counter()
 
     @torch.inference_mode()
     def view(self, module: nn.Module) -> nn.Module:
-        """Return a view of a module with everything inside replaced that can be."""
-        if "forward" in vars(module):  # somebody has put another in its place, which knows this module only
-            return module
-        instead = self._norm(module) or self._gate(module)
-        if instead is not None:
-            return instead
+        """Return a view of a module with everything inside replaced that can be; of the same one the same."""
+        if module not in self._views:
+            # Who has put another function in its place, or hooks, knows this module only.
+            alone = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+            self._views[module] = module if alone else self._norm(module) or self._gate(module) or self._inside(module)
+        return self._views[module]
+
+    def _inside(self, module: nn.Module) -> nn.Module:
         parts = {name: None if child is None else self.view(child) for name, child in module._modules.items()}
         forward = self._forward(module)
         if forward is None and all(parts[name] is child for name, child in module._modules.items()):
             return module
         view = copy.copy(module)
         view._modules = parts
-        if forward is not None:
-            view.forward = types.MethodType(forward, view)
+        if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
+            own = type(module)
+            view.__class__ = type(f"Lean{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
+            self.spared["rotations"] += 1
         return view
 
     def _norm(self, module: nn.Module) -> nn.Module | None:
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or len(weight) == 1 or not isinstance(eps, float):
             return None
-        given = self._rows(SMALL + LARGE, len(weight))
-        tried = (LeanNorm(module, eps, offset) for offset in (0.0, 1.0))
-        return next((one for one in tried if _same(module, one, given)), None)
+        if [name for name, _ in module.named_parameters()] != ["weight"]:
+            return None
+        return self._first(
+            "norms", module, (LeanNorm(module, eps, one) for one in (0.0, 1.0)), SMALL + LARGE, len(weight)
+        )
 
     def _gate(self, module: nn.Module) -> nn.Module | None:
         from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS
@@ -120,9 +162,21 @@ class _Leaning:
         first = getattr(module, "gate_proj", None)
         if not isinstance(first, nn.Linear) or set(module._modules) - {"act_fn"} != GATED:
             return None
-        given = self._rows(LARGE, first.in_features)
         tried = (LeanGate(module, activation) for activation in ACTIVATIONS)
-        return next((one for one in tried if _same(module, one, given)), None)
+        return self._first("gates", module, tried, LARGE, first.in_features)
+
+    def _first(
+        self, kind: str, own: nn.Module, tried: Iterable[nn.Module], scales: tuple[float, ...], channels: int
+    ) -> nn.Module | None:
+        """Return the first that computes what a module does, over rows of different scales.
+
+        None of the rows has a mean of 0: some norms take the mean away.
+        """
+        factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
+        given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
+        found = next((one for one in tried if same(own, one, given)), None)
+        self.spared[kind] += found is not None
+        return found
 
     def _forward(self, module: nn.Module) -> types.FunctionType | None:
         """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""
@@ -145,20 +199,21 @@ class _Leaning:
     def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
         from qcfuse_rag.fuse.kernels.pointwise import rotated
 
-        def rotation(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or not _rotates_all(query, key, cos, sin):
-                return own(query, key, cos, sin, *args, **kwargs)
-            return rotated(query, key, cos, sin)
+        about = self._model.config.get_text_config()
+        heads = int(about.num_attention_heads)
+        kv_heads = int(getattr(about, "num_key_value_heads", None) or heads)
+        dim = int(getattr(about, "head_dim", None) or about.hidden_size // heads)
+        query, key = (self._random(1, ROWS, count, dim).transpose(1, 2) for count in (heads, kv_heads))
+        angles = self._random(1, ROWS, dim // 2).float().repeat(1, 1, 2)
+        both = {dtype: (angles.cos().to(dtype), angles.sin().to(dtype)) for dtype in {self._dtype, torch.float32}}
+        taken = {dtype for dtype, angle in both.items() if same(own, rotated, query, key, *angle)}
 
-        query, key = (self._random(1, ROWS, heads, 16).transpose(1, 2) for heads in (4, 2))
-        angles = self._random(1, ROWS, 8).float().repeat(1, 1, 2)
-        given = (query, key, angles.cos().to(self._dtype), angles.sin().to(self._dtype))
-        return rotation if _same(own, rotation, *given) else None
+        def rotation(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 4 or args[2].dtype not in taken or not _rotates_all(*args):
+                return own(*args, **kwargs)
+            return rotated(*args)
 
-    def _rows(self, scales: tuple[float, ...], channels: int) -> Tensor:
-        """Return a row of each scale, `[1, R, channels]`, none of mean 0: some norms take the mean away."""
-        factors = torch.tensor(scales, device=self._device)[None, :, None]
-        return ((1 + self._random(1, len(scales), channels).float()) * factors).to(self._dtype)
+        return rotation if taken else None
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
@@ -174,24 +229,7 @@ def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and cos.shape == sin.shape
         and cos.shape[0] in (1, requests)
         and key.shape[2:] == cos.shape[1:] == (rows, channels)
-        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and query.dtype == key.dtype
+        and cos.dtype == sin.dtype
         and query.stride(3) == key.stride(3) == 1
     )
-
-
-def _same(own: Callable[..., Any], other: Callable[..., Any], *given: Tensor) -> bool:
-    """Return whether two ways of computing come to the same; what one of them cannot do is not the same."""
-    try:
-        pairs = list(zip(_listed(own(*given)), _listed(other(*given)), strict=True))
-    except Exception:  # of whatever code a model has
-        return False
-    return all(one.shape == two.shape and one.dtype == two.dtype and _near(two, one) for one, two in pairs)
-
-
-def _near(found: Tensor, expected: Tensor) -> bool:
-    off, size = ((one.float()).norm(dim=-1) for one in (found - expected, expected))
-    return expected.dtype in TOLERANCE and bool((off <= TOLERANCE[expected.dtype] * size).all())
-
-
-def _listed(found: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    return [found] if isinstance(found, Tensor) else list(found)

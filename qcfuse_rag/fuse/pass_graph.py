@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.decoder_view import KeptViews
@@ -24,7 +25,7 @@ from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.kv_table import MovingTable
 from qcfuse_rag.fuse.layer_graph import LayerGraphs, NotAsRecorded
 from qcfuse_rag.fuse.layerwise import SteeredPass
-from qcfuse_rag.fuse.lean import lean_view
+from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.recorder import (
     LOOSE,
     STRICT,
@@ -100,12 +101,22 @@ class FusedPasses:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        self._recorder = self._given  # an earlier one goes with all it has recorded
+        for model in leanest_first(self._lm.model):
+            self._graphs, self._recorder = {}, self._given  # an earlier one goes with all it has recorded
+            self._graphs, refusals = self._recorded(model, rows)
+            if not refusals or (self._recorder is not None and self._recorder.broken is not None):
+                break
+        if refusals:
+            said = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
+            LOG.warning("passes of some numbers of rows are launched kernel by kernel: %s", said)
+        self.refusal = None if self._graphs else next(iter(refusals.values()), "there are no numbers of rows to record")
+
+    def _recorded(self, model: PreTrainedModel, rows: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
+        """Record a model; return what there is for each number of rows, and why there is nothing for others."""
         lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         request = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
-        model = lean_view(lm.model)
         views = KeptViews(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
@@ -120,11 +131,7 @@ class FusedPasses:
             refusal = recording_refusal(record)
             if refusal is not None:
                 refusals[size] = refusal
-        if refusals:
-            said = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
-            LOG.warning("passes of some numbers of rows are launched kernel by kernel: %s", said)
-        self._graphs = {size: one for size, one in graphs.items() if size not in refusals}
-        self.refusal = None if self._graphs else next(iter(refusals.values()), "there are no numbers of rows to record")
+        return {size: one for size, one in graphs.items() if size not in refusals}, refusals
 
     def _replayed(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
         """Run the smallest recorded pass that fits; None if none does, or somebody else runs one."""

@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 STRICT = 1e-2
 """Relative error of what is recorded, from the same computed again kernel by kernel."""
 LOOSE = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-"""The same, from what is computed without any table: keys shared out otherwise are added up in another order, and every
-layer of a model adds to that."""
+"""The same, from what is computed without any table and by the model's own modules: keys shared out otherwise are added
+up in another order, `fuse.lean` rounds less often, and every layer of a model adds to that."""
 
 
 class Recorder(Protocol):
-    """Records what a call computes on a device."""
+    """Records what a call computes on a device.
+
+    Attributes:
+        broken: why nothing more is to be recorded, by this recorder or another, or None.
+    """
+
+    broken: str | None
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Return a call's result, and what computes that again, into the same tensor."""
@@ -47,7 +53,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._broken: str | None = None
+        self.broken: str | None = None
         gc.collect()
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)
@@ -64,8 +70,8 @@ class CudaRecorder:
                 recorded, since a recording that fails half way leaves torch's allocator in doubt; after one that does
                 nothing more is recorded.
         """
-        if self._broken is not None:
-            raise RuntimeError(f"an earlier recording ended half way: {self._broken}")
+        if self.broken is not None:
+            raise RuntimeError(f"an earlier recording ended half way: {self.broken}")
         with self.turn():
             compute()
             mode = torch.cuda.get_sync_debug_mode()
@@ -86,7 +92,7 @@ class CudaRecorder:
                 finally:
                     graph.capture_end()
         except Exception as error:
-            self._broken = str(error)
+            self.broken = str(error)
             raise
         return result, graph.replay
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kv_table import MovingTable
-from qcfuse_rag.fuse.lean import lean_view
+from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.recorder import (
     LOOSE,
     STRICT,
@@ -74,7 +74,7 @@ class DecodeSteps:
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
         self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, StepGraph] = {}
-        self._lean: nn.Module = lm.model
+        self._model = lm.model
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
 
@@ -98,20 +98,22 @@ class DecodeSteps:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        self._recorder = self._given  # an earlier one goes with all it has recorded
-        self._lean = lean_view(self._lm.model)
-        graphs: dict[int, StepGraph] = {}
+        for model in leanest_first(self._lm.model):
+            self._model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
+            graphs: dict[int, StepGraph] = {}
 
-        def record() -> list[Off]:
-            recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
-            graphs.update({count: self._recorded(count, recorder) for count in requests})
-            return [one for graph in graphs.values() for one in self._compared(graph)]
+            def record(graphs: dict[int, StepGraph] = graphs) -> list[Off]:
+                recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
+                graphs.update({count: self._recorded(count, recorder) for count in requests})
+                return [one for graph in graphs.values() for one in self._compared(graph)]
 
-        self.refusal = recording_refusal(record)
-        if self.refusal is None:
-            self._graphs = graphs
-        else:
-            LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
+            self.refusal = recording_refusal(record)
+            if self.refusal is None:
+                self._graphs = graphs
+                return
+            if self._recorder is not None and self._recorder.broken is not None:
+                break
+        LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
     @torch.inference_mode()
     def _recorded(self, requests: int, recorder: Recorder) -> StepGraph:
@@ -120,7 +122,7 @@ class DecodeSteps:
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
-        logits, replay = recorder.record(lambda: forward_plan(self._lean, given[0], plan))
+        logits, replay = recorder.record(lambda: forward_plan(self._model, given[0], plan))
         return StepGraph(given, moving, plan, logits, replay)
 
     def _replayed(
@@ -157,6 +159,6 @@ class DecodeSteps:
             replayed = self._replayed(graph, *given)
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            again = forward_plan(self._lean, graph.given[0], graph.plan)[: len(positions)]
+            again = forward_plan(self._model, graph.given[0], graph.plan)[: len(positions)]
             found += [Off.of(replayed, again, STRICT), Off.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype])]
         return found

@@ -17,7 +17,7 @@ from tests.recorders import DEVICE
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.lean import LeanGate, LeanNorm, lean_view
+from qcfuse_rag.fuse.lean import LeanGate, LeanNorm, lean_view, leanest_first
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4
@@ -37,8 +37,8 @@ FOUND = {
 def spared(view: nn.Module) -> dict[str, int]:
     """Return how many modules of each kind are another's stand-in."""
     kinds = {LeanNorm: "norms", LeanGate: "gates"}
-    found = Counter(kinds[type(one)] for one in view.modules() if type(one) in kinds)
-    return {**found, **Counter("rotations" for one in view.modules() if "forward" in vars(one))}
+    names = [kinds.get(type(one), "rotations") for one in view.modules() if type(one).__name__.startswith("Lean")]
+    return dict(Counter(names))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -85,7 +85,12 @@ def test_what_somebody_has_changed_is_left_alone(tokenizer: PreTrainedTokenizerF
     norm.forward = lambda hidden, own=norm.forward: 2 * own(hidden)
     lm = LanguageModel.wrap(model, tokenizer)
     view = lean_view(lm.model)
-    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS + 1}, "one is somebody else's"
+    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS}, "one is somebody else's"
+    hooked = model.model.layers[1].mlp.register_forward_hook(lambda module, given, found: 0 * found)
+    view = lean_view(lm.model)
+    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+    assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    hooked.remove()
     assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -115,3 +120,32 @@ def test_what_differs_for_some_numbers_only_is_told_apart() -> None:
         assert view.model.norm is changed.model.norm
         assert view.model.layers[0].mlp is changed.model.layers[0].mlp
         assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+
+
+@torch.inference_mode()
+def test_a_stand_in_answers_for_what_it_stands_for() -> None:
+    """Models ask a norm for its weight, and call modules with more, or by name; the model's own are asked then."""
+    model = build_model("llama").to(DEVICE)
+    view = lean_view(model)
+    own, norm, gate = model.model.norm, view.model.norm, view.model.layers[0].mlp
+    assert norm.weight is own.weight
+    assert gate.up_proj is model.model.layers[0].mlp.up_proj
+    given = torch.randn(1, 2, 48, device=DEVICE)
+    assert torch.equal(norm(hidden_states=given), own(given))
+    assert torch.equal(gate(x=given), model.model.layers[0].mlp(given))
+
+
+def test_of_a_module_used_twice_there_is_one_view() -> None:
+    model = build_model("llama").to(DEVICE)
+    model.model.layers[1] = model.model.layers[0]
+    layers = lean_view(model).model.layers
+    assert layers[1] is layers[0]
+    assert layers[1] is not model.model.layers[0]
+
+
+def test_what_cannot_be_looked_at_is_yielded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama").to(DEVICE)
+    first, last = leanest_first(model)
+    assert (first is not model, last is model) == (True, True)
+    monkeypatch.setattr(nn.Module, "named_parameters", property(lambda self: 1 / 0))
+    assert list(leanest_first(model)) == [model]

@@ -21,14 +21,14 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
-from qcfuse_rag.fuse.lean import lean_view
+from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from tests.damage import damaged
-from tests.families import FAMILIES, SLIDING_AND_FULL, build_model
+from tests.families import FAMILIES, build_model
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream
@@ -49,10 +49,7 @@ def engine_on(
     layers: int = 2,
 ) -> FusionEngine:
     """Return an engine over a tiny model, on the device or on the CPU; its weights are the same everywhere."""
-    changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if "layer_types" in FAMILIES[family][1]:
-        changes["layer_types"] = SLIDING_AND_FULL[:layers]
-    model = build_model(family, **changes)
+    model = build_model(family, num_hidden_layers=layers)
     lm = LanguageModel.wrap(model if device is None else moved(model, device), tokenizer)
     return FusionEngine(lm, MemoryStore() if store is None else store)
 
@@ -122,7 +119,7 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for recorded in ("pass_graph", "step_graph"):
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.lean_view", lean_view)
+        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.leanest_first", leanest_first)
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True))
     there.passes.warm_up(rows=(16, 48))
     there.step.warm_up(requests=(1, 2))

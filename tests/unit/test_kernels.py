@@ -674,7 +674,8 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     scored: list[dict[str, Any]] = []
     monkeypatch.setattr(attention, "attend", watched(attention.attend, attended))
     monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
-    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048).to(DEVICE, torch.float16), tokenizer)
+    model = build_model("llama", num_hidden_layers=2, max_position_embeddings=2048)
+    lm = LanguageModel.wrap(model.to(DEVICE, torch.float16), tokenizer)
     warming.warm_up(lm, FusionEngine(lm, MemoryStore()).prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
     launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}

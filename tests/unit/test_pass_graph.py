@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Samplin
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.decoder_view import StandIn
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
-from qcfuse_rag.fuse.lean import lean_view
+from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
@@ -43,11 +43,11 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lambda model: model)  # the interpreter is slow
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
-    model = build_nested_model() if family == "nested" else build_model(family)
+    model = build_nested_model() if family == "nested" else build_model(family, num_hidden_layers=2)
     return LanguageModel.wrap(model.to(DEVICE), tokenizer)
 
 
@@ -73,7 +73,7 @@ def test_a_recorded_pass_is_the_pass(
     family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lean_view)
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     passes = FusedPasses(lm, recorder)
     passes.warm_up(rows=(4, 8))
@@ -132,7 +132,7 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
     engine.passes = FusedPasses(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
-        patched.setattr("qcfuse_rag.fuse.pass_graph.lean_view", lambda model: model)
+        patched.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])
         engine.passes.warm_up(rows=(16, 64))
     assert engine.passes.refusal is None
     return engine, recorder
@@ -416,3 +416,21 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
         passes.forward_hidden(ids, plan, buffer, depth=1)
     assert passes.replayed == before + 6
     assert made == [0]  # of the first layer alone, for the first pass that ends there
+
+
+def test_a_view_that_comes_out_otherwise_is_recorded_without(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, tried = model_of("llama", tokenizer), []
+    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer).model
+
+    def spoiled(model: object) -> Iterator[object]:
+        for one in (other, model):
+            tried.append(one)
+            yield one
+
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", spoiled)
+    passes = FusedPasses(lm, CountingRecorder())
+    passes.warm_up(rows=(8,))
+    assert passes.refusal is None
+    assert tried == [other, lm.model]

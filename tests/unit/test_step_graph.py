@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.lean import lean_view
+from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.fuse.step_graph import DecodeSteps
@@ -34,11 +35,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("step", "recorder"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.lean_view", lambda model: model)  # the interpreter is slow
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", lambda model: [model])  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
-    return LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
+    return LanguageModel.wrap(build_model(family, num_hidden_layers=2).to(DEVICE), tokenizer)
 
 
 def random_buffers(lm: LanguageModel, capacities: list[int]) -> list[KVBuffer]:
@@ -61,7 +62,7 @@ def test_a_recorded_step_is_the_step(
     family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.lean_view", lean_view)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 3) if family == "llama" else (3,))
@@ -159,3 +160,21 @@ def test_without_kernels_nothing_is_recorded(
     steps.warm_up()
     assert recorder.recorded == 0
     assert "there are no kernels" in str(steps.refusal)
+
+
+def test_a_view_that_comes_out_otherwise_is_recorded_without(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, tried = model_of("llama", tokenizer), []
+    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer).model
+
+    def spoiled(model: object) -> Iterator[object]:
+        for one in (other, model):
+            tried.append(one)
+            yield one
+
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", spoiled)
+    steps = DecodeSteps(lm, CountingRecorder())
+    steps.warm_up(requests=(1,))
+    assert steps.refusal is None
+    assert tried == [other, lm.model]

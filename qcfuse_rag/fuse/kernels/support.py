@@ -89,7 +89,10 @@ def kernel_refusal(device: torch.device, dtype: torch.dtype, dim: int) -> str | 
 
 
 def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, float]:
-    """Run every kernel on fresh random numbers, in the ways models use them; return relative errors by what was run."""
+    """Run what attends, scores, appends and places on fresh random numbers; return relative errors by what was run.
+
+    In the ways models use it. What `pointwise` does is compared with each model's own modules, see `fuse.lean`.
+    """
     from qcfuse_rag.fuse.kernels.attention import sparse_attention, sparse_attention_reference, takes_tall
     from qcfuse_rag.fuse.kernels.context_score import context_scores
     from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
@@ -118,7 +121,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             context_scores(query, key, rows, known, **how, splits=splits),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
         )
-    takes_tall(device, dtype, dim)  # compared now, since it may be asked for while something is recorded
+    takes_tall(device, dtype, dim)  # compared now: it would be no good time while something is recorded
     shape, ends = KVShape(KV_HEADS, dim, dim), torch.stack([rows, rows - ROWS])
     buffers = [KVBuffer((random(1, KV_HEADS, TOKENS, dim),), (random(1, KV_HEADS, TOKENS, dim),)) for _ in ends]
     table = KVTable.of(buffers, [shape], TOKENS)
