@@ -83,7 +83,7 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
-        for channels in (dim, heads * dim, 8192):
+        for channels in (dim, 8192):
             yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), query[0, 0, 0], 1e-6)
         yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
         for activation in ACTIVATIONS:

@@ -36,5 +36,6 @@ def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
     found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["kernel"] for one in found} == KERNELS
     assert [one for one in found if one["shared_bytes"] > SHARED_BYTES[one["warps"]]] == []
-    assert {one["warps"] for one in found} == ({4, 8} if architecture == 90 else {4})
+    attending = {one["warps"] for one in found if one["kernel"] == "attend"}
+    assert attending == ({4, 8} if architecture == 90 else {4})
     assert [one for one in found if one["spilled_bytes"] > SPILLED_BYTES] == []
