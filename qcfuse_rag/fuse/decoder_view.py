@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from qcfuse_rag.fuse.stand_in import StandIn
+
 
 class Course(Protocol):
     """What runs instead of a decoder's layers in one pass."""
@@ -33,19 +35,12 @@ class Course(Protocol):
         ...
 
 
-class StandIn(nn.Module):
+class SteeredLayer(StandIn):
     """A decoder layer in a view."""
 
     def __init__(self, inner: nn.Module, index: int, course: Course) -> None:
-        super().__init__()
-        self.inner, self._index, self._course = inner, index, course
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer for the layer inside: decoders ask their layers for their kind of attention."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
+        super().__init__(inner)
+        self._index, self._course = index, course
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Have the course compute the layer."""
@@ -58,7 +53,7 @@ def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Mo
     assert isinstance(layers, nn.ModuleList)
     first: Sequence[nn.Module] = list(layers[:depth])
     if course is not None:
-        first = [StandIn(layer, index, course) for index, layer in enumerate(first)]
+        first = [SteeredLayer(layer, index, course) for index, layer in enumerate(first)]
     return _with_module(decoder, nn.ModuleList(first), instead=layers)
 
 

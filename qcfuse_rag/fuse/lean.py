@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.likeness import same
+from qcfuse_rag.fuse.stand_in import StandIn
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
@@ -30,21 +31,6 @@ ROWS = 3
 """To be rotated."""
 
 LOG = logging.getLogger(__name__)
-
-
-class StandIn(nn.Module):
-    """In the place of a module of a view, which it asks for what others want of that."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer for the module inside: some models ask a norm for its weight."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("inner"), name)
 
 
 class LeanNorm(StandIn):

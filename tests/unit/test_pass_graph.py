@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.decoder_view import StandIn
+from qcfuse_rag.fuse.decoder_view import SteeredLayer
 from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
 from qcfuse_rag.fuse.lean import leanest_first
 from qcfuse_rag.fuse.measured import MeasuredCosts
@@ -407,7 +408,12 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
     lm, made = model_of("llama", tokenizer), []
     passes = FusedPasses(lm, CountingRecorder())
     passes.warm_up(rows=(4,))
-    monkeypatch.setattr("qcfuse_rag.fuse.decoder_view.StandIn", lambda *given: made.append(given[1]) or StandIn(*given))
+
+    def making(*given: Any) -> SteeredLayer:
+        made.append(given[1])
+        return SteeredLayer(*given)
+
+    monkeypatch.setattr("qcfuse_rag.fuse.decoder_view.SteeredLayer", making)
     buffer, _ = two_buffers(lm, 20)
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed
@@ -421,16 +427,11 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
 def test_a_view_that_comes_out_otherwise_is_recorded_without(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, tried = model_of("llama", tokenizer), []
-    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer).model
-
-    def spoiled(model: object) -> Iterator[object]:
-        for one in (other, model):
-            tried.append(one)
-            yield one
-
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", spoiled)
+    lm = model_of("llama", tokenizer)
+    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
+    offered = iter([other.model, lm.model])
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: offered)
     passes = FusedPasses(lm, CountingRecorder())
     passes.warm_up(rows=(8,))
     assert passes.refusal is None
-    assert tried == [other, lm.model]
+    assert next(offered, None) is None, "both were tried"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -165,16 +164,11 @@ def test_without_kernels_nothing_is_recorded(
 def test_a_view_that_comes_out_otherwise_is_recorded_without(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, tried = model_of("llama", tokenizer), []
-    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer).model
-
-    def spoiled(model: object) -> Iterator[object]:
-        for one in (other, model):
-            tried.append(one)
-            yield one
-
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", spoiled)
+    lm = model_of("llama", tokenizer)
+    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
+    offered = iter([other.model, lm.model])
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", lambda model: offered)
     steps = DecodeSteps(lm, CountingRecorder())
     steps.warm_up(requests=(1,))
     assert steps.refusal is None
-    assert tried == [other, lm.model]
+    assert next(offered, None) is None, "both were tried"
