@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fuse.kernels.support import kernel_refusal, kernels_run_on, widest_head
+from qcfuse_rag.fuse.kernels.support import kernel_refusal, kernels_run_on, relative_error, widest_head
 
 if TYPE_CHECKING:
     from qcfuse_rag.model.language_model import LanguageModel
@@ -131,7 +131,7 @@ class Off:
     @classmethod
     def of(cls, found: Tensor, expected: Tensor, allowed: float) -> Off:
         """Compare two tensors."""
-        return cls(float((found.double() - expected.double()).norm() / expected.double().norm()), allowed)
+        return cls(relative_error(found, expected), allowed)
 
 
 def missing_kernels(lm: LanguageModel) -> str | None:

@@ -113,11 +113,11 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     plain: dict[str, Any] = {"scaling": dim**-0.5}
     special: dict[str, Any] = {**plain, "softcap": 20.0, "window": TOKENS // 2}
     for name, how, splits in (("", plain, 1), (" split", plain, 2), (" with window and cap", special, 2)):
-        errors[f"attention{name}"] = _off(
+        errors[f"attention{name}"] = relative_error(
             sparse_attention(query, key, value, rows, **how, splits=splits),
             sparse_attention_reference(query, key, value, rows, **how),
         )
-        errors[f"context score{name}"] = _off(
+        errors[f"context score{name}"] = relative_error(
             context_scores(query, key, rows, known, **how, splits=splits),
             plain_attention_weights(query.float(), key.float(), rows, known, **how),
         )
@@ -129,10 +129,10 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     append_rows(fresh, values, table, 0, ends)
     for side, given in (("keys", fresh), ("values", values)):
         there = [getattr(buffer, side)[0][0, :, end] for buffer, end in zip(buffers, ends, strict=True)]
-        errors[f"append {side}"] = _off(torch.stack(there), given)
+        errors[f"append {side}"] = relative_error(torch.stack(there), given)
     for name, how, n_rows, splits in (("", plain, ROWS, 1), (" split", special, ROWS, 2), (" of one row", plain, 1, 2)):
         last = ends[:, -n_rows:].contiguous()
-        errors[f"attention by table{name}"] = _off(
+        errors[f"attention by table{name}"] = relative_error(
             table_attention(asking[:, :, :n_rows], table, 0, last, **how, splits=splits),
             table_attention_reference(asking[:, :, :n_rows], buffers, 0, last, **how),
         )
@@ -146,9 +146,10 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             both = zip(stored, sides, (rope, None), strict=True)  # keys, and values by the same launch
             how_placed([Block(*one, into, TOKENS // 2, turned) for one, into, turned in both])
         for kind, (found, expected) in zip(("keys", "values"), placed.transpose(0, 1), strict=True):
-            errors[f"place {numbers} {kind}"] = _off(found, expected)
+            errors[f"place {numbers} {kind}"] = relative_error(found, expected)
     return errors
 
 
-def _off(found: Tensor, expected: Tensor) -> float:
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return how far a result is from what it should be, as a share of that; NaN passes no comparison."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
