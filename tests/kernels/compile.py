@@ -1,6 +1,6 @@
 """Compile every kernel, by its own launcher, for a GPU that need not be there; print what each takes.
 
-    TRITON_INTERPRET=0 python -m tests.compile_kernels 90
+    TRITON_INTERPRET=0 python -m tests.kernels.compile 90
 
 A line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared memory a
 program takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.

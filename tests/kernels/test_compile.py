@@ -25,7 +25,7 @@ KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "pl
 @pytest.mark.parametrize("architecture", [80, 90], ids=["Ampere", "Hopper"])
 def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.compile_kernels", str(architecture)],
+        [sys.executable, "-m", "tests.kernels.compile", str(architecture)],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
