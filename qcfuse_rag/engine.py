@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -327,7 +328,11 @@ class FusionEngine:
             StoreError: if the manifest cannot be opened.
         """
         with self._opening:
-            self._sources = self._sources or Sources(self.store)
+            if self._sources is None:
+                self._sources = Sources(self.store)
+                with suppress(StoreError):  # where the manifest can be read alone
+                    if self._sources.unwanted:
+                        self._sources.collect()
             return self._sources
 
     @cached_property

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, status
+from qcfuse_rag.cli.job import NAME as JOB_NAME
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.retrieve.index import PassageIndex
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import kept_settings
+from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.trust.verdict import find_verdict, objection
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
@@ -77,6 +80,31 @@ def open_disk(folder: Path) -> DiskStore:
     return DiskStore(place, seal=Seal(_secret()) if kept is not None and kept.encrypted else None)
 
 
+@contextmanager
+def open_manifest(
+    folder: Path, tenant: str | None = None, remote: str | None = None
+) -> Iterator[tuple[KVStore, Sources]]:
+    """Open the store of a library, or a store's folder itself, with the remote behind it, and its documents.
+
+    Args:
+        folder: of either.
+        tenant: whose view.
+        remote: URL of the remote, where the one that is kept lacks a password.
+
+    Raises:
+        QCFuseError: if there is none.
+    """
+    place = disk_folder(folder)
+    kept = kept_settings(place)
+    encrypted = kept is not None and kept.encrypted
+    secret = _secret() if encrypted or tenant is not None else None
+    with (
+        open_store(place, memory_bytes=1, secret=secret, tenant=tenant, encrypt=encrypted, remote=remote) as store,
+        closing(Sources(store)) as sources,
+    ):
+        yield store, sources
+
+
 def disk_folder(folder: Path) -> Path:
     """Return where a library's store is.
 
@@ -92,6 +120,24 @@ def disk_folder(folder: Path) -> Path:
 def index_folder(library: Path, store: KVStore | None = None) -> Path:
     """Return where a library's passages are; each tenant's are in a folder of their own."""
     return library / (INDEX_FOLDER if store is None or not store.prefix else f"{INDEX_FOLDER}-{store.prefix[:-1]}")
+
+
+def forget_passages(library: Path, store: KVStore, source: str) -> int:
+    """Take a document out of a library's index, so that nothing finds it; return how many passages it had there."""
+    place = index_folder(library, store)
+    if not place.is_dir():
+        return 0
+    index = PassageIndex.load(place)
+    count = len(index.passages)
+    index.remove({source})
+    if len(index.passages) < count:
+        index.save(place)
+    return count - len(index.passages)
+
+
+def text_files(library: Path) -> list[Path]:
+    """Return the files of a library that hold text and names, beside its store: passages, and the last job's record."""
+    return [*library.glob(f"{INDEX_FOLDER}*/*"), *library.glob(f"{JOB_NAME}*")]
 
 
 def open_engine(

@@ -17,6 +17,11 @@ Folder = Annotated[Path, typer.Argument(help="Folder of a library, or of a store
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it; nothing asks again.")]
 SourceName = Annotated[str | None, typer.Option("--source", help="All entries of this document.")]
+Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
+Remote = Annotated[
+    str | None, typer.Option(help="URL of the remote behind it, if that takes a password; else it is known.")
+]
+Document = Annotated[str, typer.Argument(help="A document.")]
 Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entries, as `lookup` shows them.")]
 
 
@@ -41,20 +46,25 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def health(folder: Folder, as_json: Json = False) -> None:
-    """Try whether a store can be read and written; exits with 1 if not."""
+def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
+    """Try whether a store, and the remote behind it, can be read and written; exits with 1 if not."""
     from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.store.remote import open_remote
 
     with open_disk(folder) as store:
-        [found] = store.health()
-        notes = list(store.notes)
+        [found], far = store.health(), None
+        notes, remote = list(store.notes), remote or store.settings.remote
+        if remote:
+            with open_remote(remote, seal=store.seal) as behind:
+                [far] = behind.health()
+    ok = found.ok and (far is None or far.ok)
     if as_json:
-        print_json({**found.to_dict(), "notes": notes})
+        print_json({**found.to_dict(), "ok": ok, "notes": notes, "remote": None if far is None else far.to_dict()})
     else:
-        OUT.print("[green]healthy[/green]" if found.ok else "[red]not healthy[/red]")
-        for line in (*found.problems, *notes):
+        OUT.print("[green]healthy[/green]" if ok else "[red]not healthy[/red]")
+        for line in (*found.problems, *notes, *(() if far is None else far.problems)):
             OUT.print(f"  {line}", highlight=False, soft_wrap=True)
-    if not found.ok:
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -78,15 +88,14 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def gc(folder: Folder, as_json: Json = False) -> None:
+def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     """Remove what has expired, lost its last source, was left by writers, or is in quarantine."""
-    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.cli.library import open_disk, open_manifest
     from qcfuse_rag.store.repair import collect_garbage
-    from qcfuse_rag.store.sources import Sources
 
+    with open_manifest(folder, remote=remote) as (_, manifest):
+        unwanted = manifest.collect()
     with open_disk(folder) as store:
-        with closing(Sources(store)) as manifest:
-            unwanted = manifest.collect()
         freed = collect_garbage(store)
     _report({"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted")
 
@@ -104,19 +113,22 @@ def rebuild(folder: Folder, as_json: Json = False) -> None:
 
 @store_app.command()
 def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
-    """Overwrite every file of a store with zeros and remove it; see docs/store.md for what that cannot promise."""
-    from qcfuse_rag.cli.library import disk_folder
+    """Overwrite every file of a store, or of a library with its passages, with zeros and remove it.
+
+    See docs/store.md for what that cannot promise. A remote behind it keeps what it has.
+    """
+    from qcfuse_rag.cli.library import disk_folder, text_files
     from qcfuse_rag.store.repair import wipe as overwrite
 
     place = disk_folder(folder)
     _insist(yes, f"this destroys the store in {place}")
-    files = overwrite(place)
+    files = overwrite(place, text_files(folder) if place != folder else ())
     _report({"files": files}, as_json, f"{files} files overwritten and removed")
 
 
 @store_app.command()
 def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
-    """Remove every entry, pinned ones too."""
+    """Remove every entry from the folder, pinned ones too; a remote behind it keeps what it has."""
     from qcfuse_rag.cli.library import open_disk
 
     _insist(yes, "this removes every entry")
@@ -126,12 +138,11 @@ def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def sources(folder: Folder, as_json: Json = False) -> None:
+def sources(folder: Folder, tenant: Tenant = None, remote: Remote = None, as_json: Json = False) -> None:
     """List the documents whose passages the store has, and how many of them are missing."""
-    from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.sources import Sources
+    from qcfuse_rag.cli.library import open_manifest
 
-    with open_disk(folder) as store, closing(Sources(store)) as manifest:
+    with open_manifest(folder, tenant, remote) as (_, manifest):
         missing = manifest.missing()
         counts = {name: len(manifest.addresses(name)) for name in manifest.names()}
     found = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
@@ -144,13 +155,15 @@ def sources(folder: Folder, as_json: Json = False) -> None:
 
 
 @store_app.command()
-def lookup(folder: Folder, source: Annotated[str, typer.Argument(help="A document.")], as_json: Json = False) -> None:
+def lookup(
+    folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
+) -> None:
     """Show where the chunks of a document are."""
-    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.cli.library import open_manifest
     from qcfuse_rag.store.control import lookup as find
 
-    with open_disk(folder) as store:
-        found = find(store, _chosen(store, None, source))
+    with open_manifest(folder, tenant, remote) as (store, manifest):
+        found = find(store, _chosen(manifest, None, source))
     if as_json:
         print_json({"source": source, "chunks": found})
         return
@@ -159,14 +172,23 @@ def lookup(folder: Folder, source: Annotated[str, typer.Argument(help="A documen
 
 
 @store_app.command()
-def forget(folder: Folder, source: Annotated[str, typer.Argument(help="A document.")], as_json: Json = False) -> None:
-    """Remove a document's chunks, less those that other documents have too."""
-    from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.sources import Sources
+def forget(
+    folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
+) -> None:
+    """Remove a document: its passages from the library, its chunks from every tier unless others have them too."""
+    from qcfuse_rag.cli.library import forget_passages, open_manifest
 
-    with open_disk(folder) as store, closing(Sources(store)) as manifest:
-        removed = manifest.forget(source)
-    _report({"source": source, "removed": removed}, as_json, f"{removed} chunks removed")
+    with open_manifest(folder, tenant, remote) as (store, manifest):
+        passages = forget_passages(folder, store, source)
+        if not passages:
+            _check_document(manifest, source)
+        removed, waiting = manifest.forget(source), manifest.unwanted
+    _report(
+        {"source": source, "removed": removed, "passages": passages, "waiting": waiting},
+        as_json,
+        f"{removed} chunks and {passages} passages removed"
+        + (f"; {waiting} are in a remote that cannot be reached: `qcfuse store gc` removes them later" * (waiting > 0)),
+    )
 
 
 @store_app.command()
@@ -175,13 +197,14 @@ def pin(
     addresses: Addresses = None,
     source: SourceName = None,
     off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
+    tenant: Tenant = None,
     as_json: Json = False,
 ) -> None:
     """Keep entries from being evicted."""
-    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.cli.library import open_manifest
 
-    with open_disk(folder) as store:
-        count = sum(store.pin(address, pinned=not off) for address in _chosen(store, addresses, source))
+    with open_manifest(folder, tenant) as (store, manifest):
+        count = sum(store.pin(address, pinned=not off) for address in _chosen(manifest, addresses, source))
     _report({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
 
 
@@ -196,9 +219,11 @@ def compress(
     """Write entries in fewer bytes; all of them if none are named."""
     from qcfuse_rag.cli.library import open_disk
     from qcfuse_rag.store.control import rewrite
+    from qcfuse_rag.store.sources import Sources
 
     with open_disk(folder) as store, progress_bar("compressing", "entries") as advance:
-        chosen = _chosen(store, addresses, source) if addresses or source else None
+        with closing(Sources(store)) as manifest:
+            chosen = _chosen(manifest, addresses, source) if addresses or source else None
         report = rewrite(store, numbers, chosen, progress=advance)
     _report(
         report.to_dict(),
@@ -220,27 +245,33 @@ def move(
     """Move entries to a remote store or back; all of them if none are named."""
     from qcfuse_rag.cli.library import open_disk
     from qcfuse_rag.store.control import move as carry
-    from qcfuse_rag.store.remote import open_remote
+    from qcfuse_rag.store.remote import lasting_url, open_remote
+    from qcfuse_rag.store.settings import settle
+    from qcfuse_rag.store.sources import Sources
 
     if (to is None) == (back is None):
         raise QCFuseError("say where to with --to, or where from with --from")
     with open_disk(folder) as store, open_remote(to or back or "", seal=store.seal) as remote:
-        chosen = _chosen(store, addresses, source) if addresses or source else None
+        with closing(Sources(store)) as manifest:
+            chosen = _chosen(manifest, addresses, source) if addresses or source else None
         here, there = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
             report = carry(here, there, chosen, keep=keep, progress=advance)
+        if to is not None and not store.settings.remote:  # what is there now is to be found, and forgotten, from here
+            settle(store.files, {"remote": lasting_url(to)}, store.seal)
     _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be")
 
 
-def _chosen(store: Any, addresses: list[str] | None, source: str | None) -> list[str]:
-    from qcfuse_rag.store.sources import Sources
+def _check_document(manifest: Any, source: str) -> None:
+    if source not in manifest.names():
+        raise QCFuseError(f"no document {source!r} in the store; `qcfuse store sources` lists them")
 
+
+def _chosen(manifest: Any, addresses: list[str] | None, source: str | None) -> list[str]:
     chosen = list(addresses or ())
     if source is not None:
-        with closing(Sources(store)) as manifest:
-            if source not in manifest.names():
-                raise QCFuseError(f"no document {source!r} in the store; `qcfuse store sources` lists them")
-            chosen += sorted(manifest.addresses(source))
+        _check_document(manifest, source)
+        chosen += sorted(manifest.addresses(source))
     if not chosen:
         raise QCFuseError("name entries by address, or a document with --source")
     return chosen

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +33,8 @@ from qcfuse_rag.retrieve.index import PassageIndex
 from qcfuse_rag.retrieve.log import RetrievalLog
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.open import open_store
+from qcfuse_rag.store.remote import lasting_url
+from qcfuse_rag.store.settings import kept_settings
 
 EMBEDDED_AT_ONCE = 256
 INDEX_SAVED_EVERY_S = 30.0
@@ -94,7 +95,7 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
     _check_paths(options)
-    record = JobRecord(library, {**asdict(options), "remote": _without_password(options.remote)})
+    record = JobRecord(library, {**asdict(options), "remote": options.remote and lasting_url(options.remote)})
     try:
         summary = _warm(library, options, record)
     except KeyboardInterrupt:
@@ -210,8 +211,10 @@ def _workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWo
     if options.tenant is not None or options.encrypt or is_encrypted(library):
         raise QCFuseError("secrets do not leave this machine: a tenant's or an encrypted store is warmed without --ray")
     shared: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve())}
-    if options.remote is not None:
-        shared = {"remote": options.remote, "numbers": engine.store.numbers}
+    kept = kept_settings(library / KV_FOLDER)
+    remote = options.remote if options.remote is not None else kept and kept.remote
+    if remote:
+        shared = {"remote": remote, "numbers": engine.store.numbers}
     return RayWorkers(
         model=options.model or default_model(),
         store=shared,
@@ -312,15 +315,6 @@ def _vanished(index: PassageIndex, options: WarmOptions) -> set[str]:
     folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
     sources = {passage.source for passage in index.passages}
     return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
-
-
-def _without_password(url: str | None) -> str | None:
-    """Return a URL as it may be written down; `resume` then needs the password from where the server's client looks."""
-    if url is None or "@" not in url:
-        return url
-    parts = urlsplit(url)
-    user, host = (parts.username or ""), parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host))
 
 
 def _print_failed(failed: Any) -> None:

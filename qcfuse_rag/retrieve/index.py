@@ -97,8 +97,12 @@ class PassageIndex:
             os.replace(folder / f"{name}.part", folder / name)
 
     @classmethod
-    def load(cls, folder: Path, embedder: str) -> PassageIndex:
+    def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
         """Read from a folder.
+
+        Args:
+            folder: that it was saved to.
+            embedder: what questions will be embedded with; None if none will be.
 
         Raises:
             QCFuseError: if there is no index, its files do not belong together, or it was made with another embedder.
@@ -115,9 +119,9 @@ class PassageIndex:
             ) from error
         if len(passages) != len(embeddings):
             raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
-        if made_with != embedder:
+        if embedder is not None and made_with != embedder:
             raise QCFuseError(f"{folder} was made with the embedder {made_with!r}; name it with --embedder")
-        return cls(embedder, passages, embeddings)
+        return cls(made_with, passages, embeddings)
 
 
 def read_passages(folder: Path) -> list[Passage]:

@@ -18,6 +18,7 @@ from qcfuse_rag.store.index import ENTRY, INDEX_FAILURES, PINNED, open_index
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.numbers import as_kept
 from qcfuse_rag.store.reader import MappedFile, check_key, open_chunk
+from qcfuse_rag.store.remote import lasting_url
 from qcfuse_rag.store.room import UNKNOWN_MS_PER_TOKEN, Room
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import settle, try_writing
@@ -36,6 +37,7 @@ class DiskStore(KVStore):
         eviction: `cost` (if never said), `lru` or `lfu`, see `store.eviction`.
         ttl_s: seconds after which new entries are gone.
         seal: encrypts entries.
+        remote: URL of what stands behind the folder, kept for whoever opens it next; empty for nothing.
 
     What is not given is as the store was opened before.
 
@@ -55,6 +57,7 @@ class DiskStore(KVStore):
         eviction: str | None = None,
         ttl_s: float | None = None,
         seal: Seal | None = None,
+        remote: str | None = None,
     ) -> None:
         place = Path(folder).expanduser()
         self.folder = place
@@ -71,6 +74,7 @@ class DiskStore(KVStore):
                 raise StoreError(f"cannot open a store in {place}: {error}") from error
             self._broken.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
+        given["remote"] = None if remote is None else lasting_url(remote)
         self.settings = settle(self.files, given, seal)
         self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s

@@ -42,7 +42,8 @@ def open_store(
         tenant: open this tenant's view, see `store.tenant`.
         encrypt: encrypt files, see `store.seal`.
         remote: URL of a bucket or server behind the disk, shared by machines, in the same format and under the same
-            seal; see `store.remote`. While it is away, chunks are kept on disk alone.
+            seal; see `store.remote`. While it is away, chunks are kept on disk alone. Kept without its password; an
+            empty one takes the remote away again.
         write_behind_bytes: write to the slowest tier later, holding back at most so many bytes.
 
     What is not given is as the folder was opened before.
@@ -56,14 +57,16 @@ def open_store(
     seal = Seal(secret) if encrypt and secret is not None else None
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
     if folder is not None:
-        far: KVStore = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal)
-        numbers, ttl_s = far.numbers, far.ttl_s
+        disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal, remote=remote)
+        far: KVStore = disk
+        numbers, ttl_s = disk.numbers, disk.ttl_s
+        remote = disk.settings.remote if remote is None else remote
         store = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
-        if remote is not None:
+        if remote:
             behind = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=seal)
             far = TieredStore(far, behind, write_behind_bytes=write_behind_bytes, near_suffices=True)
         store = TieredStore(store, far, write_behind_bytes=0 if remote else write_behind_bytes)
-    elif remote is not None:
+    elif remote:
         behind = open_remote(remote, numbers=numbers or LOSSLESS, ttl_s=ttl_s, seal=seal)
         store = TieredStore(store, behind, write_behind_bytes=write_behind_bytes)
     return store if tenant is None or secret is None else TenantStore(store, tenant, secret, owned=True)

@@ -6,7 +6,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.blobs import Blobs
@@ -235,6 +237,16 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
 
     server = url.startswith(("redis://", "rediss://", "unix://"))
     return RemoteStore(RedisServer(url) if server else Bucket(url), **options)
+
+
+def lasting_url(url: str) -> str:
+    """Return a URL as it may be written down for use from elsewhere: without its password, a folder's path whole."""
+    if url and "://" not in url:
+        return str(Path(url).expanduser().absolute())
+    parts = urlsplit(url)
+    user, host = (parts.username or ""), parts.netloc.rpartition("@")[2]
+    query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name != "password"])
+    return urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host, query=query))
 
 
 def _name(key: ChunkKey | str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,12 +124,16 @@ def rebuild(store: DiskStore) -> int:
         raise StoreError(f"cannot make the index of {store.folder} again: {error}") from error
 
 
-def wipe(folder: Path) -> int:
+def wipe(folder: Path, also: Iterable[Path] = ()) -> int:
     """Overwrite every file of a store with zeros, then remove them; return how many there were. Other files stay.
 
     Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may keep older
     copies all the same: a store that must be erasable for certain is one that is encrypted, and whose secret is
     destroyed.
+
+    Args:
+        folder: of the store.
+        also: more files to treat so.
 
     Raises:
         StoreError: if it cannot be done.
@@ -139,7 +143,7 @@ def wipe(folder: Path) -> int:
     count = 0
     try:
         inside = [path for place in FOLDERS for path in (folder / place).rglob("*")]
-        for path in [*inside, *(path for name in FILES for path in folder.glob(f"{name}*"))]:
+        for path in [*inside, *(path for name in FILES for path in folder.glob(f"{name}*")), *also]:
             if path.is_symlink() or not path.is_file():
                 continue
             with open(path, "r+b", buffering=0) as file:

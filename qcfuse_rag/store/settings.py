@@ -26,6 +26,7 @@ class StoreSettings:
         ttl_s: seconds after which an entry is gone, or None.
         secret: what proves a secret to be the one entries are encrypted under, without telling it; None if they are
             not encrypted.
+        remote: URL of the remote behind it, its password left out; empty if there is none.
     """
 
     limit_bytes: int = 64 << 30
@@ -33,6 +34,7 @@ class StoreSettings:
     eviction: str = "cost"
     ttl_s: float | None = None
     secret: str | None = None
+    remote: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):

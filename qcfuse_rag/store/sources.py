@@ -193,6 +193,13 @@ class Sources:
                     database.execute("DELETE FROM derived WHERE address = ?", (address,))
         return removed
 
+    @property
+    def unwanted(self) -> int:
+        """How many chunks lost their last source and could not be removed yet, as from a remote that is away."""
+        with self._lock:
+            rows = self._rows("SELECT address FROM unwanted")
+        return sum(row[0].startswith(self._own) for row in rows)
+
     def names(self) -> list[str]:
         """Return the sources, in order."""
         start = len(self._own)

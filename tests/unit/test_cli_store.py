@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from qcfuse_rag import DiskStore, Sources
+from qcfuse_rag import DiskStore, Sources, open_store
+from qcfuse_rag.retrieve.index import Passage, PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.unit.cli import Run
 
@@ -77,6 +81,64 @@ def test_compress(run: Run, folder: Path) -> None:
         assert {entry.numbers for entry in store.entries()} == {"int8"}
 
 
+def at_a_remote(bucket: Path) -> set[str]:
+    return {path.stem for path in bucket.glob("*.kv")}
+
+
+def test_a_document_is_forgotten_at_the_remote_behind_the_folder_too(run: Run, folder: Path, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    with open_store(folder, disk_bytes=1 << 20, remote=f"file://{bucket}") as store:
+        for number in range(4):
+            store.put(example_key(number), example_chunk(number))
+    assert at_a_remote(bucket) == set(addresses(0, 1, 2, 3))
+    assert run.json("store", "health", folder)["remote"]["ok"]
+    report = run.json("store", "forget", folder, "boats")
+    assert (report["removed"], report["waiting"]) == (1, 0)
+    assert at_a_remote(bucket) == set(addresses(1, 2, 3))
+
+
+def test_what_a_remote_that_is_away_still_has_is_removed_once_it_is_back(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    bucket, away = tmp_path / "bucket", tmp_path / "away"
+    assert run.json("store", "move", folder, "--to", f"file://{bucket}", "--keep")["done"] == 4
+    bucket.rename(away)
+    bucket.write_text("not a folder")
+    assert not json.loads(run("store", "health", folder, "--json")[1])["ok"]
+    assert run.json("store", "forget", folder, "boats")["waiting"] == 1
+    assert "3 are in a remote that cannot be reached" in run.text("store", "forget", folder, "mills")
+    bucket.unlink()
+    away.rename(bucket)
+    assert run.json("store", "gc", folder)["unwanted"] == 3
+    assert at_a_remote(bucket) == set(addresses(3))
+
+
+def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, folder: Path) -> None:
+    library = folder.parent
+    index = PassageIndex("M", [Passage("boats", "It floats."), Passage("mills", "It turns.")], np.eye(2, dtype="f4"))
+    index.save(library / "passages")
+    (library / "warm.json").write_text("{}")
+    (library / "mine.txt").write_text("mine")
+    assert run.json("store", "forget", library, "boats")["passages"] == 1
+    assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
+    run.json("store", "wipe", library, "--yes")
+    assert [path.name for path in library.rglob("*") if path.is_file()] == ["mine.txt"]
+
+
+def test_tenants_are_looked_after_one_by_one(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"sixteen or more random bytes"
+    monkeypatch.setenv("QCFUSE_SECRET", secret.decode())
+    with open_store(folder, tenant="acme", secret=secret) as store, closing(Sources(store)) as manifest:
+        store.put(example_key(7), example_chunk(7))
+        manifest.replace("lamps", [example_key(7)])
+    acme = ("--tenant", "acme")
+    assert list(run.json("store", "sources", folder, *acme)["sources"]) == ["lamps"]
+    assert set(run.json("store", "lookup", folder, "lamps", *acme)["chunks"].values()) == {"disk"}
+    assert run.json("store", "pin", folder, "--source", "lamps", *acme)["entries"] == 1
+    assert run.json("store", "forget", folder, "lamps", *acme)["removed"] == 1
+    assert "no document 'lamps'" in run("store", "forget", folder, "lamps", *acme)[2]
+
+
 def test_move_to_a_remote_and_back(run: Run, folder: Path, tmp_path: Path) -> None:
     bucket = f"file://{tmp_path / 'bucket'}"
     assert run.json("store", "move", folder, "--to", bucket, "--source", "boats")["done"] == 2
@@ -117,6 +179,7 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["forget", "lamps"], "no document 'lamps' in the store"),
         (["pin"], "name entries by address, or a document with --source"),
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
         (["move"], "say where to with --to"),

@@ -229,6 +229,22 @@ def test_a_store_opened_again_keeps_its_numbers_in_memory_too(tmp_path: Path) ->
         assert [tier.numbers for tier in store.tiers] == ["fp8", "fp8"]
 
 
+def test_a_folder_knows_the_remote_behind_it_but_not_its_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, kept in (
+        ("bucket", str(tmp_path / "bucket")),
+        ("redis://me:secret@host:1/0?password=secret&protocol=3", "redis://me@host:1/0?protocol=3"),
+        ("s3://bucket/kv", "s3://bucket/kv"),
+    ):
+        with DiskStore(tmp_path / "kv", remote=given) as disk:
+            assert disk.settings.remote == kept
+    for given, tiers in (("bucket", 3), (None, 3), ("", 2), (None, 2)):
+        with open_store(tmp_path / "kv", remote=given) as store:
+            assert len(store.tiers) == tiers, "an empty one takes it away"
+
+
 # Writing later.
 
 
