@@ -43,6 +43,7 @@ from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
+from qcfuse_rag.prompt.rendered import Rendered
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.report.fusion import FusionReport
@@ -387,23 +388,24 @@ class FusionEngine:
     def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
 
-        The token ids are those of the model's own pipeline. Passages may have been stripped, joined or indented; what
+        The token ids are those of the model's own pipeline, but that special tokens which messages spell are text: no
+        message ends its turn. Passages may have been stripped, joined or indented; what
         is not found is computed like any text.
 
         Args:
-            conversation: chat messages, or finished text, which gets its start token.
-            tools: what the model may call, for chat messages; see `generate.tool_calls`.
+            conversation: chat messages, or finished text: that gets its start token, and its special tokens are meant.
+            tools: what the model may call, for chat messages; see `generate.call_syntax`.
 
         Raises:
             InvalidTemplate: if the tokenizer's chat template does not take the messages or shows no tools.
         """
         finished = isinstance(conversation, str)
-        text = conversation if isinstance(conversation, str) else self.prompts.render(conversation, tools)
+        rendered = Rendered(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
         try:
-            return flat_prompt(self.prompts, text, self.located.find(text), begin=finished)
+            return flat_prompt(self.prompts, rendered, self.located.find(rendered.text), begin=finished)
         except StoreError as error:
             note = f"no passages were looked for: {error}"
-            return replace(flat_prompt(self.prompts, text, (), begin=finished), note=note)
+            return replace(flat_prompt(self.prompts, rendered, (), begin=finished), note=note)
 
     def prefill(
         self, prompt: Prompt, *, method: Method | None = None, room: int = 0, pause: Pause | None = None

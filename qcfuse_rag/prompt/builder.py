@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.prompt.rendered import Rendered, Spelling
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
 from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
 
@@ -24,7 +25,7 @@ from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
 TEMPLATE_DATE = "01 Jan 2025"
 STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
-MARKERS = {"context": "[[qcfuse:context]]", "question": "[[qcfuse:question]]"}
+MARKERS = ("context", "question")
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class PromptBuilder:
     def frame(self) -> tuple[int, ...]:
         """Token ids of the fixed text before the passages; empty if the question comes before them."""
         parts = self._fixed_parts
-        return self._encode(parts[0][1], special=True) if parts[1][0] == "context" else ()
+        return self._encode(parts[0][1]) if parts[1][0] == "context" else ()
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a passage as it stands in every prompt."""
-        return self._encode(self.template.format_chunk(text), special=False)
+        return self._plain_ids(self.template.format_chunk(text))
 
     @property
     def chunk_lead(self) -> int:
@@ -79,16 +80,16 @@ class PromptBuilder:
         parts = self._parts(history, tools) if history or tools else self._fixed_parts
         segments: list[Segment] = []
         fixed = not history and not tools and parts[1][0] == "context"
-        for index, (kind, text) in enumerate(parts):
+        for index, (kind, rendered) in enumerate(parts):
             if kind == "context":
                 segments += [
                     Segment(Role.CHUNK, self.chunk_ids(chunk), self.template.format_chunk(chunk)) for chunk in chunks
                 ]
             elif kind == "question":
-                segments.append(Segment(Role.QUESTION, self._encode(question, special=False), question))
+                segments.append(Segment(Role.QUESTION, self._plain_ids(question), question))
             else:
                 role = Role.HEAD if index == 0 and fixed else Role.TEXT
-                segments.append(Segment(role, self._encode(text, special=True), text))
+                segments.append(Segment(role, self._encode(rendered), rendered.text))
         return Prompt(tuple(segments), frame=self.frame)
 
     def turns(self, question: str, chunks: Sequence[str], history: Sequence[Turn] = ()) -> list[Turn]:
@@ -96,35 +97,43 @@ class PromptBuilder:
         context = "".join(self.template.format_chunk(chunk) for chunk in chunks)
         return self._messages(question, context, history)
 
-    def encode_whole(self, text: str, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Tokenise finished text as the model's own pipeline does, special tokens in it included.
+    def encode_whole(self, rendered: Rendered, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Tokenise finished text as the model's own pipeline does, special tokens included but those only spelt.
 
         Args:
-            text: the text.
+            rendered: the text.
             begin: put the tokenizer's start token in front, if it is not there.
 
         Returns:
             Token ids, and for each which characters `start <= c < stop` it stands for.
         """
-        started = text.startswith(self.tokenizer.bos_token or "\0")
-        encoding = self._with_special.encode(text, add_special_tokens=begin and not started)
-        return tuple(encoding.ids), encoding.offsets
+        ids, offsets = list[int](), list[tuple[int, int]]()
+        for at, text, meant in rendered.pieces():
+            core = self._with_special if meant else self._without_special
+            started = at > 0 or text.startswith(self.tokenizer.bos_token or "\0")
+            encoding = core.encode(text, add_special_tokens=begin and not started)
+            ids += encoding.ids
+            offsets += [(start + at, stop + at) for start, stop in encoding.offsets]
+        return tuple(ids), offsets
 
     @cached_property
-    def _fixed_parts(self) -> list[tuple[str, str]]:
+    def _fixed_parts(self) -> list[tuple[str, Rendered]]:
         return self._parts((), ())
 
-    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, str]]:
+    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, Rendered]]:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
-        rendered = self.render(self._messages(MARKERS["question"], MARKERS["context"], history), tools)
-        places = sorted((rendered.find(marker), name) for name, marker in MARKERS.items())
-        if any(rendered.count(marker) != 1 for marker in MARKERS.values()):
+        said = str(history)
+        number = next(n for n in count() if f"[[qcfuse:{n}:" not in said)
+        markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
+        rendered = self.render(self._messages(markers["question"], markers["context"], history), tools)
+        places = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
+        if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
         parts, at = [], 0
         for place, name in places:
-            parts += [("literal", rendered[at:place]), (name, "")]
-            at = place + len(MARKERS[name])
-        return [*parts, ("literal", rendered[at:])]
+            parts += [("literal", rendered.part(at, place)), (name, Rendered(""))]
+            at = place + len(markers[name])
+        return [*parts, ("literal", rendered.part(at, len(rendered.text)))]
 
     def _messages(self, question: str, context: str, history: Sequence[Turn]) -> list[Turn]:
         asked = [(role, content.format(context=context, question=question)) for role, content in self.template.messages]
@@ -135,13 +144,18 @@ class PromptBuilder:
         lead: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
         return [*lead, *history[len(said) :], *asked[own:]]
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> str:
+    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> Rendered:
         """Return a conversation as the chat template writes it, up to where the answer begins.
+
+        Special tokens that messages spell are told from the template's own, see `prompt.rendered`.
 
         Raises:
             InvalidTemplate: if the chat template does not take these messages, or shows no tools and there are some.
         """
-        turns = [_as_mapping(turn) for turn in messages]
+        spelling = Spelling(self._special, (_as_mapping(turn) for turn in messages))
+        return spelling.read(self._render(spelling.turns, tools))
+
+    def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
         if tools and not self.shows_tools:
             raise InvalidTemplate(
                 "the tokenizer's chat template has no place for tools: take a model that was taught tools, or ask for "
@@ -181,10 +195,16 @@ class PromptBuilder:
         )
         return str(rendered)
 
-    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+    def _encode(self, rendered: Rendered) -> tuple[int, ...]:
+        return self.encode_whole(rendered, begin=False)[0]
+
+    def _plain_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise one segment. Only the template's own text may hold special tokens: a passage cannot end a turn."""
-        core = self._with_special if special else self._without_special
-        return tuple(core.encode(text, add_special_tokens=False).ids)
+        return tuple(self._without_special.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _special(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
     # Whether special tokens are recognised is a switch on the tokenizer itself, which threads share; hence two copies.
     @cached_property

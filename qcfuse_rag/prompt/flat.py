@@ -11,22 +11,26 @@ from collections.abc import Iterator, Sequence
 
 from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.locate import Found, places
+from qcfuse_rag.prompt.rendered import Rendered
 from qcfuse_rag.prompt.segments import Part, Prompt, Role, Segment
 
 FEWEST = 16
 """Tokens in a row; fewer are not worth a look into the store."""
 
 
-def flat_prompt(builder: PromptBuilder, text: str, found: Sequence[Found] = (), *, begin: bool = False) -> Prompt:
+def flat_prompt(
+    builder: PromptBuilder, rendered: Rendered, found: Sequence[Found] = (), *, begin: bool = False
+) -> Prompt:
     """Build a prompt of a text.
 
     Args:
         builder: of the prompts that passages are warmed for.
-        text: a rendered conversation or finished text.
+        rendered: a conversation or finished text.
         found: passages in it, in order.
         begin: put the tokenizer's start token in front.
     """
-    ids, offsets = builder.encode_whole(text, begin=begin)
+    text = rendered.text
+    ids, offsets = builder.encode_whole(rendered, begin=begin)
     if not ids:
         return Prompt((Segment(Role.TEXT, (), text),), frame=builder.frame, joined=True)  # which says that it is none
     segments: list[Segment] = []

@@ -217,7 +217,7 @@ class TestPrompting:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": PASSAGES[0], "tool_call_id": "1", "name": "look_up"},
         ]
-        text = taught.prompts.render(turns, TOOLS)
+        text = taught.prompts.render(turns, TOOLS).text
         assert "Look a boat up." in text
         assert '"boat": "tug"' in text
         assert PASSAGES[0] in text
@@ -233,7 +233,7 @@ class TestPrompting:
     def test_the_messages_of_a_prompt_make_the_same_text(self, taught: FusionEngine) -> None:
         prompt = taught.prompt(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
         turns = taught.prompts.turns(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
-        assert "".join(segment.text for segment in prompt.segments) == taught.prompts.render(turns)
+        assert "".join(segment.text for segment in prompt.segments) == taught.prompts.render(turns).text
 
     def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
         with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was taught tools, or ask"):

@@ -1,0 +1,103 @@
+"""A conversation as its chat template writes it, and which of it only looks like special tokens.
+
+A message may spell one, as a document does that was written to end its turn and begin another. What the template writes
+ends turns; what a message says is text. Which is which is known before they are joined, and kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PRIVATE_USE = range(0xE000, 0xF8FF)
+"""Characters that mean nothing, one of which marks what a message spells while the template is at work."""
+
+FIXED = ("role", "type")
+"""What a message is, which templates compare; the rest it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Text in which some stretches are not special tokens, though they are spelt like them.
+
+    Attributes:
+        text: as the model is to read it.
+        spelt: those stretches, `start <= c < stop`, in order.
+    """
+
+    text: str
+    spelt: tuple[tuple[int, int], ...] = ()
+
+    def part(self, start: int, stop: int) -> Rendered:
+        """Return `start <= c < stop` of it."""
+        inside = [(a - start, b - start) for a, b in self.spelt if start <= a and b <= stop]
+        return Rendered(self.text[start:stop], tuple(inside))
+
+    def pieces(self) -> Iterator[tuple[int, str, bool]]:
+        """Yield where each piece begins, its text, and whether special tokens in it are meant."""
+        at = 0
+        for start, stop in self.spelt:
+            if at < start:
+                yield at, self.text[at:start], True
+            yield start, self.text[start:stop], False
+            at = stop
+        if at < len(self.text) or not self.text:
+            yield at, self.text[at:], True
+
+
+class Spelling:
+    """Marks what messages spell like special tokens, before a chat template joins them, and finds it behind it.
+
+    Args:
+        special: the special tokens.
+        turns: the messages.
+    """
+
+    def __init__(self, special: Iterable[str], turns: Iterable[Mapping[str, Any]]) -> None:
+        self._turns = list(turns)
+        said = "\0".join(_strings(self._turns))
+        longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self._spelt = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._found = self._spelt is not None and self._spelt.search(said) is not None
+        self._mark = next(mark for mark in map(chr, PRIVATE_USE) if mark not in said)
+
+    @property
+    def turns(self) -> list[Mapping[str, Any]]:
+        """The messages, marked where they spell something."""
+        if not self._found:
+            return self._turns
+        return [self._marked(turn) for turn in self._turns]
+
+    def read(self, rendered: str) -> Rendered:
+        """Take the marks out of what the template made of them."""
+        if not self._found or self._spelt is None:
+            return Rendered(rendered)
+        text, spelt = "", list[tuple[int, int]]()
+        # A template may cut a message, and with it a mark from its pair.
+        for piece in re.split(f"{self._mark}((?:{self._spelt.pattern}){self._mark})|{self._mark}", rendered):
+            kept = (piece or "").removesuffix(self._mark)
+            if kept != (piece or ""):
+                spelt.append((len(text), len(text) + len(kept)))
+            text += kept
+        return Rendered(text, tuple(spelt))
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            assert self._spelt is not None
+            return self._spelt.sub(lambda found: f"{self._mark}{found[0]}{self._mark}", value)
+        if isinstance(value, Mapping):
+            return {name: inner if name in FIXED else self._marked(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(inner) for inner in value]
+        return value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for inner in value.values() for text in _strings(inner))
+    elif isinstance(value, list | tuple):
+        yield from (text for inner in value for text in _strings(inner))
