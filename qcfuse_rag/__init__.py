@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.engine import FusionEngine
     from qcfuse_rag.errors import (
         Busy,
+        Closed,
         CorruptEntry,
         InvalidGrammar,
         InvalidTemplate,
@@ -81,6 +82,7 @@ __all__ = [
     "CaptureSummary",
     "ChunkKV",
     "ChunkKey",
+    "Closed",
     "CorruptEntry",
     "DiskStore",
     "Drift",
@@ -166,6 +168,7 @@ _HOMES = {
     "ChunkKey": "qcfuse_rag.store.key",
     "CorruptEntry": "qcfuse_rag.errors",
     "Busy": "qcfuse_rag.errors",
+    "Closed": "qcfuse_rag.errors",
     "DiskStore": "qcfuse_rag.store.disk",
     "EntryInfo": "qcfuse_rag.store.contract",
     "FRAMED": "qcfuse_rag.ingest.base",

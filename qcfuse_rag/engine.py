@@ -101,6 +101,7 @@ class FusionEngine:
         self._activity = Activity()
         self._shadow: Shadow | None = None
         self._sources: Sources | None = None
+        self._inherited: Sources | None = None
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
@@ -329,7 +330,8 @@ class FusionEngine:
             StoreError: if the manifest cannot be opened.
         """
         with self._opening:
-            if self._sources is None:
+            if self._sources is None or self._sources.inherited:
+                self._inherited = self._sources  # closing it here would be closing it for the process it is from
                 self._sources = Sources(self.store)
                 with suppress(StoreError):  # where the manifest can be read alone
                     if self._sources.unwanted:
@@ -339,7 +341,7 @@ class FusionEngine:
     @cached_property
     def located(self) -> Located:
         """By what warmed passages are recognised in a text."""
-        return Located(self.sources, self.lm.fingerprint)
+        return Located(lambda: self.sources, self.lm.fingerprint)
 
     def forget(self, source: str) -> int:
         """Remove a document's passages from the store, in every tier; return how many entries that was.
@@ -401,11 +403,14 @@ class FusionEngine:
         """
         finished = isinstance(conversation, str)
         rendered = Rendered(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
+        found, note = [], "no warmed passage was found in the text"
         try:
-            return flat_prompt(self.prompts, rendered, self.located.find(rendered.text), begin=finished)
+            found = self.located.find(rendered.text)
+            note += f", of {self.located.count:,} that are known"
         except StoreError as error:
             note = f"no passages were looked for: {error}"
-            return replace(flat_prompt(self.prompts, rendered, (), begin=finished), note=note)
+        prompt = flat_prompt(self.prompts, rendered, found, begin=finished)
+        return prompt if prompt.chunks else replace(prompt, note=note)
 
     def prefill(
         self, prompt: Prompt, *, method: Method | None = None, room: int = 0, pause: Pause | None = None
@@ -585,7 +590,7 @@ class FusionEngine:
         """Stop watching and close the store."""
         if self._shadow is not None:
             self._shadow.close()
-        if self._sources is not None:
+        if self._sources is not None and not self._sources.inherited:
             self._sources.close()
         self.store.close()
 

@@ -23,6 +23,10 @@ class Busy(QCFuseError):
     """A queue has no room for another request; ask again later."""
 
 
+class Closed(QCFuseError):
+    """The engine was closed before an answer was whole."""
+
+
 class InvalidTemplate(QCFuseError):
     """A prompt template from which the fixed head, the passages and the question cannot be told apart."""
 

@@ -191,7 +191,7 @@ def _attempt(
         lookups=tuple(assembly.lookups),
         bytes_loaded=assembly.bytes_loaded,
         timings=Timings(total_s - sum(computed), *computed),
-        fallback=refusal or describe_misses(assembly.lookups) or prompt.note,
+        fallback=refusal or describe_misses(assembly.lookups) or (prompt.note if method.base is not None else None),
     )
     return Prefilled(prompt, logits, assembly.buffer, report, scores)
 

@@ -49,6 +49,7 @@ class ScheduledAnswer(Iterator[str]):
         self._cancelled = threading.Event()
         self._over = threading.Event()
         self._error: Exception | None = None
+        self._interruption: Exception | None = None
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._wake: Callable[[], object] = lambda: None
 
@@ -56,12 +57,17 @@ class ScheduledAnswer(Iterator[str]):
         """End the answer before its next token, from any thread; what there is of it stays."""
         self._cancelled.set()
 
+    def interrupt(self, error: Exception) -> None:
+        """End the answer like `cancel` where its reader has not asked for that; an answer that is not whole fails."""
+        self._interruption = error
+        self._cancelled.set()
+
     def result(self, timeout: float | None = None) -> Generation:
         """Wait for the whole answer.
 
         Raises:
             TimeoutError: if it is not finished after so many seconds.
-            QCFuseError: whatever its prefill raised.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
             CancelledError: if it was cancelled before it began.
         """
         if not self._over.wait(timeout):
@@ -72,7 +78,7 @@ class ScheduledAnswer(Iterator[str]):
         """Wait for the whole answer without blocking the event loop; a cancelled task cancels the request.
 
         Raises:
-            QCFuseError: whatever its prefill raised.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
             CancelledError: if it was cancelled before it began.
         """
         async for _ in self:
@@ -198,6 +204,9 @@ class ScheduledAnswer(Iterator[str]):
     def _outcome(self) -> Generation:
         if self._error is not None:
             raise self._error
+        whole = self.generation is not None and self.generation.finish_reason != "cancelled"
+        if self._interruption is not None and not whole:
+            raise self._interruption
         if self.generation is None:
             raise CancelledError("the request was cancelled before it began")
         return self.generation

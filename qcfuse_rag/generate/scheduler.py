@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.errors import Busy
+from qcfuse_rag.errors import Busy, Closed
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.fuse.prefill import require_room
 from qcfuse_rag.fuse.recompute import Pause
@@ -123,7 +123,7 @@ class Scheduler:
         """Take no more requests and end the thread.
 
         Args:
-            drain: answer what was submitted; else it is cancelled.
+            drain: answer what was submitted; else whoever waits for it gets `Closed`.
             wait: until it has ended.
         """
         with self._changed:
@@ -131,7 +131,7 @@ class Scheduler:
             if not drain:
                 beginning = () if self._beginning is None else (self._beginning,)
                 for one in (*self._waiting, *beginning, *self._active):
-                    one.cancel()
+                    one.interrupt(Closed("the engine was closed before the answer was whole"))
             self._changed.notify()
         if wait:
             self._thread.join()

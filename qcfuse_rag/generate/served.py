@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import weakref
@@ -33,15 +34,26 @@ class ServedEngine:
         load: makes the engine; called once, by whoever comes first.
         settings: of the scheduler.
 
+        loaded_by: what the engine is loaded by, for whoever holds this to see whether that is still so.
+
     Attributes:
         given: whether the engine was there before, so that no other process can load it.
+        loaded_by: see the arguments.
     """
 
-    def __init__(self, load: Callable[[], FusionEngine], settings: SchedulerSettings = SETTINGS) -> None:
+    def __init__(
+        self,
+        load: Callable[[], FusionEngine],
+        settings: SchedulerSettings = SETTINGS,
+        *,
+        loaded_by: Mapping[str, object] | None = None,
+    ) -> None:
         self._load, self._settings = load, settings
         self._engine: FusionEngine | None = None
-        self.given = False
+        self.given, self.loaded_by = False, loaded_by or {}
         self._scheduler: Scheduler | None = None
+        self._process = 0
+        self._let_go: Callable[[], object] = lambda: None
         self._making = threading.Lock()
 
     @classmethod
@@ -81,11 +93,24 @@ class ServedEngine:
         """What answers requests."""
         engine = self.engine
         with self._making:
-            if self._scheduler is None:
-                self._scheduler = Scheduler(engine, self._settings)
+            if self._scheduler is None or self._process != os.getpid():  # a thread is not there after a fork
+                self._scheduler, self._process = Scheduler(engine, self._settings), os.getpid()
                 # Whoever lets go of this lets go of the model: the scheduler's thread must not keep it.
-                weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
+                self._let_go = weakref.finalize(self, self._scheduler.close, drain=False, wait=False).detach
             return self._scheduler
+
+    def still(self, settings: Mapping[str, object]) -> bool:
+        """Return whether the engine is, or will be, what these settings ask for.
+
+        Raises:
+            MisplacedSetting: if it is not and is there already: the change would have no effect.
+        """
+        changed = [name for name, value in settings.items() if value != self.loaded_by.get(name, value)]
+        if changed and (self.given or self._engine is not None):
+            raise MisplacedSetting(
+                f"{', '.join(changed)} changed after the engine was there, which stays as it is; make another one"
+            )
+        return not changed
 
     def ask(self, request: AnswerRequest) -> ScheduledAnswer:
         """Queue a question; returns at once, but for loading the model the first time.
@@ -126,6 +151,7 @@ class ServedEngine:
         """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
         with self._making:
             scheduler, self._scheduler = self._scheduler, None
+            self._let_go()  # which would keep the model
             engine = None if self.given else self._engine
             self._engine = self._engine if self.given else None
         if scheduler is not None:

@@ -72,7 +72,8 @@ class Prompt:
         segments: not empty; the last one is text, since something must be computed afresh to answer.
         frame: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
         joined: whether it was put together elsewhere, so that its text may hold passages nobody knows of.
-        note: what kept passages from being found while it was put together, for the report; None if nothing did.
+        note: why no passages were found in it while it was put together, for the report; None if some were, or were
+            given.
 
     Raises:
         ValueError: if the segments cannot be a prompt.

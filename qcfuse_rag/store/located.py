@@ -6,7 +6,7 @@ its last source is no longer recognised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from qcfuse_rag.model.fingerprint import Fingerprint
@@ -32,11 +32,11 @@ class Located:
     """Recognises the passages of a model's chunks.
 
     Args:
-        sources: of the store.
+        sources: of the store; asked for each time, since a fork opens them anew.
         fingerprint: the model.
     """
 
-    def __init__(self, sources: Sources, fingerprint: Fingerprint) -> None:
+    def __init__(self, sources: Callable[[], Sources], fingerprint: Fingerprint) -> None:
         self._sources, self._fingerprint = sources, fingerprint
         self._seed = int(self._name("")[-16:], 16)
         self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
@@ -51,12 +51,21 @@ class Located:
             StoreError: if the manifest cannot be written.
         """
         rows = [
-            (self._name(one.name), one.anchor, one.atoms, one.gaps, self._sources.passage(key))
+            (self._name(one.name), one.anchor, one.atoms, one.gaps, self._sources().passage(key))
             for text, key in passages
             if (one := traits(text, self._seed)) is not None
         ]
-        with self._sources.writing() as database:
+        with self._sources().writing() as database:
             database.executemany("INSERT OR REPLACE INTO located VALUES (?, ?, ?, ?, ?)", rows)
+
+    @property
+    def count(self) -> int:
+        """How many passages could be recognised, less those that begin alike.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        return len(self._known_anchors())
 
     def find(self, text: str) -> list[Found]:
         """Return the passages that stand in a text, in order.
@@ -70,16 +79,17 @@ class Located:
         return locate(text, self._seed, lambda anchor: self._of(anchor) if anchor in anchors else (), self._name)
 
     def _of(self, anchor: int) -> list[Traits]:
-        rows = self._sources.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
+        rows = self._sources().read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
         return [Traits(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
 
     def _known_anchors(self) -> frozenset[int]:
         """Return all anchors, read again when somebody has written since."""
-        version, (seen, anchors) = self._sources.version, self._anchors
+        sources, (seen, anchors) = self._sources(), self._anchors
+        version = sources, sources.version
         if version != seen:
-            anchors = frozenset(row[0] for row in self._sources.read("SELECT anchor FROM located"))
+            anchors = frozenset(row[0] for row in sources.read("SELECT anchor FROM located"))
             self._anchors = (version, anchors)
         return anchors
 
     def _name(self, digest: str) -> str:
-        return self._sources.passage(ChunkKey(self._fingerprint, "located", "", digest))
+        return self._sources().passage(ChunkKey(self._fingerprint, "located", "", digest))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -62,6 +63,7 @@ class Sources:
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._own = store.prefix  # tenants have sources of their own
+        self._process = os.getpid()
         place = ":memory:" if store.folder is None else str(store.folder / "sources.db")
         self._lock = threading.Lock()
         try:
@@ -192,6 +194,11 @@ class Sources:
                 if gone:
                     database.execute("DELETE FROM derived WHERE address = ?", (address,))
         return removed
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that opened the file, which SQLite does not share so."""
+        return self._store.folder is not None and self._process != os.getpid()
 
     @property
     def unwanted(self) -> int:

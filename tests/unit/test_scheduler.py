@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import (
     FRAMED,
     Busy,
+    Closed,
     FusionEngine,
     LanguageModel,
     MemoryStore,
@@ -337,7 +338,10 @@ def test_closing_answers_what_was_submitted_or_cancels_it(engine: FusionEngine) 
     answer = scheduler.submit(prompt, SamplingParams(max_new_tokens=200))
     next(answer)
     scheduler.close(drain=False)
-    assert answer.result().finish_reason == "cancelled"
+    with pytest.raises(Closed, match="before the answer was whole"):
+        answer.result()
+    with pytest.raises(Closed):
+        "".join(answer)
 
 
 def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +358,8 @@ def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monk
     assert begun.wait(10)
     scheduler.close(drain=False, wait=False)
     go_on.set()
-    assert answer.result(20).finish_reason == "cancelled"
+    with pytest.raises(Closed):
+        answer.result(20)
 
 
 def test_methods_are_each_requests_own(engine: FusionEngine, scheduler: Scheduler) -> None:
