@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.model.language_model import LanguageModel
     from qcfuse_rag.profile.measure import profile_layers
     from qcfuse_rag.profile.profile import Profile
+    from qcfuse_rag.prompt.rendered import Rendered
     from qcfuse_rag.prompt.segments import Prompt, Role, Segment
     from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
     from qcfuse_rag.report.fusion import FusionReport
@@ -110,6 +111,7 @@ __all__ = [
     "QCFuseError",
     "RayWorkers",
     "RemoteStore",
+    "Rendered",
     "Role",
     "SamplingParams",
     "ScheduledAnswer",
@@ -191,6 +193,7 @@ _HOMES = {
     "ProfileError": "qcfuse_rag.errors",
     "Prompt": "qcfuse_rag.prompt.segments",
     "PromptTemplate": "qcfuse_rag.prompt.template",
+    "Rendered": "qcfuse_rag.prompt.rendered",
     "PromptTooLong": "qcfuse_rag.errors",
     "QCFuseError": "qcfuse_rag.errors",
     "RayWorkers": "qcfuse_rag.cluster.workers",

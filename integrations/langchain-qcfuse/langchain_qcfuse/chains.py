@@ -37,8 +37,8 @@ def create_qcfuse_chain(
     """
 
     def answer(inputs: dict[str, Any]) -> Runnable[Any, Any]:
-        messages = [*inputs.get(history_key, []), HumanMessage(inputs[question_key])]
-        bound = chat.bind(documents=list(inputs[document_variable_name]))
+        messages = [*(inputs.get(history_key) or []), HumanMessage(inputs[question_key])]
+        bound = chat.bind(documents=inputs[document_variable_name])
         return RunnableLambda(lambda _: messages) | bound
 
     return RunnableLambda(answer, name="qcfuse_documents") | (output_parser or StrOutputParser())

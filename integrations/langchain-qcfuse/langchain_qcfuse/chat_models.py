@@ -13,19 +13,21 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, turn_of
+from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, texts_of, turn_of
 from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
-from langchain_qcfuse.structured import structured
+from langchain_qcfuse.structured import called, structured
 from qcfuse_rag import (
     AnswerForm,
     AnswerReader,
     AnswerRequest,
     FusionEngine,
     Generation,
+    InvalidTemplate,
     Prompt,
     PromptTemplate,
+    Rendered,
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
@@ -48,20 +50,8 @@ CALL_SETTINGS = (
     "response_format",
     "stream",  # read by LangChain itself
 )
-ANSWER_SETTINGS = (
-    "model_name",
-    "method",
-    "ratio",
-    "base",
-    "rag_messages",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "device",
-    "dtype",
-)
+LOAD_SETTINGS = ("model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+ANSWER_SETTINGS = (*LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 class ChatQCFuse(BaseChatModel):
@@ -104,7 +94,9 @@ class ChatQCFuse(BaseChatModel):
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 
-    _served: ServedEngine = PrivateAttr()
+    served: ServedEngine | None = Field(
+        default=None, exclude=True, repr=False, description="The engine; LangChain hands it on to copies it configures."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +104,7 @@ class ChatQCFuse(BaseChatModel):
         """Leave out what chat models of LangChain have in common to reach a service, and say so."""
         if not isinstance(given, dict):
             return given
+        given = {name: value for name, value in given.items() if value is not None or name not in CALL_SETTINGS}
         meaningless = [name for name in SERVICE_SETTINGS if given.get(name) is not None]
         if meaningless:
             warn_caller(f"{' and '.join(meaningless)}: no effect on a model in this process")
@@ -120,13 +113,31 @@ class ChatQCFuse(BaseChatModel):
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
         super().model_post_init(context)
-        self._served = ServedEngine(self._load)
+        self.served = self.served or self._to_be_loaded()
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Load the model again, by name, in the process that unpickles; an engine that was given is not there."""
         super().__setstate__(state)
-        if not self._served.given:
-            self._served = ServedEngine(self._load)
+        if self.served is None or not self.served.given:
+            self.served = self._to_be_loaded()
+
+    def _to_be_loaded(self) -> ServedEngine:
+        return ServedEngine(self._load, loaded_by=self._loaded_by)
+
+    @property
+    def _loaded_by(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in LOAD_SETTINGS}
+
+    @property
+    def _serving(self) -> ServedEngine:
+        """What answers.
+
+        Raises:
+            MisplacedSetting: if what the engine was loaded by has been changed since, in this or in a copy.
+        """
+        if self.served is None or not self.served.still(self._loaded_by):
+            self.served = self._to_be_loaded()
+        return self.served
 
     def _load(self) -> FusionEngine:
         return FusionEngine.load(
@@ -145,19 +156,20 @@ class ChatQCFuse(BaseChatModel):
         Raises:
             MisplacedSetting: if an option is one by which engines are loaded, such as `method`.
         """
-        served = ServedEngine.of(engine, options=options)
-        chat = cls(model=engine.lm.name, **options)
-        chat._served = served
+        chat = cls(model=engine.lm.name, served=ServedEngine.of(engine, options=options), **options)
+        assert chat.served is not None
+        chat.served.loaded_by = chat._loaded_by
         return chat
 
     @property
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
-        return self._served.engine
+        return self._serving.engine
 
     def close(self) -> None:
         """Cancel what is being answered and free the model, unless the engine was given."""
-        self._served.close()
+        if self.served is not None:
+            self.served.close()
 
     @property
     def _llm_type(self) -> str:
@@ -166,7 +178,12 @@ class ChatQCFuse(BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         # Everything that changes an answer: LangChain's own cache of answers is keyed by it.
-        return self.model_dump(include=set(ANSWER_SETTINGS))
+        settings = self.model_dump(include=set(ANSWER_SETTINGS))
+        if self.served is None or not self.served.given:
+            return settings
+        engine = self.engine
+        about = {"fingerprint": engine.lm.fingerprint.digest, "template": repr(engine.prompts.template)}
+        return {**settings, **about, "method": repr(engine.method)}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -238,8 +255,23 @@ class ChatQCFuse(BaseChatModel):
             **kwargs: of the calls.
         """
         if method == "function_calling":
-            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+            return called(self, schema, include_raw=include_raw, options=kwargs)
         return structured(self, schema, include_raw=include_raw, any_object=method == "json_mode", options=kwargs)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's own token ids of a text."""
+        return list(self.engine.prompts.encode_whole(Rendered(text), begin=False)[0])
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Return how many tokens the prompt of a conversation has, as the model's chat template writes it."""
+        if not messages:
+            return 0
+        prompts, offered = self.engine.prompts, [convert_to_openai_tool(tool) for tool in tools or ()]
+        try:
+            rendered = prompts.render([turn_of(message) for message in messages], offered)
+        except InvalidTemplate:  # such as one that does not begin with a user's: a part of a conversation is counted
+            return super().get_num_tokens_from_messages(messages)
+        return len(prompts.encode_whole(rendered, begin=False)[0])
 
     def _generate(
         self,
@@ -248,7 +280,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self._served.ask(self._request(messages, stop, kwargs))
+        answer = self._serving.ask(self._request(messages, stop, kwargs))
         try:
             return self._result(answer.result(), kwargs)
         finally:
@@ -261,7 +293,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = await self._served.ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._serving.ask_aside(self._request(messages, stop, kwargs))
         return self._result(await answer.aresult(), kwargs)
 
     def _stream(
@@ -271,7 +303,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        answer = self._served.ask(self._request(messages, stop, kwargs))
+        answer = self._serving.ask(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             for piece in answer:
@@ -295,7 +327,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await self._served.ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._serving.ask_aside(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             async for piece in answer:
@@ -319,15 +351,17 @@ class ChatQCFuse(BaseChatModel):
         ends = stop or self.stop or ()
         form = form_of(kwargs)
         sampling = SamplingParams(
-            max_new_tokens=kwargs.get("max_tokens", self.max_tokens),
-            temperature=kwargs.get("temperature", self.temperature),
-            top_p=kwargs.get("top_p", self.top_p),
+            max_new_tokens=_or(kwargs.get("max_tokens"), self.max_tokens),
+            temperature=_or(kwargs.get("temperature"), self.temperature),
+            top_p=_or(kwargs.get("top_p"), self.top_p),
             stop=(ends,) if isinstance(ends, str) else tuple(ends),
             seed=kwargs.get("seed", self.seed),
         )
+        if not messages:
+            raise ValueError("there is nothing to answer: give at least one message")
         turns = [turn_of(message) for message in messages]
         passages = [text for message in messages for text in documents_in(message)]
-        passages += [one.page_content for one in documents or ()]
+        passages += texts_of(documents or ())
         about = None if documents is None and not passages else passages
 
         def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
@@ -358,6 +392,11 @@ class ChatQCFuse(BaseChatModel):
             "finish_reason": generation.finish_reason,
             "fusion": generation.report.to_dict(),
         }
+
+
+def _or(value: Any, usual: Any) -> Any:
+    """Return a call's setting; None, which configurations often hold, stands for the usual one."""
+    return usual if value is None else value
 
 
 def form_of(kwargs: dict[str, Any]) -> AnswerForm:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -17,14 +19,25 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.utils.json import parse_partial_json
 
 from qcfuse_rag import Generation, ToolReply
+
+MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
+"""Blocks of messages that a model of text cannot see."""
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
 def turn_of(message: BaseMessage) -> dict[str, Any]:
-    """Return a message as a chat template reads it, with the tools it calls or answers for."""
+    """Return a message as a chat template reads it, with the tools it calls or answers for.
+
+    Raises:
+        ValueError: if there is something in it that is no text.
+    """
+    seen = MEDIA & {one.get("type") for one in blocks_of(message)}
+    if seen:
+        raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(seen))}, or say what they show")
     role = message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
     turn: dict[str, Any] = {"role": role, "content": str(message.text)}
     if isinstance(message, AIMessage) and message.tool_calls:
@@ -45,11 +58,29 @@ def documents_in(message: BaseMessage) -> list[str]:
     Raises:
         ValueError: if a block has no text, such as one that names a file or an address.
     """
-    blocks = message.content if isinstance(message.content, list) else []
-    plain = [one for one in blocks if isinstance(one, dict) and one.get("type") == "text-plain"]
+    plain = [one for one in blocks_of(message) if one.get("type") == "text-plain"]
     if any(not one.get("text") for one in plain):
         raise ValueError("a text-plain block needs its text: read what it refers to and give that")
     return [str(one["text"]) for one in plain]
+
+
+def blocks_of(message: BaseMessage) -> list[dict[str, Any]]:
+    """Return the blocks of a message that is made of some, but for bare strings."""
+    blocks = message.content if isinstance(message.content, list) else []
+    return [one for one in blocks if isinstance(one, dict)]
+
+
+def texts_of(documents: Iterable[Document]) -> list[str]:
+    """Return the texts of documents.
+
+    Raises:
+        TypeError: if they are no documents, as where one was given instead of a list.
+    """
+    given = list(documents)
+    strange = [type(one).__name__ for one in given if not isinstance(one, Document)]
+    if strange or isinstance(documents, str):
+        raise TypeError(f"documents are a list of langchain_core's Document, not of {strange[0] if strange else 'str'}")
+    return [one.page_content for one in given]
 
 
 def answer_message(reply: ToolReply, generation: Generation, metadata: dict[str, Any]) -> AIMessage:
@@ -68,7 +99,7 @@ def answer_message(reply: ToolReply, generation: Generation, metadata: dict[str,
 def last_chunk(rest: str, reply: ToolReply, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
     """Return the end of a stream: the calls, content that might have been one, and what the whole of it took."""
     chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
-    chunks += [(None, call.text) for call in reply.broken]
+    chunks += [(None, _beyond_repair(call.text)) for call in reply.broken]
     return AIMessageChunk(
         content=rest,
         tool_call_chunks=[
@@ -92,6 +123,15 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
             cache_read=usage.reused_tokens, cache_creation=usage.input_tokens - usage.reused_tokens
         ),
     )
+
+
+def _beyond_repair(text: str) -> str:
+    """Return what is left of a broken call so that LangChain, which mends JSON, does not make a call of it."""
+    try:
+        mended = parse_partial_json(text)
+    except ValueError:
+        return text
+    return json.dumps(text) if isinstance(mended, dict) else text
 
 
 def _call_id() -> str:

@@ -9,10 +9,14 @@ from typing import Any
 from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+
+CUT = {"length": "raise max_tokens", "stop": "a string of `stop` stands in it"}
+"""What to do about an answer that ended for this reason."""
 
 
 def structured(
@@ -39,9 +43,27 @@ def structured(
         **options,
     )
     typed = isinstance(schema, type) and is_basemodel_subclass(schema)
-    parser = RunnableGenerator(whole, awhole) | (
-        PydanticOutputParser(pydantic_object=schema) if typed else JsonOutputParser()
-    )
+    return parsed_by(PydanticOutputParser(pydantic_object=schema) if typed else JsonOutputParser(), bound, include_raw)
+
+
+def called(
+    chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, options: dict[str, Any]
+) -> Runnable[LanguageModelInput, Any]:
+    """Return a chat model that calls a tool of a schema's shape, with a parser behind it."""
+    about = {"kwargs": {"method": "function_calling"}, "schema": schema}
+    options = {name: value for name, value in options.items() if name != "strict"}
+    bound = chat.bind_tools([schema], tool_choice="any", ls_structured_output_format=about, **options)
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        return parsed_by(PydanticToolsParser(tools=[schema], first_tool_only=True), bound, include_raw)
+    name = convert_to_openai_tool(schema)["function"]["name"]
+    return parsed_by(JsonOutputKeyToolsParser(key_name=name, first_tool_only=True), bound, include_raw)
+
+
+def parsed_by(
+    reader: BaseOutputParser[Any], bound: Runnable[LanguageModelInput, AIMessage], include_raw: bool
+) -> Runnable[LanguageModelInput, Any]:
+    """Put a parser behind a chat model, for answers that are whole."""
+    parser = RunnableGenerator(whole, awhole) | reader
     if not include_raw:
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -64,5 +86,6 @@ async def awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]
 
 
 def _refuse_cut(message: AIMessage) -> None:
-    if message.response_metadata.get("finish_reason") == "length":
-        raise OutputParserException("the answer was cut off before its JSON was whole: raise max_tokens")
+    reason = message.response_metadata.get("finish_reason")
+    if reason not in (None, "end"):  # None stands in pieces of a stream but the last
+        raise OutputParserException(f"the answer was cut off before its JSON was whole: {CUT.get(reason, reason)}")

@@ -186,7 +186,7 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
     with pytest.raises(asyncio.CancelledError):
         await task
     go_on.set()
-    scheduler = chat._served.scheduler
+    scheduler = chat._serving.scheduler
     for _ in range(400):
         await asyncio.sleep(0.005)
         if not scheduler.active and not scheduler.waiting:
@@ -197,7 +197,7 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
 def test_what_is_let_go_of_lets_go_of_the_model(lm: LanguageModel) -> None:
     chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=2)
     chat.invoke("The ferry")
-    engine, scheduler = weakref.ref(chat.engine), chat._served.scheduler
+    engine, scheduler = weakref.ref(chat.engine), chat._serving.scheduler
     thread = scheduler._thread
     del chat, scheduler
     gc.collect()
@@ -214,7 +214,7 @@ def test_copies_share_the_model(chat: ChatQCFuse) -> None:
 async def test_a_cancelled_task_ends_its_request_and_no_other(chat: ChatQCFuse) -> None:
     long = chat.model_copy(update={"max_tokens": 400})
     task = asyncio.create_task(long.ainvoke("The ferry"))
-    scheduler = chat._served.scheduler
+    scheduler = chat._serving.scheduler
     while not scheduler.active:
         await asyncio.sleep(0.001)
     other = asyncio.create_task(chat.ainvoke("The mill"))

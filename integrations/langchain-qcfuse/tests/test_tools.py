@@ -9,6 +9,7 @@ import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse, wrap_model_call
 from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
@@ -136,6 +137,28 @@ def test_what_was_cut_off_is_an_error_with_its_text(chat: ChatQCFuse) -> None:
     cut = chat.bind_tools([LOOK_UP], tool_choice="any").invoke(QUESTION, max_tokens=40)
     assert cut.tool_calls == []
     assert "not JSON" in str(cut.invalid_tool_calls[0]["error"])
+
+
+def test_what_was_cut_off_is_no_call_when_it_is_streamed_either(chat: ChatQCFuse) -> None:
+    """LangChain mends JSON as far as it can."""
+    chunks = list(chat.bind_tools([LOOK_UP], tool_choice="any").stream(QUESTION, max_tokens=40))
+    whole = sum(chunks[1:], chunks[0])
+    assert isinstance(whole, AIMessageChunk)
+    assert whole.tool_calls == []
+    assert len(whole.invalid_tool_calls) == 1
+    assert "look_up" in str(whole.invalid_tool_calls[0]["args"])
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize(
+    ("settings", "advice"), [({"max_tokens": 10}, "raise max_tokens"), ({"stop": [","]}, "`stop`")]
+)
+def test_half_an_object_is_never_an_answer(
+    chat: ChatQCFuse, method: Any, settings: dict[str, Any], advice: str
+) -> None:
+    boat = chat.with_structured_output(Boat.model_json_schema(), method=method, **settings)
+    with pytest.raises(OutputParserException, match=advice):
+        boat.invoke(QUESTION)
 
 
 def test_free_text_is_streamed_though_tools_are_offered(chat: ChatQCFuse) -> None:

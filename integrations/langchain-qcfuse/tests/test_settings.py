@@ -1,0 +1,150 @@
+"""What a chat model is set to, by whatever way LangChain has of saying so, and what it is handed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.documents import Document
+from langchain_core.globals import set_llm_cache
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim_messages
+from langchain_core.runnables import ConfigurableField
+
+from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
+from qcfuse_rag import Closed, FusionEngine, LanguageModel, MemoryStore, MisplacedSetting, PromptTemplate, make_method
+from tests.conftest import PASSAGES, QUESTION
+
+DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
+
+
+@pytest.fixture
+def folder(lm: LanguageModel, tmp_path: Path) -> str:
+    """Return a folder with the model, as a user has one."""
+    lm.model.save_pretrained(tmp_path)
+    lm.tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the models that are loaded from here on."""
+    names, load = list[str](), FusionEngine.load
+
+    def loading(name: str, **rest: Any) -> FusionEngine:
+        names.append(name)
+        return load(name, **rest)
+
+    monkeypatch.setattr(FusionEngine, "load", loading)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: list[str]) -> None:
+    chat = ChatQCFuse(model=folder, max_tokens=2, method="reuse")
+    chat.warm(DOCUMENTS)
+    fields = {"temperature": ConfigurableField(id="t"), "method": ConfigurableField(id="m")}
+    changed = chat.configurable_fields(**fields)
+    for temperature in (0.0, 0.5):
+        message = changed.invoke("Who?", documents=DOCUMENTS, config={"configurable": {"t": temperature}})
+        assert message.response_metadata["fusion"]["reused_tokens"] > 0
+    assert loaded == [folder]
+    with pytest.raises(MisplacedSetting, match="method changed after the engine was there"):
+        changed.invoke("Who?", config={"configurable": {"m": "full"}})
+    chat.close()
+
+
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(folder: str) -> None:
+    chat = ChatQCFuse(model=folder, max_tokens=2)
+    other = chat.model_copy(update={"method": "full"})
+    chat.ratio = 0.5
+    for one, method in ((chat, "qcfuse"), (other, "full")):
+        assert one.invoke("Who?").response_metadata["fusion"]["method"] == method
+    assert other.engine is not chat.engine
+    for late in (chat.model_copy(update={"ratio": 0.1}), ChatQCFuse.from_engine(chat.engine)):
+        late.base = "framed"
+        with pytest.raises(MisplacedSetting, match="changed after the engine was there"):
+            late.invoke("Who?")
+    assert chat.invoke("Who?").content
+
+
+def test_none_stands_for_the_usual_setting(chat: ChatQCFuse) -> None:
+    plain = chat.invoke(QUESTION).content
+    assert chat.invoke(QUESTION, temperature=None, max_tokens=None, top_p=None, stop=None).content == plain
+    assert ChatQCFuse(model="M", temperature=None, max_tokens=None, stop=None).temperature == 0
+
+
+def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: ChatQCFuse) -> None:
+    lm, template = chat.engine.lm, PromptTemplate(messages=(("user", "{context}{question}"),))
+    engines = [
+        chat.engine,
+        FusionEngine(lm, MemoryStore(), method=make_method("full")),
+        FusionEngine(lm, MemoryStore(), method=make_method("full"), template=template),
+    ]
+    set_llm_cache(InMemoryCache())
+    try:
+        for engine in engines:
+            one = ChatQCFuse.from_engine(engine, max_tokens=3)
+            first = one.invoke(QUESTION, documents=DOCUMENTS).response_metadata["fusion"]
+            assert first["method"] == engine.method.name
+            again = ChatQCFuse.from_engine(engine, max_tokens=3).invoke(QUESTION, documents=DOCUMENTS)
+            assert again.response_metadata["fusion"] == first, "that is what the cache is for"
+    finally:
+        set_llm_cache(None)
+
+
+def test_who_waits_while_the_model_is_closed_is_told(chat: ChatQCFuse) -> None:
+    scheduler, told = chat._serving.scheduler, []
+
+    def ask() -> None:
+        try:
+            chat.invoke(QUESTION, max_tokens=900)
+        except Closed as error:
+            told.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not scheduler.active:
+        pass
+    chat.close()
+    asking.join(20)
+    assert len(told) == 1
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(chat: ChatQCFuse) -> None:
+    own = chat.engine.lm.tokenizer
+    assert chat.get_token_ids(PASSAGES[0]) == own(PASSAGES[0], add_special_tokens=False).input_ids
+    said = [SystemMessage("Be brief."), *(HumanMessage(PASSAGES[0]), AIMessage(PASSAGES[1])) * 3, HumanMessage("Why?")]
+    asked = chat.invoke(said).usage_metadata
+    assert asked is not None
+    assert chat.get_num_tokens_from_messages(said) == asked["input_tokens"]
+    kept = trim_messages(said, max_tokens=150, token_counter=chat, strategy="last", include_system=True)
+    assert 2 < len(kept) < len(said)
+    assert chat.get_num_tokens_from_messages(kept) <= 150
+    assert chat.get_num_tokens_from_messages([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("messages", "documents", "message"),
+    [
+        ([], None, "give at least one message"),
+        ([HumanMessage([{"type": "image_url", "image_url": {"url": "x"}}])], None, "leave out blocks of image_url"),
+        ("Why?", ["a text"], "documents are a list of langchain_core's Document, not of str"),
+        ("Why?", "a text", "documents are a list of langchain_core's Document, not of str"),
+        ("Why?", DOCUMENTS[0], "documents are a list of langchain_core's Document, not of tuple"),
+    ],
+)
+def test_what_cannot_be_answered_is_one_clear_error(
+    chat: ChatQCFuse, messages: Any, documents: Any, message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        chat.invoke(messages, documents=documents)
+
+
+def test_a_chain_without_a_history_yet(chat: ChatQCFuse) -> None:
+    inputs = {"input": QUESTION, "context": DOCUMENTS}
+    chain = create_qcfuse_chain(chat)
+    assert chain.invoke({**inputs, "chat_history": None}) == chain.invoke(inputs)
