@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         InvalidTemplate,
         MisplacedSetting,
         ModelNotFound,
+        NotStored,
         ProfileError,
         PromptTooLong,
         QCFuseError,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
     from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
-    from qcfuse_rag.generate.unused import warn_caller, warn_unused
+    from qcfuse_rag.generate.unused import warn_caller, warn_not_stored, warn_unused
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
     from qcfuse_rag.ingest.generated import Kept
@@ -102,6 +103,7 @@ __all__ = [
     "MisplacedSetting",
     "Miss",
     "ModelNotFound",
+    "NotStored",
     "Prefilled",
     "Profile",
     "ProfileError",
@@ -148,6 +150,7 @@ __all__ = [
     "open_store",
     "profile_layers",
     "warn_caller",
+    "warn_not_stored",
     "warn_unused",
 ]
 
@@ -188,6 +191,7 @@ _HOMES = {
     "Method": "qcfuse_rag.fuse.method",
     "Miss": "qcfuse_rag.store.contract",
     "ModelNotFound": "qcfuse_rag.errors",
+    "NotStored": "qcfuse_rag.errors",
     "Prefilled": "qcfuse_rag.fuse.prefill",
     "Profile": "qcfuse_rag.profile.profile",
     "ProfileError": "qcfuse_rag.errors",
@@ -232,6 +236,7 @@ _HOMES = {
     "open_store": "qcfuse_rag.store.open",
     "profile_layers": "qcfuse_rag.profile.measure",
     "warn_caller": "qcfuse_rag.generate.unused",
+    "warn_not_stored": "qcfuse_rag.generate.unused",
     "warn_unused": "qcfuse_rag.generate.unused",
 }
 

@@ -59,6 +59,10 @@ class UnusedSetting(UserWarning):
     """A setting that nothing here reads: misspelt, or of another model's."""
 
 
+class NotStored(UserWarning):
+    """Passages that were not stored, with the reason; questions over them are answered all the same."""
+
+
 class StoreError(QCFuseError):
     """The store cannot be opened or written; reading never raises it, a bad entry is a miss."""
 

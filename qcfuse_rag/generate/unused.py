@@ -1,4 +1,4 @@
-"""Settings that nothing reads: whoever gave one is told, at the line where it was given."""
+"""What comes to nothing, a setting or a passage: whoever gave it is told, at the line where it was given."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable
 
-from qcfuse_rag.errors import UnusedSetting
+from qcfuse_rag.errors import NotStored, UnusedSetting
+from qcfuse_rag.ingest.summary import WarmSummary
 
 FRAMEWORKS = (
     "qcfuse_rag",
@@ -29,9 +30,18 @@ def warn_unused(given: Iterable[str], used: Collection[str]) -> None:
         warn_caller(f"{', '.join(unused)}: no effect here; a call takes {', '.join(used)}")
 
 
-def warn_caller(said: str) -> None:
-    """Warn of a setting without effect, at the line outside of frameworks that gave it."""
+def warn_not_stored(summary: WarmSummary) -> None:
+    """Warn of passages that a warming job could not store, where nobody looks at its summary."""
+    if summary.failed:
+        _, reason = summary.failed[0]
+        warn_caller(f"{len(summary.failed)} passages were not stored, the first because of: {reason}", NotStored)
+    if summary.left_out:
+        warn_caller(f"{summary.left_out} caches were not stored: the store has no room for them", NotStored)
+
+
+def warn_caller(said: str, category: type[Warning] = UnusedSetting) -> None:
+    """Warn at the line outside of frameworks that gave what the warning is about."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in FRAMEWORKS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(said, UnusedSetting, stacklevel=level)
+    warnings.warn(said, category, stacklevel=level)

@@ -12,7 +12,7 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_qcfuse.chat_models import ChatQCFuse
 from langchain_qcfuse.sources import access_of
-from qcfuse_rag import QCFuseError
+from qcfuse_rag import QCFuseError, warn_not_stored
 
 
 class Wrapped:
@@ -137,7 +137,8 @@ class QCFuseVectorStore(VectorStore):
         known = [name for name in ids if name]  # what `index` will delete by, whatever the wrapped store returns
         texts = [document.page_content for document in documents]
         sources = known if len(known) == len(texts) else returned
-        self.chat.engine.warm(texts, sources=sources, access=access_of(documents, sources, self.access_key))
+        access = access_of(documents, sources, self.access_key)
+        warn_not_stored(self.chat.engine.warm(texts, sources=sources, access=access))
 
     def _forget(self, ids: list[str] | None) -> None:
         if ids is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from llama_index.core.base.llms.generic_utils import messages_to_prompt
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -21,6 +22,7 @@ from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, Priva
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import FusionEndEvent
@@ -40,6 +42,8 @@ from qcfuse_rag import (
 )
 
 SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
+LOAD_SETTINGS = ("model", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+MEDIA = {"image", "audio", "video", "document"}
 CALL_SETTINGS = (*SAMPLING_SETTINGS, "stop", "response_format")
 Build = Callable[[FusionEngine], Prompt]
 dispatcher = get_dispatcher(__name__)
@@ -89,7 +93,7 @@ class QCFuseLLM(CustomLLM):
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
         super().model_post_init(context)
-        self._served = ServedEngine(self._load)
+        self._served = self._to_be_loaded()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the model again, by name, in the process that unpickles; an engine that was given is not there.
@@ -105,6 +109,24 @@ class QCFuseLLM(CustomLLM):
     def portable(self) -> bool:
         """Whether another process can load the same engine over the same store."""
         return not self._served.given and self.store is not None
+
+    def _to_be_loaded(self) -> ServedEngine:
+        return ServedEngine(self._load, loaded_by=self._loaded_by)
+
+    @property
+    def _loaded_by(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in LOAD_SETTINGS}
+
+    @property
+    def _serving(self) -> ServedEngine:
+        """What answers.
+
+        Raises:
+            MisplacedSetting: if what the engine was loaded by has been changed since, in this or in a copy.
+        """
+        if not self._served.still(self._loaded_by):
+            self._served = self._to_be_loaded()
+        return self._served
 
     def _load(self) -> FusionEngine:
         return FusionEngine.load(
@@ -131,12 +153,13 @@ class QCFuseLLM(CustomLLM):
         served = ServedEngine.of(engine, options=options)
         llm = cls(model=engine.lm.name, **options)
         llm._served = served
+        served.loaded_by = llm._loaded_by
         return llm
 
     @property
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
-        return self._served.engine
+        return self._serving.engine
 
     def close(self) -> None:
         """Cancel what is being answered and free the model, unless the engine was given."""
@@ -160,7 +183,7 @@ class QCFuseLLM(CustomLLM):
             "top_p": self.top_p,
             "seed": self.seed,
             "stop": tuple(self.stop),
-            **{name: kwargs[name] for name in SAMPLING_SETTINGS if name in kwargs},
+            **{name: kwargs[name] for name in SAMPLING_SETTINGS if kwargs.get(name) is not None},
         }
         if kwargs.get("stop"):
             options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
@@ -228,6 +251,27 @@ class QCFuseLLM(CustomLLM):
         """Answer with an object like `structured_predict` without blocking the event loop."""
         return await super().astructured_predict(output_cls, prompt, follow(output_cls, llm_kwargs), **prompt_args)
 
+    def stream_structured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """Answer with an object like `structured_predict`, showing what there is of it as it grows."""
+        return super().stream_structured_predict(output_cls, prompt, follow(output_cls, llm_kwargs), **prompt_args)
+
+    async def astream_structured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: dict[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Answer with an object piece by piece without blocking the event loop."""
+        how = follow(output_cls, llm_kwargs)
+        return await super().astream_structured_predict(output_cls, prompt, how, **prompt_args)
+
     def ask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
         """Queue a prompt; for whoever has nodes rather than text.
 
@@ -235,11 +279,11 @@ class QCFuseLLM(CustomLLM):
             build: makes the prompt.
             kwargs: settings of this call, see `sampling`.
         """
-        return self._served.ask(self._request(build, kwargs))
+        return self._serving.ask(self._request(build, kwargs))
 
     async def aask(self, build: Build, kwargs: dict[str, Any]) -> ScheduledAnswer:
         """Queue a prompt like `ask` without blocking the event loop."""
-        return await self._served.ask_aside(self._request(build, kwargs))
+        return await self._serving.ask_aside(self._request(build, kwargs))
 
     def answer(self, build: Build, kwargs: dict[str, Any]) -> Generation:
         """Answer a prompt, and tell LlamaIndex's instrumentation what the prefill did."""
@@ -263,6 +307,10 @@ class QCFuseLLM(CustomLLM):
         return lambda engine: (build(engine), form.sampling(sampling, engine.lm.tokenizer))
 
     def _text(self, prompt: str, formatted: bool) -> Build:
+        wording = self.completion_to_prompt
+        if not formatted and wording is not default_completion_to_prompt:
+            return lambda engine: engine.plain(wording(prompt))
+
         def build(engine: FusionEngine) -> Prompt:
             as_turn = not formatted and engine.lm.tokenizer.chat_template is not None
             return engine.plain([("user", prompt)] if as_turn else prompt)
@@ -270,6 +318,12 @@ class QCFuseLLM(CustomLLM):
         return build
 
     def _conversation(self, messages: Sequence[ChatMessage]) -> Build:
+        blocks = MEDIA & {block.block_type for message in messages for block in message.blocks}
+        if blocks:
+            raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(blocks))}")
+        if self.messages_to_prompt is not messages_to_prompt:
+            text = self.messages_to_prompt(messages)
+            return lambda engine: engine.plain(text)
         turns = [(message.role.value, message.content or "") for message in messages]
         return lambda engine: engine.plain(turns)
 

@@ -39,7 +39,7 @@ class QCFuseSynthesizer(BaseSynthesizer):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer a question over the texts of nodes, in their order."""
-        build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
+        build = self._prompt(query_str, text_chunks)
         if self._streaming:
             return self._pieces(build, response_kwargs)
         return self._qcfuse.answer(build, response_kwargs).text
@@ -48,10 +48,15 @@ class QCFuseSynthesizer(BaseSynthesizer):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Answer without blocking the event loop."""
-        build = partial(FusionEngine.prompt, question=query_str, passages=text_chunks)
+        build = self._prompt(query_str, text_chunks)
         if self._streaming:
             return self._apieces(build, response_kwargs)  # type: ignore[return-value]
         return (await self._qcfuse.aanswer(build, response_kwargs)).text
+
+    def _prompt(self, question: str, passages: Sequence[str]) -> Build:
+        told = self._qcfuse.system_prompt
+        history = [("system", told)] if told else []
+        return partial(FusionEngine.prompt, question=question, passages=passages, history=history)
 
     def _pieces(self, build: Build, kwargs: dict[str, Any]) -> Iterator[str]:
         answer = self._qcfuse.ask(build, kwargs)

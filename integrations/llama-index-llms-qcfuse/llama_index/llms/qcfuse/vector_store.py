@@ -15,7 +15,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
-from qcfuse_rag import BASES, QCFuseError
+from qcfuse_rag import BASES, QCFuseError, warn_not_stored
 
 
 class QCFuseVectorStore(BasePydanticVectorStore):
@@ -154,7 +154,7 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
         texts, sources = [passage_of(node) for node in nodes], [source_of(node) for node in nodes]
         access = access_of(nodes, self.access_key)
-        self.llm.engine.warm(texts, sources=sources, replace=False, access=access)
+        warn_not_stored(self.llm.engine.warm(texts, sources=sources, replace=False, access=access))
 
     def _leave(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine

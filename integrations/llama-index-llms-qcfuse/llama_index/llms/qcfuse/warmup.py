@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
 from llama_index.llms.qcfuse.settings import without_class_name
-from qcfuse_rag import BASES, WarmSummary
+from qcfuse_rag import BASES, WarmSummary, warn_not_stored
 
 
 class QCFuseWarmup(TransformComponent):
@@ -90,8 +91,13 @@ class QCFuseWarmup(TransformComponent):
             access=access_of(nodes, self.access_key),
             progress=self._progress,
         )
+        warn_not_stored(self._summary)
         self._renew()
         return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Warm the nodes on a worker thread and return them."""
+        return await asyncio.to_thread(self, nodes, **kwargs)
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Return the transform as data, by which a pipeline knows whether it has seen nodes pass through it.

@@ -1,0 +1,117 @@
+"""What an LLM is set to, by whatever way LlamaIndex has of saying so, and what it is handed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.schema import TextNode
+from llama_index.core.vector_stores import SimpleVectorStore
+from pydantic import BaseModel
+
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
+from qcfuse_rag import LanguageModel, MisplacedSetting, NotStored
+from tests.conftest import PASSAGES, QUESTION
+
+
+class Boat(BaseModel):
+    """A boat."""
+
+    afloat: bool
+
+
+ABOUT_A_BOAT = PromptTemplate("Is the {boat} afloat?")
+
+
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(
+    lm: LanguageModel, tmp_path: Path
+) -> None:
+    for part in (lm.model, lm.tokenizer):
+        part.save_pretrained(tmp_path)
+    llm = QCFuseLLM(model=str(tmp_path), max_new_tokens=2)
+    other = llm.model_copy(update={"method": "full"})
+    llm.ratio = 0.5
+    for one, method in ((llm, "qcfuse"), (other, "full")):
+        assert one.complete("Who?").raw["report"]["method"] == method
+    assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
+    for late in (llm.model_copy(update={"ratio": 0.1}), QCFuseLLM.from_engine(llm.engine)):
+        late.base = "framed"
+        with pytest.raises(MisplacedSetting, match="changed after the engine was there"):
+            late.complete("Who?")
+
+
+def test_none_stands_for_the_usual_setting(llm: QCFuseLLM) -> None:
+    plain = llm.complete(QUESTION).text
+    assert llm.complete(QUESTION, temperature=None, max_new_tokens=None, top_p=None, stop=None).text == plain
+
+
+def test_prompts_are_worded_by_the_functions_that_were_given(llm: QCFuseLLM) -> None:
+    worded = QCFuseLLM.from_engine(
+        llm.engine,
+        max_new_tokens=2,
+        messages_to_prompt=lambda messages: f"<s>{messages[0].content}</s>",
+        completion_to_prompt=lambda text: f"<s>Q: {text}",
+    )
+    ids = llm.engine.lm.tokenizer("<s>Who?</s>", add_special_tokens=False).input_ids
+    assert worded.chat([ChatMessage("Who?")]).raw["report"]["prompt_tokens"] == len(ids)
+    ids = llm.engine.lm.tokenizer("<s>Q: Who?", add_special_tokens=False).input_ids
+    assert worded.complete("Who?").raw["report"]["prompt_tokens"] == len(ids)
+    assert worded.complete("<s>Q: Who?", formatted=True).raw["report"]["prompt_tokens"] == len(ids)
+
+
+def test_a_system_prompt_is_said_to_the_synthesizers_model_too(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
+    told = QCFuseLLM.from_engine(llm.engine, max_new_tokens=2, system_prompt="You are a pirate.")
+    for one in (llm, told):
+        one.engine.warm(PASSAGES)
+        QCFuseSynthesizer(one).get_response(QUESTION, PASSAGES)
+    plain, piratical = reports
+    said = len(llm.engine.lm.tokenizer("You are a pirate.", add_special_tokens=False).input_ids)
+    assert piratical["prompt_tokens"] >= plain["prompt_tokens"] + said
+    assert all(lookup["hit"] for lookup in piratical["lookups"])
+
+
+async def test_objects_follow_their_schema_when_they_are_streamed_too(llm: QCFuseLLM) -> None:
+    pytest.importorskip("llguidance")
+    roomy = llm.model_copy(update={"max_new_tokens": 60})
+    expected = roomy.structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")
+    *_, last = roomy.stream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")
+    assert last.model_dump() == expected.model_dump()
+    *_, last = [one async for one in await roomy.astream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")]
+    assert last.model_dump() == expected.model_dump()
+    said = [ChatMessage("Is the ferry afloat?")]
+    *_, last = roomy.as_structured_llm(Boat).stream_chat(said)
+    assert last.raw.model_dump() == expected.model_dump()
+
+
+def test_what_is_no_text_is_refused(llm: QCFuseLLM) -> None:
+    seen = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="https://example.org/boat.png")])
+    with pytest.raises(ValueError, match="the model reads text; leave out blocks of image"):
+        llm.chat([seen])
+
+
+async def test_passages_that_cannot_be_stored_are_told_of(llm: QCFuseLLM) -> None:
+    long = TextNode(text="All of it. " * 9000, embedding=[1.0, 0.0])
+    warned = pytest.warns(NotStored, match="1 passages were not stored, the first because of: a passage of")
+    with warned as told:
+        QCFuseVectorStore(SimpleVectorStore(), llm).add([long])
+    assert [one.filename for one in told] == [__file__]
+    with pytest.warns(NotStored):
+        QCFuseWarmup(llm)([long])
+
+
+async def test_warming_in_a_pipeline_leaves_the_event_loop_alone(llm: QCFuseLLM) -> None:
+    nodes = [TextNode(text=f"{number} boats. {PASSAGES[number % 3]}") for number in range(12)]
+    gaps, last = [], time.perf_counter()
+    warming = asyncio.create_task(QCFuseWarmup(llm).acall(nodes))
+    while not warming.done():
+        await asyncio.sleep(0.002)
+        gaps.append(time.perf_counter() - last)
+        last = time.perf_counter()
+    assert await warming == nodes
+    assert len(gaps) > 5, "others ran meanwhile"
