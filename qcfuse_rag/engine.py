@@ -69,7 +69,7 @@ class FusionEngine:
 
     Args:
         lm: the model.
-        store: where passages' keys and values are kept; the engine does not close it.
+        store: where passages' keys and values are kept; closed with the engine.
         template: wording of the prompt.
         method: what to reuse and what to recompute when a request does not say.
         load_limit_s: most seconds that a request waits for the store; what has not come by then is computed. None waits
@@ -587,7 +587,7 @@ class FusionEngine:
         )
 
     def close(self) -> None:
-        """Stop watching and close the store."""
+        """Stop watching and close the store, also one that was handed over."""
         if self._shadow is not None:
             self._shadow.close()
         if self._sources is not None and not self._sources.inherited:

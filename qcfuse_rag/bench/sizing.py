@@ -121,6 +121,7 @@ def size_up(
     asked: int = 64,
     ratio: float = 0.05,
     number_bytes: float = 2.0,
+    caches: int = 2,
 ) -> Sizing:
     """Size a corpus up.
 
@@ -133,6 +134,7 @@ def size_up(
         asked: tokens of a request besides: the question and the template.
         ratio: share of the passages' tokens that is recomputed.
         number_bytes: of a stored number, see `NUMBERS`.
+        caches: kept of each passage; the default method keeps two and reads one of them.
     """
     per_token = shape.kv * number_bytes
     context = retrieved * tokens + asked
@@ -142,7 +144,7 @@ def size_up(
     # Recomputed rows are spread over the prompt; the question's see all of it.
     fused = shape.operations(rows - asked, context / 2) + shape.operations(asked, context) + head
     compute, load = fused / rates.flops, retrieved * tokens * per_token
-    warm_one = shape.operations(tokens, tokens / 2) / rates.flops
+    warm_one = caches * shape.operations(tokens, tokens / 2) / rates.flops
     saved_one = (full - compute) / retrieved
     tiers = {}
     for name, speed in rates.tiers.items():
@@ -150,7 +152,7 @@ def size_up(
         tiers[name] = Tier(load / speed, compute, took, full / took)
     return Sizing(
         kv_bytes_per_token=per_token,
-        corpus_bytes=nodes * tokens * per_token,
+        corpus_bytes=caches * nodes * tokens * per_token,
         warming_hours=nodes * warm_one / 3600,
         full_ttft_s=full,
         break_even_uses=warm_one / saved_one if saved_one > 0 else math.inf,

@@ -192,12 +192,13 @@ def plan_command(
     ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.05,
     numbers: Annotated[Numbers, typer.Option(help="How keys and values are stored.")] = Numbers.MODEL,
     reached: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5,
+    caches: Annotated[int, typer.Option(min=1, help="Caches kept of each passage; the default method keeps two.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Say what a corpus would take: bytes, hours, uses until it pays, and the first token from each tier."""
     from qcfuse_rag.cli.plan import plan_corpus
 
-    plan_corpus(nodes, tokens, model, gpu, retrieved, ratio, numbers.value, reached, as_json=as_json)
+    plan_corpus(nodes, tokens, model, gpu, retrieved, ratio, numbers.value, reached, caches, as_json=as_json)
 
 
 @app.command("verify")

@@ -19,6 +19,7 @@ def plan_corpus(
     ratio: float,
     numbers: str,
     reached: float,
+    caches: int,
     *,
     as_json: bool,
 ) -> None:
@@ -29,20 +30,22 @@ def plan_corpus(
             rates = rates_here()
     else:
         rates = rates_of(gpu, reached=reached)
-    found = size_up(
-        shape, rates, nodes=nodes, tokens=tokens, retrieved=retrieved, ratio=ratio, number_bytes=NUMBERS[numbers]
-    )
+    about = {"nodes": nodes, "tokens": tokens, "retrieved": retrieved, "caches": caches}
+    found = size_up(shape, rates, **about, ratio=ratio, number_bytes=NUMBERS[numbers])
     if as_json:
         print_json(found.to_dict())
     else:
-        _print(found, nodes, tokens, model, gpu, retrieved, ratio)
+        _print(found, nodes, tokens, model, gpu, retrieved, ratio, caches)
 
 
-def _print(found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retrieved: int, ratio: float) -> None:
+def _print(
+    found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retrieved: int, ratio: float, caches: int
+) -> None:
     warming = duration(3600 * found.warming_hours)
     OUT.print(
         f"{nodes:,} passages of {tokens} tokens, {model}, {gpu}: {size(found.corpus_bytes)} "
-        f"({found.kv_bytes_per_token / 1024:.0f} KiB a token), {warming} of warming on one machine",
+        f"({caches} caches of each, {found.kv_bytes_per_token / 1024:.0f} KiB a token), "
+        f"{warming} of warming on one machine",
         highlight=False,
         soft_wrap=True,
     )

@@ -95,7 +95,9 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
     _check_paths(options)
-    record = JobRecord(library, {**asdict(options), "remote": options.remote and lasting_url(options.remote)})
+    paths = [str(Path(path).resolve()) if Path(path).exists() else path for path in options.paths]
+    remote = options.remote and lasting_url(options.remote)
+    record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
     try:
         summary = _warm(library, options, record)
     except KeyboardInterrupt:

@@ -64,6 +64,10 @@ def prefill_chunks(
     start = prefixes[0].n_tokens if prefixes else 0
     longest = max(len(ids) for ids in batch)
     room = lm.window.tokens - start - longest
+    if start >= lm.window.tokens:
+        raise PromptTooLong(
+            f"the prompt's beginning alone has {start:,} tokens, the context window {lm.window.tokens:,}; shorten it"
+        )
     if room < 0:
         raise PromptTooLong(
             f"a passage of {longest:,} tokens behind {start:,} exceeds the context window of {lm.window.tokens:,}; "

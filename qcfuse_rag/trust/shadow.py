@@ -7,6 +7,7 @@ are gone once compared: nothing of a question is kept but two numbers.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.store.contract import KVStore
 
+logger = logging.getLogger(__name__)
+
 Answer = Literal["report", "raise", "full"]
 
 MOST_RATIO = 0.5
@@ -36,12 +39,14 @@ class Drift:
     Attributes:
         requests: fused ones in all, with a stored passage at least.
         compared: of those, also computed in full.
-        dropped: that should have been but were not, since too many waited or full prefill failed.
+        dropped: that should have been but were not, since too many waited.
         kl: mean divergence of the first token over the last comparisons, in nats; None before the first.
         agreement: share of their first tokens that were full prefill's.
         sustained: whether as many comparisons as it takes were beyond the limit on average.
         ratio: the ratio that was raised to, or None while it is the method's own.
         in_full: whether requests are computed in full now.
+        failed: that could not be computed in full.
+        error: why the last of them could not.
     """
 
     requests: int
@@ -52,6 +57,8 @@ class Drift:
     sustained: bool
     ratio: float | None
     in_full: bool
+    failed: int = 0
+    error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -101,7 +108,8 @@ class Shadow:
         self._waiting: deque[tuple[Prompt, Tensor, float]] = deque()
         self._last: deque[tuple[float, bool]] = deque(maxlen=settings.window)
         self._changed = threading.Condition()
-        self._requests = self._compared = self._dropped = 0
+        self._requests = self._compared = self._dropped = self._failed = 0
+        self._error: str | None = None
         self._ratio: float | None = None
         self._asked = 0.0
         self._sustained = self._in_full = self._closed = self._busy = False
@@ -140,7 +148,8 @@ class Shadow:
             kl = sum(one for one, _ in last) / len(last) if last else None
             agreement = sum(agrees for _, agrees in last) / len(last) if last else None
             counts = self._requests, self._compared, self._dropped
-            return Drift(*counts, kl, agreement, self._sustained, self._ratio, self._in_full)
+            failed, error = self._failed, self._error
+            return Drift(*counts, kl, agreement, self._sustained, self._ratio, self._in_full, failed, error)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing waits to be compared; return whether that is so."""
@@ -173,9 +182,10 @@ class Shadow:
                 kl, agrees = divergence(full.logits, logits), int(full.logits.argmax()) == int(logits.argmax())
                 del full
                 self._take_in(kl, agrees, ratio)
-            except Exception:  # whatever it is, such as memory that is short, the watch goes on
+            except Exception as error:  # whatever it is, such as memory that is short, the watch goes on
                 with self._changed:
-                    self._dropped += 1
+                    self._failed, self._error = self._failed + 1, f"{type(error).__name__}: {error}"
+                logger.warning("a request could not be compared with full prefill: %s", error)
             finally:
                 with self._changed:
                     self._busy = False

@@ -55,13 +55,20 @@ def test_what_does_not_fit_is_said_before_and_after(
     assert stats["size_bytes"] <= stats["limit_bytes"] == 200_000
 
 
-def test_status_and_resume(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
+def test_status_and_resume(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = tmp_path / "s"
-    run.json("warm", "run", documents, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "blind")
+    monkeypatch.chdir(documents.parent)
+    run.json(
+        "warm", "run", documents.name, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "blind"
+    )
     status = run.json("warm", "status", "--store", store)
     assert (status["state"], status["summary"]["warmed"]) == ("finished", 3)
     assert status["done_tokens"] == status["total_tokens"] == status["summary"]["tokens"]
     (documents / "3.txt").write_text("A fourth document, about lanterns.")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     summary = run.json("warm", "resume", "--store", store)
     assert (summary["present"], summary["warmed"]) == (3, 1), "with the options it had"
     assert "finished" in run.text("warm", "status", "--store", store)

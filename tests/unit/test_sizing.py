@@ -30,10 +30,10 @@ def test_a_models_own_numbers_agree(llama: LanguageModel, model_folder: str) -> 
 def test_by_hand() -> None:
     shape = Shape(weights=1000, head=0, attention=2, kv=10)
     rates = Rates(flops=1e6, tiers={"near": 1e6, "far": 1e3}, source="the test")
-    found = size_up(shape, rates, nodes=3600, tokens=100, retrieved=4, asked=0, ratio=0.1)
+    found = size_up(shape, rates, nodes=3600, tokens=100, retrieved=4, asked=0, ratio=0.1, caches=3)
     assert found.kv_bytes_per_token == 20
-    assert found.corpus_bytes == 3600 * 100 * 20
-    one = 100 * (2000 + 2 * 50) / 1e6
+    assert found.corpus_bytes == 3 * 3600 * 100 * 20
+    one = 3 * 100 * (2000 + 2 * 50) / 1e6
     assert found.warming_hours == pytest.approx(one)  # 3,600 of them
     full = 400 * (2000 + 2 * 200) / 1e6
     assert found.full_ttft_s == pytest.approx(full)
@@ -61,7 +61,7 @@ def test_the_command(run: Run) -> None:
     code, out, _ = run("plan", "--nodes", "1000000", "--model", "qwen3-8b", "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["corpus_bytes"] == 1e6 * 384 * 147456
+    assert found["corpus_bytes"] == 2 * 1e6 * 384 * 147456, "the default method keeps two caches"
     assert set(found["tiers"]) == {"device", "host memory", "NVMe", "network"}
     code, out, _ = run("plan", "--nodes", "100", "--model", "smollm2-135m", "--gpu", "here")
     assert code == 0

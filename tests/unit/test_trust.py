@@ -247,7 +247,9 @@ def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monke
         assert shadow.wait(30)
     ask(served, 1)
     assert shadow.wait(30)
-    assert (shadow.drift().compared, shadow.drift().dropped) == (1, 1)
+    drift = shadow.drift()
+    assert (drift.compared, drift.dropped, drift.failed) == (1, 0, 1)
+    assert drift.error == "RuntimeError: out of memory"
 
 
 def test_closing_ends_the_thread(served: FusionEngine) -> None:
