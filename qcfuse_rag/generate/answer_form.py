@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generate.call_syntax import ToolReply, call_syntax
+from qcfuse_rag.generate.call_syntax import BrokenCall, ToolReply, call_syntax
 from qcfuse_rag.generate.constrain import json_grammar
 from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -148,7 +148,7 @@ class AnswerReader:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, form: AnswerForm) -> None:
-        self._tokenizer, self._tools = tokenizer, form.tools
+        self._tokenizer, self._tools, self._demanded = tokenizer, form.tools, bool(form.demanded)
         self._syntax = call_syntax(tokenizer, form.tools) if form.tools else None
         self._text = ""
         self._shown = 0
@@ -174,7 +174,8 @@ class AnswerReader:
             text = self._tokenizer.decode(ids)
         reply = ToolReply(text) if self._syntax is None else self._syntax.read(text, self._tools)
         if not reply.calls and not reply.broken:
-            reply = ToolReply(generation.text)
+            cut = BrokenCall(generation.text, "it is no whole call")
+            reply = ToolReply("", broken=(cut,)) if self._demanded else ToolReply(generation.text)
         return reply.content[self._shown :], reply
 
     def _upto(self, stop: int) -> str:

@@ -48,7 +48,8 @@ def may_remember(own: frozenset[str], other: frozenset[str]) -> bool:
 def give_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:
     """Say who may read a source; None is everybody."""
     if tag:
-        database.execute("INSERT OR REPLACE INTO access VALUES (?, ?)", (source, tag))
+        known = "SELECT 1 FROM access WHERE source = ?1 AND tag IS ?2"
+        database.execute(f"INSERT OR REPLACE INTO access SELECT ?1, ?2 WHERE NOT EXISTS ({known})", (source, tag))
     else:
         database.execute("DELETE FROM access WHERE source = ?", (source,))
 

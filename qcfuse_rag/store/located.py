@@ -27,6 +27,13 @@ WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
 BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
 """
 
+KNOWN = """
+INSERT OR REPLACE INTO located SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (
+    SELECT 1 FROM located WHERE name = ?1 AND anchor = ?2 AND atoms = ?3 AND gaps IS ?4 AND passage = ?5
+)
+"""
+"""Nothing is written that is there already: every process would read all anchors again."""
+
 
 class Located:
     """Recognises the passages of a model's chunks.
@@ -56,7 +63,7 @@ class Located:
             if (one := traits(text, self._seed)) is not None
         ]
         with self._sources().writing() as database:
-            database.executemany("INSERT OR REPLACE INTO located VALUES (?, ?, ?, ?, ?)", rows)
+            database.executemany(KNOWN, rows)
 
     @property
     def count(self) -> int:

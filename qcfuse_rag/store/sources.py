@@ -30,6 +30,13 @@ CREATE TABLE IF NOT EXISTS derived (
 CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
 """
 
+HAS = """
+INSERT OR REPLACE INTO chunks SELECT ?1, ?2, ?3, ?4 WHERE NOT EXISTS (
+    SELECT 1 FROM chunks WHERE source = ?1 AND address = ?2 AND wording IS ?3 AND passage IS ?4
+)
+"""
+"""Nothing is written that is there already: whoever looks at `Sources.version` would take it for a change."""
+
 WANTED = """
 SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
 """
@@ -235,7 +242,7 @@ class Sources:
         name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
         with self.writing() as database:
             rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
-            database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
+            database.executemany(HAS, rows)
             taken_up = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", taken_up)
             had = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()

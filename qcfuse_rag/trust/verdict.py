@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.generate.unused import warn_caller
 from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.contract import KVStore
@@ -127,7 +127,7 @@ def look_up(lm: LanguageModel, store: KVStore, method: Method, *, require: bool)
     if reason is not None and require:
         raise Unverified(reason)
     if reason is not None:
-        warnings.warn(reason, UnverifiedMethod, stacklevel=3)
+        warn_caller(reason, UnverifiedMethod)
     return found
 
 

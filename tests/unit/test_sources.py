@@ -69,6 +69,23 @@ def test_a_passage_that_two_documents_have_stays_until_the_last_one_goes(store: 
     assert (present(store, 3), sources.names()) == ([], [])
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["by this one", "by another process"])
+def test_what_is_said_again_is_no_change(store: DiskStore, sources: Sources, own: bool) -> None:
+    """By the version, processes know whether to read what they know again, and pipelines whether to warm again."""
+    other = sources if own else Sources(store)
+    said = stored(store, 0, 1)
+    other.restrict("a.md", "board")
+    other.replace("a.md", said)
+    before = sources.version
+    other.restrict("a.md", "board")
+    other.replace("a.md", said)
+    other.add("a.md", said[:1])
+    assert sources.version == before
+    other.add("b.md", said[:1])
+    assert sources.version != before
+    other.close()
+
+
 def test_a_passage_named_twice_is_one(store: DiskStore, sources: Sources) -> None:
     sources.replace("a.md", stored(store, 0, 0))
     sources.replace("a.md", stored(store, 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +48,7 @@ class QCFuseWarmup(TransformComponent):
 
     _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
     _summary: WarmSummary | None = PrivateAttr(default=None)
-    _held: str = PrivateAttr(default="")
+    _held: tuple[object, ...] = PrivateAttr(default=())
 
     def __init__(self, llm: QCFuseLLM, progress: Callable[[int, int], None] | None = None, **data: Any) -> None:
         super().__init__(llm=llm, **data)
@@ -109,8 +108,9 @@ class QCFuseWarmup(TransformComponent):
         return super().to_dict(**kwargs)
 
     def _renew(self) -> None:
-        store, sources = self.llm.engine.store, self.llm.engine.sources
-        held = [(name, sorted(a for a in sources.addresses(name) if a in store)) for name in sources.names()]
-        digest = hashlib.sha256(repr(held).encode()).hexdigest()
-        if digest != self._held:
-            self._held, self.fingerprint = digest, uuid.uuid4().hex
+        engine = self.llm.engine
+        own = [tier for tier in engine.store.tiers if not tier.kind.startswith("remote")][-1]
+        [now] = own.stats()
+        held = (engine.sources.version, now.entries, now.size_bytes, now.evicted, now.discarded)
+        if held != self._held:
+            self._held, self.fingerprint = held, uuid.uuid4().hex
