@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from filelock import FileLock, Timeout
+
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.store.files import is_gone, place
 from qcfuse_rag.store.whole import write_whole
 
 NAME = "warm.json"
@@ -37,7 +40,7 @@ class JobRecord:
     arguments: dict[str, Any]
     state: str = "running"
     pid: int = field(default_factory=os.getpid)
-    host: str = field(default_factory=platform.node)
+    host: str = field(default_factory=place)
     started: float = field(default_factory=time.time)
     updated: float = 0.0
     done_tokens: int = 0
@@ -60,6 +63,11 @@ class JobRecord:
         except (OSError, ValueError, TypeError) as error:
             raise QCFuseError(f"cannot read {path} ({error}); start the job again with `qcfuse warm run`") from error
 
+    @property
+    def begun(self) -> bool:
+        """Whether it was ever written."""
+        return self.updated > 0
+
     def save(self) -> None:
         """Write the record; a disk on which that fails stops the job elsewhere and for a better reason."""
         self.updated = time.time()
@@ -80,15 +88,7 @@ class JobRecord:
     @property
     def actual_state(self) -> str:
         """The state, or `killed` for a job that says it is running and whose process, on this machine, is gone."""
-        if self.state != "running" or self.host != platform.node():
-            return self.state
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return "killed"
-        except OSError:
-            return self.state
-        return self.state
+        return "killed" if self.state == "running" and is_gone(self.host, self.pid) else self.state
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,3 +100,24 @@ class JobRecord:
         data = asdict(self)
         del data["folder"]
         return data
+
+
+@contextmanager
+def only_job(library: Path) -> Iterator[None]:
+    """Keep other warming jobs out of a library: each would write the index of passages as it found it.
+
+    Raises:
+        QCFuseError: if there is one.
+    """
+    lock = FileLock(library / f"{NAME}.lock", timeout=0, mode=0o600)
+    try:
+        library.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise QCFuseError(f"another job is warming {library}; wait for it, or see `qcfuse warm status`") from error
+    except OSError:
+        pass  # a folder that cannot be written ends the job elsewhere and for a better reason
+    try:
+        yield
+    finally:
+        lock.release()

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
-from qcfuse_rag.cli.job import JobRecord
+from qcfuse_rag.cli.job import JobRecord, only_job
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     KV_FOLDER,
@@ -67,19 +68,22 @@ class WarmOptions:
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Say what warming would take, without storing anything."""
-    _check_paths(options)
+    _check_paths(options, library)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     exists = (library / KV_FOLDER).is_dir()
     with open_kv(library, tenant=options.tenant) if exists else open_store(memory_bytes=limit or 64 << 30) as store:
         store.numbers = options.numbers or store.numbers  # of this view only: a plan changes nothing
         engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
-        passages = _read(engine, options)
+        unread: list[str] = []
+        passages = _read(engine, options, unread)
+        _require(passages, options)
         texts = [text for own in passages.values() for text in own]
         job = engine.warm_job(_ids(engine, texts), batch_tokens=options.batch_tokens)
         plan = job.plan(measure=True, limit_bytes=limit)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
-        print_json({"documents": len(passages), "passages": len(texts), **plan.to_dict(), "disk_free_bytes": free})
+        about = {"documents": len(passages), "passages": len(texts), "unread": unread}
+        print_json({**about, **plan.to_dict(), "disk_free_bytes": free})
         return
     OUT.print(
         f"{len(passages)} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
@@ -90,23 +94,24 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     if plan.left_out:
         OUT.print(f"[yellow]{plan.left_out} caches do not fit the store's limit[/yellow]; raise --limit-gb")
     _print_failed(plan.failed)
+    _print_unread(unread)
 
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
-    _check_paths(options)
+    _check_paths(options, library)
     paths = [str(Path(path).resolve()) if Path(path).exists() else path for path in options.paths]
     remote = options.remote and lasting_url(options.remote)
     record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
-    try:
-        summary = _warm(library, options, record)
-    except KeyboardInterrupt:
-        record.finish("interrupted")
-        raise
-    except Exception as error:
-        record.finish("failed", error=str(error))
-        raise
-    record.finish("finished", summary=summary)
+    with only_job(library):
+        try:
+            summary = _warm(library, options, record)
+        except (KeyboardInterrupt, Exception) as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            if record.begun:  # one that never began leaves the record of the last one, for `resume`
+                record.finish("interrupted" if stopped else "failed", error=None if stopped else str(error))
+            raise
+        record.finish("finished", summary=summary)
     if as_json:
         print_json(summary)
         return
@@ -127,6 +132,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
             f"[yellow]{summary['left_out']} caches left out[/yellow]: they do not fit the store; raise --limit-gb"
         )
     _print_failed(summary["failed"])
+    _print_unread(summary["unread"])
 
 
 def resume_warming(library: Path, *, as_json: bool) -> None:
@@ -170,15 +176,19 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
     with _open(library, options) as store:
         engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
         workers = _workers(engine, library, options)
-        passages = _read(engine, options, workers)
-        record.save()
+        unread: list[str] = []
+        passages = _read(engine, options, unread, workers)
         place, name = index_folder(library, store), options.embedder or DEFAULT_EMBEDDER
         index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
+        if not index.passages:
+            _require(passages, options)
+        record.save()
         vanished = _vanished(index, options)
+        vanished |= {source for source, texts in passages.items() if not texts}
+        for source in vanished:  # first: what is no longer in the index is not seen to have vanished
+            engine.forget(source)
         index.remove(vanished)
         _index_passages(index, place, passages, options, workers)
-        for source in vanished:
-            engine.forget(source)
         enriched = any(base.enriched for base in engine.bases)
         # Neighbours come from the whole index, and a new document may be one to old passages.
         documents = index.by_source() if enriched else passages
@@ -203,7 +213,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 workers=workers,
             )
         engine.sources.close()
-    return {"documents": len(documents), "passages": len(texts), **summary.to_dict()}
+    return {"documents": len(documents), "passages": len(texts), "unread": unread, **summary.to_dict()}
 
 
 def _workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWorkers | None:
@@ -267,14 +277,14 @@ def _index_passages(
     index.save(place)
 
 
-def _check_paths(options: WarmOptions) -> None:
+def _check_paths(options: WarmOptions, library: Path) -> None:
     """Complain of paths before a model is loaded."""
     with needing_extra():
         from qcfuse_rag.ingest.read import FILES, find_files, reader_named
 
     if options.reader != FILES:
         reader_named(options.reader)
-    elif not any(True for _ in find_files(Path(path) for path in options.paths)):
+    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not library.is_dir():
         raise QCFuseError(f"no text files in {', '.join(options.paths)}")
 
 
@@ -289,7 +299,14 @@ def _open(library: Path, options: WarmOptions) -> KVStore:
     )
 
 
-def _read(engine: FusionEngine, options: WarmOptions, workers: RayWorkers | None = None) -> dict[str, list[str]]:
+def _require(passages: dict[str, list[str]], options: WarmOptions) -> None:
+    if not any(passages.values()):
+        raise QCFuseError(f"no passages in {', '.join(options.paths)}")
+
+
+def _read(
+    engine: FusionEngine, options: WarmOptions, unread: list[str], workers: RayWorkers | None = None
+) -> dict[str, list[str]]:
     with needing_extra():
         from qcfuse_rag.ingest.read import FILES, read_passages
 
@@ -305,6 +322,7 @@ def _read(engine: FusionEngine, options: WarmOptions, workers: RayWorkers | None
             reader=options.reader,
             max_tokens=options.max_tokens,
             progress=advance,
+            unread=unread,
         )
 
 
@@ -322,3 +340,8 @@ def _vanished(index: PassageIndex, options: WarmOptions) -> set[str]:
 def _print_failed(failed: Any) -> None:
     for index, reason in failed:
         ERR.print(f"[yellow]not stored[/yellow] passage {index}: {reason}", highlight=False, soft_wrap=True)
+
+
+def _print_unread(unread: list[str]) -> None:
+    for reason in unread:
+        ERR.print(f"[yellow]not read[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)

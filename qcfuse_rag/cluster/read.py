@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.cluster.pool import Column, through_pool
 from qcfuse_rag.cluster.workers import RayWorkers, connect
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingest.read import Passages, find_files, read_passages
 from qcfuse_rag.model.load import load_tokenizer
 from qcfuse_rag.retrieve.embed import Embedder
@@ -36,12 +35,7 @@ class ReadWorker:
         return {"number": rows["number"], "found": np.array([self._read(Path(file)) for file in rows["file"]])}
 
     def _read(self, file: Path) -> str:
-        try:
-            return json.dumps(read_passages([file], self._tokenizer, max_tokens=self._max_tokens))
-        except QCFuseError as error:
-            if str(error).startswith("no passages in"):  # of this file; another may have some
-                return "{}"
-            raise
+        return json.dumps(read_passages([file], self._tokenizer, max_tokens=self._max_tokens))
 
 
 class EmbedWorker:
@@ -65,7 +59,7 @@ def read_on_ray(
     """Read passages from files like `ingest.read.read_passages`, which workers find at the same paths.
 
     Raises:
-        QCFuseError: if there is nothing to read, or it cannot be read.
+        QCFuseError: if something cannot be read.
     """
     files = [str(file.resolve()) for file in find_files(paths)]
     found = _ordered(
@@ -75,8 +69,6 @@ def read_on_ray(
     for text in found:
         for source, texts in json.loads(text).items():
             passages.setdefault(source, []).extend(texts)
-    if not any(passages.values()):
-        raise QCFuseError(f"no passages in {len(files)} files")
     return passages
 
 

@@ -28,6 +28,7 @@ def read_passages(
     reader: str = FILES,
     max_tokens: int,
     progress: Callable[[int, int], None] | None = None,
+    unread: list[str] | None = None,
 ) -> Passages:
     """Read passages from files or from an index.
 
@@ -39,9 +40,10 @@ def read_passages(
             and yields `(source, passage)`. The integrations bring `llama-index` and `langchain`.
         max_tokens: most tokens of a passage; what other libraries have split is left as it is.
         progress: called with files `(done, total)`.
+        unread: gets why a file of a folder could not be read, and the others are read all the same; None raises.
 
     Raises:
-        QCFuseError: if there is nothing to read, or it cannot be read.
+        QCFuseError: if something cannot be read.
     """
     given = list(paths)
     passages: Passages = {}
@@ -54,31 +56,38 @@ def read_passages(
         splitting = TextSplitting(tokenizer, max_tokens)
         files = list(find_files(given))
         for done, file in enumerate(files, start=1):
-            for source, texts in _read_file(file, splitting).items():
-                passages.setdefault(source, []).extend(texts)
+            try:
+                for source, texts in _read_file(file, splitting).items():
+                    passages.setdefault(source, []).extend(texts)
+            except QCFuseError as error:
+                if unread is None or file in given:
+                    raise
+                unread.append(str(error))
             if progress is not None:
                 progress(done, len(files))
-    if not any(passages.values()):
-        raise QCFuseError(f"no passages in {', '.join(str(path) for path in given)}")
     return passages
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files that can be read among paths and in folders below them, in order.
+    """Yield the files that can be read among paths and in folders below them, in order and each once.
 
     Raises:
         QCFuseError: if a path does not exist, or a file named outright cannot be read.
     """
-    known = TEXT_ENDINGS | JSON_LINES
+    known, seen = TEXT_ENDINGS | JSON_LINES, set[Path]()
     for path in paths:
         if path.is_dir():
-            yield from sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
         elif not path.exists():
             raise QCFuseError(f"no file or folder at {path}")
         elif path.suffix.lower() not in known:
             raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(known))}); convert it first")
         else:
-            yield path
+            found = [path]
+        for file in found:
+            if file.resolve() not in seen:  # named twice, or by a link
+                seen.add(file.resolve())
+                yield file
 
 
 def reader_named(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
@@ -104,9 +113,20 @@ def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise QCFuseError(f"cannot read {path}: {error}") from error
     name = str(path.resolve())
+    if not _can_be_kept(name):
+        raise QCFuseError(f"the name of {name.encode(errors='surrogateescape')!r} is not UTF-8; rename it")
     if path.suffix.lower() in JSON_LINES:
         return _read_lines(path, text, name, splitting)
     return {name: splitting.split(text, markdown=path.suffix.lower() in {".md", ".markdown"})}
+
+
+def _can_be_kept(text: str) -> bool:
+    """Return whether a text is Unicode, and not what Python makes of bytes or escapes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
@@ -123,5 +143,7 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
             raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
         if not isinstance(passage, str) or not isinstance(source, str):
             raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
+        if not _can_be_kept(passage + source):
+            raise QCFuseError(f"{path}, line {number}: half a character, written as an escape, is no text")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.store.whole import write_whole
 
 PASSAGES, EMBEDDINGS, ABOUT = "passages.jsonl", "embeddings.npy", "about.json"
 
@@ -86,15 +86,17 @@ class PassageIndex:
         return [self.passages[i] for i in order]
 
     def save(self, folder: Path) -> None:
-        """Write to a folder; what was there stays valid until the last moment."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write to a folder, for its owner only; what was there stays valid until the last moment."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = "".join(json.dumps({"source": p.source, "text": p.text}) + "\n" for p in self.passages)
-        (folder / f"{PASSAGES}.part").write_text(lines, "utf-8")
-        with open(folder / f"{EMBEDDINGS}.part", "wb") as file:
+        part = folder / f"{EMBEDDINGS}.part"
+        part.unlink(missing_ok=True)
+        part.touch(mode=0o600)
+        with open(part, "wb") as file:
             np.save(file, self.embeddings, allow_pickle=False)
-        (folder / f"{ABOUT}.part").write_text(json.dumps({"embedder": self.embedder}), "utf-8")
-        for name in (PASSAGES, EMBEDDINGS, ABOUT):
-            os.replace(folder / f"{name}.part", folder / name)
+        write_whole(folder / ABOUT, json.dumps({"embedder": self.embedder}))
+        write_whole(folder / PASSAGES, lines)
+        part.replace(folder / EMBEDDINGS)
 
     @classmethod
     def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
@@ -152,13 +153,22 @@ class DiskStore(KVStore):
         Raises:
             StoreError: if it cannot be done.
         """
-        if self.room is None:
-            raise self._unwritable()
         try:
-            addresses = {entry.address for entry in self.entries()} | {address for address, _ in self.files.entries()}
-            return sum(self.room.remove(address) for address in addresses)
-        except INDEX_FAILURES as error:
+            if self.room is not None:
+                addresses = {one.address for one in self.entries()} | {address for address, _ in self.files.entries()}
+                return sum(self.room.remove(address) for address in addresses)
+        except INDEX_FAILURES:
+            pass  # a full disk has no room for the index to note that there is room again
+        try:
+            count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
+        except OSError as error:
             raise self._unwritable(error) from error
+        if self.room is None:
+            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # made again by whoever opens the store
+        else:
+            with suppress(*INDEX_FAILURES), self.room.index.transact():
+                self.room.index.clear()
+        return count
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
         """Keep an entry from being evicted, or allow it again.
@@ -196,6 +206,8 @@ class DiskStore(KVStore):
             probe.unlink()
             if self.room is not None:
                 left = self.settings.limit_bytes - self.room.index.size()
+                if left < 0:
+                    problems.append(f"holds {-left:,} bytes more than its limit, pinned ones; unpin some, or raise it")
                 free = shutil.disk_usage(self.files.folder).free
                 if free < left:
                     problems.append(f"may take {left:,} bytes more, the disk has {free:,}; lower the limit")
@@ -250,6 +262,7 @@ class DiskStore(KVStore):
         try:
             if not index.count(ENTRY, PINNED):
                 room.adopt_all()
+            room.shrink()
         except INDEX_FAILURES as error:
             self._broken.append(f"its index cannot be written: {error}")
             return None

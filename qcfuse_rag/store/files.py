@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.store.format import Buffer
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.format import PREAMBLE, SEALED, Buffer, Preamble
 
 ENDING = ".kv"
 PARTS_AT_ONCE = 1000
@@ -51,7 +52,7 @@ class StoreFiles:
 
     def new_temporary(self) -> Path:
         """Return a name under which something can be written, which says who is writing."""
-        return self.tmp / f"{platform.node()}-{os.getpid()}-{secrets.token_hex(8)}.part"
+        return self.tmp / f"{place()}-{os.getpid()}-{secrets.token_hex(8)}.part"
 
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
         """Write a new file and force it to disk.
@@ -110,22 +111,48 @@ class StoreFiles:
 
     def is_abandoned(self, temporary: str) -> bool:
         """Return whether whoever was writing a temporary file, on this machine, is gone."""
-        host, _, pid = temporary.rpartition("-")[0].rpartition("-")
-        if host != platform.node() or not pid.isdigit():
-            return False
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        return False
+        there, _, pid = temporary.rpartition("-")[0].rpartition("-")
+        return pid.isdigit() and is_gone(there, int(pid))
+
+    def sealed(self) -> bool | None:
+        """Return whether entries are encrypted, by one of them that can be read; None if there is none."""
+        for _, path in self.entries():
+            try:
+                with open(path, "rb") as file:
+                    return bool(Preamble.read(file.read(PREAMBLE.size)).flags & SEALED)
+            except (OSError, CorruptEntry):
+                continue
+        return None
 
     def write_json(self, path: Path, data: dict[str, Any]) -> None:
         """Write a small file, replacing it at once if it exists."""
         temporary = self.new_temporary()
         self.write(temporary, [json.dumps(data, indent=2).encode()])
         temporary.rename(path)
+
+
+def place() -> str:
+    """Return where this process counts: the machine's name, and which of its process numbers are meant.
+
+    Containers may share a name and a folder and number their processes each for themselves.
+    """
+    try:
+        return f"{platform.node()}.{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:  # elsewhere than on Linux
+        return platform.node()
+
+
+def is_gone(there: str, pid: int) -> bool:
+    """Return whether a process is over for certain; what goes on in another `place` is not known."""
+    if there != place():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:

@@ -192,6 +192,12 @@ class Room:
             freed += size if self.index.delete(address) else 0
         return freed
 
+    def shrink(self) -> None:
+        """Evict what is worth least until the limit holds, as after it was lowered; what is pinned stays."""
+        if self.index.size() > self._limit:
+            with self.index.transact():
+                self._evict_for(0)
+
     def _is_indexed(self, address: str) -> bool:
         """Whether an entry's row is that of its file; also if there is no file."""
         path, row = self._files.path(address), self.index.get(address)
@@ -203,7 +209,7 @@ class Room:
         self.index.set(path.name, row, QUARANTINE)
 
     def _evict_for(self, size: int) -> bool:
-        if self.index.size_of(PINNED, WRITING) + size > self._limit:
+        if size and self.index.size_of(PINNED, WRITING) + size > self._limit:
             return False
         while (excess := self.index.size() + size - self._limit) > 0:
             tag = QUARANTINE if self.index.count(QUARANTINE) else ENTRY

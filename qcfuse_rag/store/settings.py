@@ -70,6 +70,9 @@ def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> Store
             have, need = ("a secret was given", "is not") if kept.secret is None else ("no secret was given", "is")
             raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
         raise StoreError(f"the store in {files.folder} is encrypted under another secret than the one given")
+    if kept is None and (sealed := files.sealed()) is not None and sealed != (seal is not None):
+        have, need = ("no secret was given", "are") if sealed else ("a secret was given", "are not")
+        raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
     start = kept or StoreSettings(secret=proof)
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:

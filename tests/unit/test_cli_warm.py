@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.cli.job import NAME
+from qcfuse_rag.cli.job import NAME, only_job
 from qcfuse_rag.cli.library import KV_FOLDER
+from qcfuse_rag.retrieve.index import PassageIndex
 from tests.conftest import PASSAGES
 from tests.unit.cli import Run
 
@@ -72,6 +73,57 @@ def test_status_and_resume(
     summary = run.json("warm", "resume", "--store", store)
     assert (summary["present"], summary["warmed"]) == (3, 1), "with the options it had"
     assert "finished" in run.text("warm", "status", "--store", store)
+
+
+def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "s"
+    options = (documents, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options)
+    first, *others = sorted(documents.iterdir())
+    first.write_text("")
+    run.json("warm", "run", *options)
+    assert sorted(run.json("store", "sources", store)["sources"]) == [str(path) for path in others]
+    for path in documents.iterdir():
+        path.unlink()
+    assert run.json("warm", "run", *options)["documents"] == 0
+    assert run.json("store", "sources", store)["sources"] == {}
+    assert PassageIndex.load(store / "passages").passages == []
+
+
+def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "s"
+    options = (documents, "--store", store, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options, "--model", model_folder)
+    assert run("warm", "run", *options, "--model", "no/such-model")[0] == 1
+    assert run.json("warm", "status", "--store", store)["state"] == "finished"
+    assert run.json("warm", "resume", "--store", store)["present"] == 3
+    with only_job(store):
+        code, _, err = run("warm", "resume", "--store", store)
+    assert (code, "another job is warming" in err) == (1, True)
+    assert run.json("warm", "status", "--store", store)["state"] == "finished"
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    (documents / "latin.txt").write_bytes(b"caf\xe9")
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    assert "latin.txt" in run.json("warm", "plan", documents, *options)["unread"][0]
+    summary = run.json("warm", "run", documents, *options)
+    assert summary["passages"] == 3
+    assert "latin.txt" in summary["unread"][0]
+    assert "not read" in run("warm", "run", documents, *options)[2]
+
+
+def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", documents, *options)
+    for path in (tmp_path / "s").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: str, tmp_path: Path) -> None:

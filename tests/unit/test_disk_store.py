@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import platform
 import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +17,15 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from qcfuse_rag import CorruptEntry, DiskStore, MemoryStore, Miss, StoreError, TieredStore
+from qcfuse_rag.store.files import place
 from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.room import Room
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.store.testing import FINGERPRINT, assert_same, example_chunk, example_key
@@ -425,7 +428,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DiskStore], None]:
     process.wait()
 
     def die(store: DiskStore) -> None:
-        name = f"{platform.node()}-{process.pid}-0123456789abcdef.part"
+        name = f"{place()}-{process.pid}-0123456789abcdef.part"
         monkeypatch.setattr(store.files, "new_temporary", lambda: store.files.tmp / name)
 
     return die
@@ -789,7 +792,7 @@ def test_without_an_index_entries_are_read_all_the_same(unindexed: DiskStore) ->
 
 def test_without_an_index_nothing_is_written_and_the_errors_say_why(unindexed: DiskStore) -> None:
     reason = "its index cannot be opened: attempt to write a readonly database"
-    acts: list[Callable[[], object]] = [lambda: put(unindexed, 1), lambda: unindexed.pin(KEY), unindexed.clear]
+    acts: list[Callable[[], object]] = [lambda: put(unindexed, 1), lambda: unindexed.pin(KEY)]
     for act in acts:
         with pytest.raises(StoreError, match=reason):
             act()
@@ -797,6 +800,8 @@ def test_without_an_index_nothing_is_written_and_the_errors_say_why(unindexed: D
     assert (health.ok, health.problems) == (False, (reason,))
     assert not unindexed.discard(KEY)
     assert_same(unindexed.get(KEY), example_chunk())
+    assert unindexed.clear() == 1
+    assert KEY not in unindexed, "all of it can go, which needs none"
 
 
 def test_an_index_that_fails_later_does_not_keep_entries_from_being_read(
@@ -834,12 +839,66 @@ def test_encrypted_entries_are_left_alone_by_those_without_the_secret(folder: Pa
     with DiskStore(folder, seal=Seal(SECRET)) as store:
         store.put(KEY, example_chunk())
     (folder / "store.json").unlink()
-    with DiskStore(folder) as store:
-        assert store.get(KEY) == Miss("is encrypted and no secret was given")
-        assert store.stats()[0].discarded == 0
-    (folder / "store.json").unlink()
+    with pytest.raises(StoreError, match=r"entries of the store in .* are encrypted and no secret was given"):
+        DiskStore(folder)
     with DiskStore(folder, seal=Seal(SECRET)) as store:
         assert_same(store.get(KEY), example_chunk())
+
+
+def test_plain_entries_are_not_joined_by_encrypted_ones(folder: Path) -> None:
+    with DiskStore(folder) as store:
+        store.put(KEY, example_chunk())
+    (folder / "store.json").unlink()
+    with pytest.raises(StoreError, match="are not encrypted and a secret was given"):
+        DiskStore(folder, seal=Seal(SECRET))
+
+
+def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:
+    with DiskStore(folder) as store:
+        for number in range(8):
+            store.put(example_key(number), example_chunk(number))
+        store.pin(example_key(3))
+        taken = store.stats()[0].size_bytes
+    with DiskStore(folder, taken // 2) as store:
+        [now] = store.stats()
+        assert now.size_bytes <= taken // 2
+        assert now.entries == 4
+        assert example_key(3) in store
+        assert store.health()[0].ok
+    with DiskStore(folder, taken // 16) as store:
+        assert [entry.address for entry in store.entries()] == [example_key(3).address], "what is pinned stays"
+        assert "more than its limit, pinned ones" in str(store.health()[0].problems)
+
+
+@pytest.mark.parametrize("opened_before", [True, False])
+def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
+    folder: Path, opened_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder) as store:
+        for number in range(3):
+            store.put(example_key(number), example_chunk(number))
+
+    def full(*_: object, **__: object) -> Any:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        if not opened_before:
+            patch.setattr("qcfuse_rag.store.disk.open_index", lambda folder: (None, None, "database or disk is full"))
+        store = DiskStore(folder)
+        patch.setattr(Room, "remove", full)
+        assert store.clear() == 3
+        store.close()
+    with DiskStore(folder) as store:
+        assert store.stats()[0].size_bytes == 0
+
+
+def test_a_writer_in_another_container_is_not_taken_for_dead(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same name, over the same folder, with process numbers of its own."""
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    pid = int(gone.stdout)
+    assert store.files.is_abandoned(f"{place()}-{pid}-0123456789abcdef.part")
+    assert not store.files.is_abandoned(f"{place()}0-{pid}-0123456789abcdef.part")
+    assert not store.files.is_abandoned(f"{place()}-{os.getpid()}-0123456789abcdef.part")
 
 
 def test_an_expired_entry_is_not_there(folder: Path) -> None:

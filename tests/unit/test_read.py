@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -80,8 +81,31 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, tokenizer: PreTr
         with pytest.raises(QCFuseError, match=message):
             read_passages([path], tokenizer, max_tokens=200)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(QCFuseError, match="no passages in"):
-        read_passages([tmp_path / "empty"], tokenizer, max_tokens=200)
+    assert read_passages([tmp_path / "empty"], tokenizer, max_tokens=200) == {}
+
+
+def test_a_bad_file_in_a_folder_keeps_no_other_from_being_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "good.txt").write_text(PASSAGES[0])
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / os.fsdecode(b"na\xefve.txt")).write_text(PASSAGES[1])
+    (tmp_path / "rows.jsonl").write_text('{"text": "half \\ud800"}')
+    unread: list[str] = []
+    found = read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)
+    assert list(found) == [str(tmp_path / "good.txt")]
+    for said, name in zip(unread, ("latin.txt", r"na\xefve.txt", "rows.jsonl, line 1"), strict=True):
+        assert name in said
+    with pytest.raises(QCFuseError, match=r"latin\.txt"):
+        read_passages([tmp_path / "latin.txt"], tokenizer, max_tokens=200, unread=unread)
+
+
+def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(PASSAGES[0])
+    (tmp_path / "b.txt").symlink_to(path)
+    found = read_passages([path, tmp_path, path, tmp_path / "."], tokenizer, max_tokens=200)
+    assert found == {str(path): [PASSAGES[0]]}
 
 
 def test_installed_packages_bring_readers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import subprocess
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag.store.files import place
 from qcfuse_rag.store.repair import CheckReport, collect_garbage, fsck, rebuild, wipe
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.sources import Sources
@@ -52,7 +52,7 @@ def addresses(store: DiskStore) -> set[str]:
     return {entry.address for entry in store.entries()}
 
 
-def temporary(store: DiskStore, pid: int | str, host: str = platform.node()) -> Path:
+def temporary(store: DiskStore, pid: int | str, host: str = place()) -> Path:
     path = store.files.tmp / f"{host}-{pid}-0123456789abcdef.part"
     path.write_bytes(b"half an entry")
     return path
