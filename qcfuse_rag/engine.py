@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.errors import StoreError, Unverified
+from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fuse.loading import LIMIT_S, Loading
 from qcfuse_rag.fuse.measured import MeasuredCosts
 from qcfuse_rag.fuse.method import Method
@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+QUICKLY_READ = 1 << 20
+"""Characters that are tokenised in a second at most, so that nobody need guess."""
+
 
 class FusionEngine:
     """Answers questions over passages whose keys and values were computed beforehand.
@@ -102,6 +105,7 @@ class FusionEngine:
         self._shadow: Shadow | None = None
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
+        self._followed: tuple[object, ...] = ()
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
@@ -385,7 +389,18 @@ class FusionEngine:
         tools: Sequence[Tool] = (),
     ) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called."""
+        self._require_short(question, *passages, *(str(turn) for turn in history))
         return self.prompts.build(question, passages, history, tools)
+
+    def _require_short(self, *texts: str) -> None:
+        """Refuse what no tokenizer could make short enough, before it has taken seconds and gigabytes to find out.
+
+        Raises:
+            PromptTooLong: if there are more characters than a window of the longest tokens has.
+        """
+        count, window = sum(map(len, texts)), self.lm.window.tokens
+        if count > max(window * self.prompts.longest_token, QUICKLY_READ):
+            raise PromptTooLong(f"a prompt of {count:,} characters cannot fit a context window of {window:,} tokens")
 
     def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
@@ -403,6 +418,7 @@ class FusionEngine:
         """
         finished = isinstance(conversation, str)
         rendered = Rendered(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
+        self._require_short(rendered.text)
         found, note = [], "no warmed passage was found in the text"
         try:
             found = self.located.find(rendered.text)
@@ -431,6 +447,7 @@ class FusionEngine:
             chosen = self._shadow.method(chosen)
         with self._activity.one_more():
             self.store.advance()
+            self._follow()
             done = prefill(
                 self.lm,
                 self.store,
@@ -450,6 +467,17 @@ class FusionEngine:
             except Exception:
                 LOG.exception("an observer of fused prefills failed; the answer is not affected")
         return done
+
+    def _follow(self) -> None:
+        """Let go of what other processes have removed from the store, once they have changed its manifest."""
+        if self.store.folder is None:
+            return
+        with suppress(StoreError):  # then nothing is known of it, and chunks are still checked when they are read
+            sources = self.sources
+            version = sources, sources.version
+            if version != self._followed:
+                self.store.drop_removed()
+                self._followed = version
 
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
         """Have something called with the report of every prefill from now on, in the thread that computed it.

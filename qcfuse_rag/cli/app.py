@@ -15,6 +15,9 @@ from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, size
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.errors import QCFuseError
 
+INTERRUPTED = 130
+"""The exit code of what Ctrl-C ended."""
+
 app = typer.Typer(
     help="RAG answers without re-reading the library every time. With --debug anywhere, errors show a traceback.",
     no_args_is_help=True,
@@ -365,4 +368,8 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         ERR.print("interrupted; what was stored is kept")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # which is what typer makes of Ctrl-C
+            ERR.print("interrupted; what was stored is kept")
+        raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.cli.console import ERR, status
-from qcfuse_rag.cli.library import KV_FOLDER, is_encrypted, note_verdict, open_engine, open_kv
+from qcfuse_rag.cli.library import KV_FOLDER, disk_folder, is_encrypted, note_verdict, open_engine, open_kv
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
@@ -69,6 +70,10 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
     from qcfuse_rag.serve.app import make_app
     from qcfuse_rag.serve.backend import EngineBackend
 
+    if options.remote is None:
+        disk_folder(library)  # a name that is misspelt is not a new library
+    # uvicorn hands on the signal that ended it, which would end this before the store is closed.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     with open_kv(library, remote=options.remote) as store:
         engine = open_engine(store, options.model, method, options.device, options.dtype)
         note_verdict(engine)
@@ -82,6 +87,7 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)
         _say(options, name, token)
         uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=60)
+    signal.signal(signal.SIGTERM, before)
 
 
 def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
@@ -90,8 +96,6 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
     if is_encrypted(library):
         raise QCFuseError("secrets do not leave this machine: an encrypted store is served without --ray")
     connect(options.ray or "auto")
-    import signal
-
     from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
 
     shared: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve()), "remote": options.remote}

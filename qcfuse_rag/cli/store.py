@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.errors import QCFuseError, StoreError
 
 store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -48,11 +48,18 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 @store_app.command()
 def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     """Try whether a store, and the remote behind it, can be read and written; exits with 1 if not."""
+    from dataclasses import replace
+
     from qcfuse_rag.cli.library import open_disk
     from qcfuse_rag.store.remote import open_remote
+    from qcfuse_rag.store.sources import Sources
 
     with open_disk(folder) as store:
         [found], far = store.health(), None
+        try:
+            Sources(store).close()
+        except StoreError as error:
+            found = replace(found, ok=False, problems=(*found.problems, str(error)))
         notes, remote = list(store.notes), remote or store.settings.remote
         if remote:
             with open_remote(remote, seal=store.seal) as behind:
@@ -102,13 +109,16 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
 
 @store_app.command()
 def rebuild(folder: Folder, as_json: Json = False) -> None:
-    """Make the index again from the files; counts of uses and pins are lost."""
-    from qcfuse_rag.cli.library import open_disk
+    """Make the index again from the files; counts of uses and pins are lost. A damaged manifest is put aside."""
+    from qcfuse_rag.cli.library import disk_folder, open_disk
     from qcfuse_rag.store.repair import rebuild as again
+    from qcfuse_rag.store.sources import put_aside
 
+    aside = put_aside(disk_folder(folder))
     with open_disk(folder) as store:
         entries = again(store)
-    _report({"entries": entries}, as_json, f"{entries} entries")
+    said = f"; the list of documents was damaged and is now {aside}: warm them again" if aside is not None else ""
+    _report({"entries": entries, "manifest_aside": aside and str(aside)}, as_json, f"{entries} entries{said}")
 
 
 @store_app.command()
@@ -204,7 +214,10 @@ def pin(
     from qcfuse_rag.cli.library import open_manifest
 
     with open_manifest(folder, tenant) as (store, manifest):
-        count = sum(store.pin(address, pinned=not off) for address in _chosen(manifest, addresses, source))
+        chosen = _chosen(manifest, addresses, source)
+        count = sum(store.pin(address, pinned=not off) for address in chosen)
+    if not count:
+        raise QCFuseError(f"none of the {len(chosen)} entries is in the store")
     _report({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
 
 

@@ -49,6 +49,11 @@ class PromptBuilder:
         """Return the token ids of a passage as it stands in every prompt."""
         return self._plain_ids(self.template.format_chunk(text))
 
+    @cached_property
+    def longest_token(self) -> int:
+        """How many characters a token stands for at most."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     @property
     def chunk_lead(self) -> int:
         """How many characters a chunk has in front of its passage's text."""

@@ -85,7 +85,7 @@ def make_app(
         first = error.errors()[0]
         return failure(400, f"{'.'.join(str(part) for part in first['loc'] if part != 'body')}: {first['msg']}")
 
-    @app.get("/healthz")
+    @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> Response:
         reason = backend.ready()
         return JSONResponse({"status": "ok" if reason is None else reason}, 200 if reason is None else 503)
@@ -93,6 +93,12 @@ def make_app(
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": backend.name, "object": "model", "owned_by": "qcfuse-rag"}]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != backend.name:
+            return failure(404, f"no model {name!r} here; there is {backend.name!r}")
+        return JSONResponse({"id": backend.name, "object": "model", "owned_by": "qcfuse-rag"})
 
     if metrics is not None:
 

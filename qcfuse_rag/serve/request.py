@@ -20,6 +20,18 @@ MOST_TOKENS = 1024
 """Tokens of an answer that does not say how many it may have, as far as they fit."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256
+WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "top_logprobs": (None, 0),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+}
+"""Fields that would change the answer, as this server does not, and the values by which they do not."""
+
 COLDEST = 0.01
 """Lower temperatures than this, other than 0, overflow."""
 
@@ -134,9 +146,9 @@ class ChatRequest(BaseModel):
     documents: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1, strict=True)
+    max_completion_tokens: int | None = Field(default=None, ge=1, strict=True)
+    temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -148,6 +160,10 @@ class ChatRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    top_logprobs: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def refuse_unanswerable(self) -> None:
         """Refuse what this server does not do.
@@ -155,8 +171,8 @@ class ChatRequest(BaseModel):
         Raises:
             QCFuseError: with the field's name.
         """
-        for name in ("logprobs", "presence_penalty", "frequency_penalty", "logit_bias"):
-            if getattr(self, name):
+        for name, usual in WITHOUT_EFFECT.items():
+            if getattr(self, name) not in usual:
                 raise QCFuseError(f"{name} is not supported; leave it out")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
@@ -165,6 +181,8 @@ class ChatRequest(BaseModel):
             json.dumps(self.model_dump(), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise QCFuseError(f"there is text that is no Unicode: {error.reason}") from error
+        except (RecursionError, ValueError) as error:
+            raise QCFuseError("the body is nested too deep") from error
         if self.n not in (None, 1):
             raise QCFuseError(f"n is {self.n}, and only one answer is given; ask again for another")
 

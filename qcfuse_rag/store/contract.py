@@ -199,6 +199,9 @@ class KVStore(ABC):
     def advance(self) -> None:  # noqa: B027
         """Let one of the steps that hints are counted in go by."""
 
+    def drop_removed(self) -> None:  # noqa: B027
+        """Let go of what was removed behind this store's back, as by another process that forgot a document."""
+
     def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
         """Return whether a chunk found farther away would come in without putting out what is expected sooner."""
         return True

@@ -7,8 +7,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import StoreError
@@ -87,7 +88,8 @@ class Sources:
                 self._reader.execute("PRAGMA query_only = 1")
                 self._reading = threading.Lock()
         except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"cannot open {place}: {error}") from error
+            hint = "; `qcfuse store rebuild` puts it aside, warm again then" if "not a database" in str(error) else ""
+            raise StoreError(f"cannot open {place}: {error}{hint}") from error
 
     def replace(self, source: str, keys: Iterable[ChunkKey]) -> int:
         """Say which chunks a source has now; return how many it had alone and that are removed.
@@ -310,6 +312,30 @@ class Sources:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Put a manifest aside that cannot be read, so that the next one to open it makes it anew; return where it is.
+
+    What documents have which chunks is learnt again when they are warmed; until then they cannot be forgotten by name.
+    """
+    place = folder / "sources.db"
+    if not place.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(place)) as database:
+            [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+        if found == "ok":
+            return None
+    except sqlite3.OperationalError:  # busy, or not to be opened: nothing that would be mended so
+        return None
+    except sqlite3.DatabaseError:
+        pass
+    aside = place.with_name(f"{place.name}.damaged")
+    place.replace(aside)
+    for ending in ("-wal", "-shm"):
+        place.with_name(place.name + ending).unlink(missing_ok=True)
+    return aside
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:

@@ -101,6 +101,10 @@ class TenantStore(KVStore):
         """Let a step go by, for all tenants."""
         self.store.advance()
 
+    def drop_removed(self) -> None:
+        """Let go of what was removed behind the store's back."""
+        self.store.drop_removed()
+
     def flush(self) -> None:
         """Wait until everything put is where it is to stay."""
         self.store.flush()

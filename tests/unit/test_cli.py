@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import DiskStore
+from qcfuse_rag import DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import main
 from qcfuse_rag.store.testing import example_chunk, example_key
-from tests.conftest import PASSAGES
+from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
+from tests.unit.cli import Run
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +194,42 @@ def test_a_store_whose_index_is_damaged_is_mended(run: Any, tmp_path: Path) -> N
     (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
     code, out, _ = run("store", "stats", tmp_path, "--json")
     assert (code, json.loads(out)["entries"]) == (0, 1)
+
+
+def test_a_library_that_is_not_there_is_not_served(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("serve", "--store", tmp_path / "misspelt")
+    assert (code, "no store in" in err, (tmp_path / "misspelt").exists()) == (1, True, False)
+
+
+@pytest.mark.enable_socket
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:
+    """What was counted since it began is written then; systemd and Kubernetes end by SIGTERM."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with FusionEngine.load(model_folder, store=tmp_path / "lib" / "kv", method=make_method("qcfuse")) as engine:
+        engine.warm(PASSAGES)
+        before = sum(entry.uses or 0.0 for entry in engine.store.entries())
+    program = "from qcfuse_rag.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--store", tmp_path / "lib", "--model", model_folder]
+    command += ["--device", "cpu", "--port", str(port), "--method", "qcfuse"]
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as server:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 2}
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(asked) as answer:
+                    assert json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None, server.communicate()[1]
+                time.sleep(0.1)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    with open_store(tmp_path / "lib" / "kv") as store:
+        assert sum(entry.uses or 0.0 for entry in store.entries()) > before

@@ -165,6 +165,21 @@ def test_rebuild(run: Run, folder: Path) -> None:
     assert run.json("store", "rebuild", folder)["entries"] == 4
 
 
+def test_a_damaged_manifest_is_told_of_and_put_aside(run: Run, folder: Path) -> None:
+    with DiskStore(folder, limit_bytes=1 << 20):
+        pass
+    assert run.json("store", "rebuild", folder)["manifest_aside"] is None
+    (folder / "sources.db").write_bytes(b"noise" * 999)
+    code, out, _ = run("store", "health", folder, "--json")
+    assert (code, "qcfuse store rebuild" in json.loads(out)["problems"][0]) == (1, True)
+    aside = run.json("store", "rebuild", folder)["manifest_aside"]
+    assert Path(aside).read_bytes() == b"noise" * 999, "for someone to look at"
+    assert run.json("store", "health", folder)["ok"]
+    assert run.json("store", "sources", folder)["sources"] == {}
+    with DiskStore(folder) as store:
+        assert all(example_key(n) in store for n in range(4)), "no cache is lost"
+
+
 def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
     for command in ("clear", "wipe"):
         code, _, err = run("store", command, folder)
@@ -179,6 +194,7 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["pin", "0" * 64], "none of the 1 entries is in the store"),
         (["forget", "lamps"], "no document 'lamps' in the store"),
         (["pin"], "name entries by address, or a document with --source"),
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),

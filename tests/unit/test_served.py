@@ -65,6 +65,21 @@ def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_d
         served.scheduler.close()
 
 
+def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageModel, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store, open_store(tmp_path) as other:
+        serving, elsewhere = FusionEngine(llama, store), FusionEngine(llama, other)
+        serving.warm(PASSAGES, sources=["a", "b", "c"])
+        prompt = serving.prompt(QUESTION, PASSAGES)
+        near = store.tiers[0]
+        assert all(lookup.hit for lookup in serving.generate(prompt, FEW).report.lookups)
+        kept = near.stats()[0].entries
+        assert elsewhere.forget("b") > 0
+        found = serving.generate(prompt, FEW).report.lookups
+        assert [lookup.hit for lookup in found if lookup.role == "chunk"] == [True, False, True]
+        assert near.stats()[0].entries < kept
+        elsewhere.close()
+
+
 def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
     served = ServedEngine(lambda: engine, loaded_by={"method": None, "ratio": 0.1})
     assert served.still({"method": None, "ratio": 0.1})
