@@ -49,7 +49,9 @@ Reader = Annotated[str, typer.Option(help="files, llama-index (a persisted index
 MaxTokens = Annotated[int, typer.Option(min=16, help="Most tokens in a passage.")]
 BatchTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass; 2048 on a CPU, 16384 on a GPU.")]
 NumbersName = Annotated[str | None, typer.Option("--numbers", help="How to store: model (if not given), int8 or fp8.")]
-LimitGB = Annotated[float | None, typer.Option(min=0.0, help="Most the store may take, in GB; 68.7 if never given.")]
+LimitGB = Annotated[
+    float | None, typer.Option(min=0.0, max=1e9, help="Most the store may take, in GB; 68.7 if never given.")
+]
 Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
 Access = Annotated[str | None, typer.Option(help="Tag of who may read these documents; '' is everybody.")]
 Remote = Annotated[str | None, typer.Option(help="URL of a bucket or server behind the folder, which machines share.")]

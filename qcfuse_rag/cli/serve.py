@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,8 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
 
     if options.remote is None:
         disk_folder(library)  # a name that is misspelt is not a new library
+    config = {"host": options.host, "port": options.port, "log_level": "warning", "timeout_graceful_shutdown": 60}
+    listening = _listen(options)
     # uvicorn hands on the signal that ended it, which would end this before the store is closed.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     with open_kv(library, remote=options.remote) as store:
@@ -86,7 +90,8 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         backend = EngineBackend(served, name, most_tokens=options.most_tokens)
         app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)
         _say(options, name, token)
-        uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=60)
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(uvicorn.Config(app, **config)).run(sockets=[listening])  # type: ignore[arg-type]
     signal.signal(signal.SIGTERM, before)
 
 
@@ -141,6 +146,23 @@ def _metrics(engine: Any) -> Any:
     registry = CollectorRegistry()
     engine.observe(Metrics(registry))
     return lambda: generate_latest(registry)
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """Take the address before the model is loaded, which takes longer than to find out that it is taken.
+
+    Raises:
+        QCFuseError: if it is.
+    """
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listening = socket.socket(family)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((options.host, options.port))
+    except OSError as error:
+        listening.close()
+        raise QCFuseError(f"cannot listen at {options.host}:{options.port}: {error.strerror or error}") from error
+    return listening
 
 
 def _say(options: ServeOptions, name: str, token: str | None) -> None:

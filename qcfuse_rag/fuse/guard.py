@@ -49,4 +49,5 @@ class BreakEven:
         )
         if fused < self.margin * full:
             return None
-        return f"computed in full: predicted to take {full:.3g} s, fused {fused:.3g} s"
+        saved = f"less than {1 - self.margin:.0%} would be saved" if fused < full else "nothing would be saved"
+        return f"computed in full, {saved}: predicted to take {full:.3g} s, fused {fused:.3g} s"

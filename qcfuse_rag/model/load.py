@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
+from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 
 
 def load_pretrained(
@@ -24,19 +25,28 @@ def load_pretrained(
     Raises:
         ModelNotFound: if nothing of that name can be read or fetched.
         UnsupportedModel: if the tokenizer has no fast (Rust) version.
+        QCFuseError: if there is no such device.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted: Any = dtype_of(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
+    _check_device(device)
     source, options = _source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
         model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFound(f"cannot load {name!r}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
     return model.to(device).eval(), tokenizer
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise QCFuseError(f"no device {device!r} here: {_first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -233,3 +234,24 @@ def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Pa
         assert server.wait(60) == 0
     with open_store(tmp_path / "lib" / "kv") as store:
         assert sum(entry.uses or 0.0 for entry in store.entries()) > before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "check", "MODEL", "--device", "cuda:99"], "no device 'cuda:99' here"),
+        (["models", "check", "MODEL", "--device", "abacus"], "no device 'abacus' here"),
+        (["bench", "speed", "--model", "MODEL", "--context", "-5", "--out", "x.json"], "contexts, requests, chunk"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Run, model_folder: str, arguments: list[str], message: str) -> None:
+    code, _, err = run(*(model_folder if one == "MODEL" else one for one in arguments))
+    assert (code, message in err, "Traceback" in err) == (1, True, False), err
+
+
+def test_damaged_weights_are_one_line(run: Run, model_folder: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "m"))
+    [weights] = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, _, err = run("models", "check", folder, "--device", "cpu")
+    assert (code, "cannot load" in err, "--debug" in err) == (1, True, False), err

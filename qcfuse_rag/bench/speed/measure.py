@@ -49,6 +49,9 @@ class SpeedOptions:
         requests: sizes of the batches to decode.
         throttle: bytes a second.
         folder: of the disk to measure; that of temporary files if None.
+
+    Raises:
+        ValueError: if a number is too small.
     """
 
     contexts: tuple[int, ...] = (4096,)
@@ -60,6 +63,11 @@ class SpeedOptions:
     requests: tuple[int, ...] = (1, 4, 8)
     throttle: float = 1e9
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (*self.contexts, *self.requests, self.chunk, self.repeats)
+        if min(numbers) < 1 or not self.throttle > 0:
+            raise ValueError("contexts, requests, chunk, repeats and throttle must be more than 0")
 
 
 @torch.inference_mode()
