@@ -74,10 +74,7 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
 
     if options.remote is None:
         disk_folder(library)  # a name that is misspelt is not a new library
-    config = {"host": options.host, "port": options.port, "log_level": "warning", "timeout_graceful_shutdown": 60}
     listening = _listen(options)
-    # uvicorn hands on the signal that ended it, which would end this before the store is closed.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
     with open_kv(library, remote=options.remote) as store:
         engine = open_engine(store, options.model, method, options.device, options.dtype)
         note_verdict(engine)
@@ -90,9 +87,12 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         backend = EngineBackend(served, name, most_tokens=options.most_tokens)
         app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)
         _say(options, name, token)
+        # uvicorn hands on the signal that ended it, which would end this before the store is closed.
+        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60))
         with suppress(KeyboardInterrupt):
-            uvicorn.Server(uvicorn.Config(app, **config)).run(sockets=[listening])  # type: ignore[arg-type]
-    signal.signal(signal.SIGTERM, before)
+            server.run(sockets=[listening])
+        signal.signal(signal.SIGTERM, before)
 
 
 def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
