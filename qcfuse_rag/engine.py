@@ -105,7 +105,7 @@ class FusionEngine:
         self._shadow: Shadow | None = None
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
-        self._followed: tuple[object, ...] = ()
+        self._followed: int | None = None
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
         self._company = Company(lm, self.prompts.frame, lambda: self.sources)
@@ -469,15 +469,13 @@ class FusionEngine:
         return done
 
     def _follow(self) -> None:
-        """Let go of what other processes have removed from the store, once they have changed its manifest."""
+        """Let go of what other processes have removed from the store, as they noted in its manifest."""
         if self.store.folder is None:
             return
         with suppress(StoreError):  # then nothing is known of it, and chunks are still checked when they are read
-            sources = self.sources
-            version = sources, sources.version
-            if version != self._followed:
-                self.store.drop_removed()
-                self._followed = version
+            self._followed, gone = self.sources.gone_since(self._followed)
+            if gone:
+                self.store.drop_removed(gone)
 
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
         """Have something called with the report of every prefill from now on, in the thread that computed it.

@@ -106,6 +106,9 @@ def warm_run(
     gpus_per_worker: Annotated[float, typer.Option(min=0.0, help="GPUs of each.")] = 0.0,
     device: Device = None,
     dtype: Dtype = None,
+    allow_empty: Annotated[
+        bool, typer.Option("--allow-empty", help="Forget all of a folder that is empty now.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Split documents into passages, index them, and prefill each into the store; run again to add or go on."""
@@ -114,7 +117,7 @@ def warm_run(
     given = tuple(str(path) for path in paths)
     about = (reader, model, embedder, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, encrypt, device, dtype)
     on_ray = (ray, workers, cpus_per_worker, gpus_per_worker)
-    run_warming(store, WarmOptions(given, *about, access, remote, *on_ray), as_json=as_json)
+    run_warming(store, WarmOptions(given, *about, access, remote, *on_ray, allow_empty), as_json=as_json)
 
 
 @warm_app.command("plan")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.retrieve.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
+from qcfuse_rag.retrieve.log import NAME as LOG_NAME
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.disk import DiskStore
 from qcfuse_rag.store.open import open_store
@@ -25,6 +27,9 @@ from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.trust.verdict import find_verdict, objection
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
+TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
+"""The passages of everybody, or of a tenant."""
+INDEX_FILES = (PASSAGES, EMBEDDINGS, ABOUT, LOG_NAME)
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SECRET_VARIABLE = "QCFUSE_SECRET"
 
@@ -137,7 +142,9 @@ def forget_passages(library: Path, store: KVStore, source: str) -> int:
 
 def text_files(library: Path) -> list[Path]:
     """Return the files of a library that hold text and names, beside its store: passages, and the last job's record."""
-    return [*library.glob(f"{INDEX_FOLDER}*/*"), *library.glob(f"{JOB_NAME}*")]
+    folders = [one for one in library.iterdir() if one.is_dir() and TEXT_FOLDER.fullmatch(one.name)]
+    own = [path for folder in folders for name in INDEX_FILES for path in folder.glob(f"{name}*")]
+    return [*own, *(library / name for name in (JOB_NAME, f"{JOB_NAME}.lock")), *library.glob(f"{JOB_NAME}.*.part")]
 
 
 def open_engine(

@@ -159,6 +159,7 @@ def _listen(options: ServeOptions) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((options.host, options.port))
+        listening.listen()  # others could bind to it too until then; who asks now waits until the model is there
     except OSError as error:
         listening.close()
         raise QCFuseError(f"cannot listen at {options.host}:{options.port}: {error.strerror or error}") from error

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
-from qcfuse_rag.errors import QCFuseError, StoreError
+from qcfuse_rag.errors import QCFuseError
 
 store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
 
@@ -50,16 +50,14 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
     """Try whether a store, and the remote behind it, can be read and written; exits with 1 if not."""
     from dataclasses import replace
 
-    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.cli.library import disk_folder, open_disk
     from qcfuse_rag.store.remote import open_remote
-    from qcfuse_rag.store.sources import Sources
+    from qcfuse_rag.store.sources import damage_of
 
     with open_disk(folder) as store:
         [found], far = store.health(), None
-        try:
-            Sources(store).close()
-        except StoreError as error:
-            found = replace(found, ok=False, problems=(*found.problems, str(error)))
+        if (damage := damage_of(disk_folder(folder))) is not None:
+            found = replace(found, ok=False, problems=(*found.problems, damage))
         notes, remote = list(store.notes), remote or store.settings.remote
         if remote:
             with open_remote(remote, seal=store.seal) as behind:
@@ -186,9 +184,12 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, its chunks from every tier unless others have them too."""
-    from qcfuse_rag.cli.library import forget_passages, open_manifest
+    from qcfuse_rag.cli.job import only_job
+    from qcfuse_rag.cli.library import disk_folder, forget_passages, open_manifest
 
-    with open_manifest(folder, tenant, remote) as (store, manifest):
+    # A job saves the passages that it began with.
+    alone = only_job(folder) if disk_folder(folder) != folder else nullcontext()
+    with alone, open_manifest(folder, tenant, remote) as (store, manifest):
         passages = forget_passages(folder, store, source)
         if not passages:
             _check_document(manifest, source)
@@ -258,8 +259,7 @@ def move(
     """Move entries to a remote store or back; all of them if none are named."""
     from qcfuse_rag.cli.library import open_disk
     from qcfuse_rag.store.control import move as carry
-    from qcfuse_rag.store.remote import lasting_url, open_remote
-    from qcfuse_rag.store.settings import settle
+    from qcfuse_rag.store.remote import open_remote
     from qcfuse_rag.store.sources import Sources
 
     if (to is None) == (back is None):
@@ -270,8 +270,6 @@ def move(
         here, there = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
             report = carry(here, there, chosen, keep=keep, progress=advance)
-        if to is not None and not store.settings.remote:  # what is there now is to be found, and forgotten, from here
-            settle(store.files, {"remote": lasting_url(to)}, store.seal)
     _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be")
 
 

@@ -64,6 +64,7 @@ class WarmOptions:
     workers: int = 2
     cpus_per_worker: float = 1.0
     gpus_per_worker: float = 0.0
+    allow_empty: bool = False
 
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
@@ -284,8 +285,9 @@ def _check_paths(options: WarmOptions, library: Path) -> None:
 
     if options.reader != FILES:
         reader_named(options.reader)
-    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not library.is_dir():
-        raise QCFuseError(f"no text files in {', '.join(options.paths)}")
+    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not options.allow_empty:
+        hint = "; if all were deleted, --allow-empty forgets them" if library.is_dir() else ""
+        raise QCFuseError(f"no text files in {', '.join(options.paths)}{hint}")
 
 
 def _open(library: Path, options: WarmOptions) -> KVStore:

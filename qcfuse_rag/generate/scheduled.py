@@ -59,7 +59,8 @@ class ScheduledAnswer(Iterator[str]):
 
     def interrupt(self, error: Exception) -> None:
         """End the answer like `cancel` where its reader has not asked for that; an answer that is not whole fails."""
-        self._interruption = error
+        if not self._cancelled.is_set():
+            self._interruption = error
         self._cancelled.set()
 
     def result(self, timeout: float | None = None) -> Generation:

@@ -130,7 +130,10 @@ class PromptBuilder:
         said = str(history)
         number = next(n for n in count() if f"[[qcfuse:{n}:" not in said)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
-        rendered = self.render(self._messages(markers["question"], markers["context"], history), tools)
+        # The wording of the prompt is the developer's, and special tokens in it are meant.
+        spelling = Spelling(self._special, map(_as_mapping, history), tools)
+        asked = self._messages(markers["question"], markers["context"], spelling.turns)
+        rendered = spelling.read(self._render(list(map(_as_mapping, asked)), tools))
         places = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -157,7 +160,7 @@ class PromptBuilder:
         Raises:
             InvalidTemplate: if the chat template does not take these messages, or shows no tools and there are some.
         """
-        spelling = Spelling(self._special, (_as_mapping(turn) for turn in messages))
+        spelling = Spelling(self._special, map(_as_mapping, messages), tools)
         return spelling.read(self._render(spelling.turns, tools))
 
     def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:

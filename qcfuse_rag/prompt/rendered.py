@@ -11,11 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PRIVATE_USE = range(0xE000, 0xF8FF)
-"""Characters that mean nothing, one of which marks what a message spells while the template is at work."""
+from qcfuse_rag.errors import InvalidTemplate
 
-FIXED = ("role", "type")
-"""What a message is, which templates compare; the rest it says."""
+RARE = (range(0x13000, 0x13430), range(0x20000, 0x2A6E0))
+"""Hieroglyphs and rare Chinese characters, one of which marks what a message spells while the template is at work.
+
+They are printable: a template that prints a list or a dictionary writes them as they are.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +55,32 @@ class Spelling:
     Args:
         special: the special tokens.
         turns: the messages.
+        others: what else the template writes, such as tools.
+
+    Raises:
+        InvalidTemplate: if a role spells one, or there is no character to mark with.
     """
 
-    def __init__(self, special: Iterable[str], turns: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, special: Iterable[str], turns: Iterable[Mapping[str, Any]], others: object = ()) -> None:
         self._turns = list(turns)
-        said = "\0".join(_strings(self._turns))
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         self._spelt = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        said = "\0".join(_strings(self._turns))
         self._found = self._spelt is not None and self._spelt.search(said) is not None
-        self._mark = next(mark for mark in map(chr, PRIVATE_USE) if mark not in said)
+        self._mark = ""
+        if self._found and self._spelt is not None:
+            said += "\0".join(_strings(others))
+            self._mark = next((chr(one) for some in RARE for one in some if chr(one) not in said), "")
+            roles = [str(turn["role"]) for turn in self._turns]
+            if not self._mark or any(map(self._spelt.search, roles)):
+                raise InvalidTemplate(f"special tokens in messages that cannot be told apart, of roles {set(roles)}")
 
     @property
     def turns(self) -> list[Mapping[str, Any]]:
         """The messages, marked where they spell something."""
         if not self._found:
             return self._turns
-        return [self._marked(turn) for turn in self._turns]
+        return [{name: self._part(name, value) for name, value in turn.items()} for turn in self._turns]
 
     def read(self, rendered: str) -> Rendered:
         """Take the marks out of what the template made of them."""
@@ -83,12 +95,25 @@ class Spelling:
             text += kept
         return Rendered(text, tuple(spelt))
 
+    def _part(self, name: str, value: Any) -> Any:
+        """Mark one part of a message; what kind of part it is, templates compare."""
+        if name == "role":
+            return value
+        if isinstance(value, list | tuple):
+            return [
+                {inner: said if inner == "type" else self._marked(said) for inner, said in one.items()}
+                if isinstance(one, Mapping)
+                else self._marked(one)
+                for one in value
+            ]
+        return self._marked(value)
+
     def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
             assert self._spelt is not None
             return self._spelt.sub(lambda found: f"{self._mark}{found[0]}{self._mark}", value)
         if isinstance(value, Mapping):
-            return {name: inner if name in FIXED else self._marked(inner) for name, inner in value.items()}
+            return {self._marked(name): self._marked(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self._marked(inner) for inner in value]
         return value
@@ -98,6 +123,6 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for inner in value.values() for text in _strings(inner))
+        yield from (text for pair in value.items() for inner in pair for text in _strings(inner))
     elif isinstance(value, list | tuple):
         yield from (text for inner in value for text in _strings(inner))

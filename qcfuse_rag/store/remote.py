@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.blobs import Blobs
@@ -22,6 +22,8 @@ from qcfuse_rag.store.seal import Seal
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
+SECRET = re.compile("password|secret|token|key|sig", re.IGNORECASE)
+"""In the names of a URL's parameters."""
 Answer = TypeVar("Answer")
 
 
@@ -243,10 +245,13 @@ def lasting_url(url: str) -> str:
     """Return a URL as it may be written down for use from elsewhere: without its password, a folder's path whole."""
     if url and "://" not in url:
         return str(Path(url).expanduser().absolute())
-    parts = urlsplit(url)
-    user, host = (parts.username or ""), parts.netloc.rpartition("@")[2]
-    query = urlencode([(name, value) for name, value in parse_qsl(parts.query) if name != "password"])
-    return urlunsplit(parts._replace(netloc=f"{user}@{host}" if user else host, query=query))
+    scheme, rest = url.split("://", 1) if url else ("", "")
+    host, slash, path = rest.partition("/")
+    user, at, machine = host.rpartition("@")
+    kept = f"{user.partition(':')[0]}@{machine}".removeprefix("@") if at else host
+    place, _, query = f"{kept}{slash}{path}".partition("?")
+    safe = "&".join(one for one in query.split("&") if one and not SECRET.search(one.partition("=")[0]))
+    return f"{scheme}://{place}{'?' * bool(safe)}{safe}" if url else ""
 
 
 def _name(key: ChunkKey | str) -> str:

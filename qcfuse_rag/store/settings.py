@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,8 @@ def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> Store
     start = kept or StoreSettings(secret=proof)
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
-        try_writing(lambda: files.write_json(path, asdict(settings)))
+        written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
+        try_writing(lambda: files.write_json(path, written))
     return settings
 
 
@@ -96,8 +97,10 @@ def kept_settings(folder: Path) -> StoreSettings | None:
     """
     path = folder / "store.json"
     try:
-        return StoreSettings(**json.loads(path.read_text("utf-8")))
+        found = json.loads(path.read_text("utf-8"))
+        known = {one.name for one in fields(StoreSettings)}
+        return StoreSettings(**{name: value for name, value in found.items() if name in known})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise StoreError(f"cannot read {path} ({error}); remove it and give the store's settings again") from error

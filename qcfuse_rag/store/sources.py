@@ -29,7 +29,11 @@ CREATE TABLE IF NOT EXISTS derived (
     address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
+CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY AUTOINCREMENT, address TEXT);
 """
+
+REMEMBERED = 100_000
+"""Removed addresses that are kept for processes which hold their chunks in memory."""
 
 HAS = """
 INSERT OR REPLACE INTO chunks SELECT ?1, ?2, ?3, ?4 WHERE NOT EXISTS (
@@ -198,11 +202,24 @@ class Sources:
                 # A remote that is away is not one without the entry: that stays noted.
                 left = None if wanted else self._store.open(address)
                 gone = isinstance(left, Miss) and left.reason in ("absent", "expired")
+                if gone:
+                    database.execute("INSERT INTO gone (address) VALUES (?)", (address,))
+                    database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (REMEMBERED,))
                 if wanted or gone:
                     database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
                 if gone:
                     database.execute("DELETE FROM derived WHERE address = ?", (address,))
         return removed
+
+    def gone_since(self, number: int | None) -> tuple[int, list[str]]:
+        """Return a number to ask with again, and the addresses removed for good since the last one; None asks for it.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        [(last,)] = self.read("SELECT coalesce(max(number), 0) FROM gone")
+        since = last if number is None else number
+        return last, [row[0] for row in self.read("SELECT address FROM gone WHERE number > ?", since)]
 
     @property
     def inherited(self) -> bool:
@@ -314,23 +331,29 @@ class Sources:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
 
 
-def put_aside(folder: Path) -> Path | None:
-    """Put a manifest aside that cannot be read, so that the next one to open it makes it anew; return where it is.
-
-    What documents have which chunks is learnt again when they are warmed; until then they cannot be forgotten by name.
-    """
+def damage_of(folder: Path) -> str | None:
+    """Return what is wrong with a store's manifest; None if nothing is, or there is none."""
     place = folder / "sources.db"
     if not place.exists():
         return None
     try:
         with closing(sqlite3.connect(place)) as database:
             [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
-        if found == "ok":
-            return None
-    except sqlite3.OperationalError:  # busy, or not to be opened: nothing that would be mended so
+    except sqlite3.OperationalError:  # busy, or not to be opened: nothing that would be mended
         return None
-    except sqlite3.DatabaseError:
-        pass
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    return None if found == "ok" else f"{place}: {found}; `qcfuse store rebuild` puts it aside, warm again then"
+
+
+def put_aside(folder: Path) -> Path | None:
+    """Put a damaged manifest aside, so that the next one to open it makes it anew; return where it is.
+
+    What documents have which chunks is learnt again when they are warmed; until then they cannot be forgotten by name.
+    """
+    if damage_of(folder) is None:
+        return None
+    place = folder / "sources.db"
     aside = place.with_name(f"{place.name}.damaged")
     place.replace(aside)
     for ending in ("-wal", "-shm"):
@@ -345,8 +368,8 @@ def _write_ahead(database: sqlite3.Connection) -> None:
         try:
             database.execute("PRAGMA journal_mode = WAL")
             return
-        except sqlite3.OperationalError:
-            if time.monotonic() > until:
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > until:
                 raise
             time.sleep(0.01)
 

@@ -101,9 +101,9 @@ class TenantStore(KVStore):
         """Let a step go by, for all tenants."""
         self.store.advance()
 
-    def drop_removed(self) -> None:
+    def drop_removed(self, addresses: Iterable[str]) -> None:
         """Let go of what was removed behind the store's back."""
-        self.store.drop_removed()
+        self.store.drop_removed(addresses)
 
     def flush(self) -> None:
         """Wait until everything put is where it is to stay."""

@@ -173,15 +173,13 @@ class TieredStore(KVStore):
         """Let a step go by."""
         self.near.advance()
 
-    def drop_removed(self) -> None:
+    def drop_removed(self, addresses: Iterable[str]) -> None:
         """Drop from the near tier what the one behind it has no more; a remote is not asked."""
-        behind = self.far.tiers[0]
-        if behind.folder is not None:
-            waiting = {address for address, _ in self._behind.entries()} if self._behind is not None else set()
-            for entry in list(self.near.entries()):
-                if entry.address not in waiting and entry.address not in behind:
-                    self.near.discard(entry.address)
-        self.far.drop_removed()
+        gone, behind = list(addresses), self.far.tiers[0]
+        for address in gone:
+            if behind.folder is not None and address not in behind:  # else it was warmed again meanwhile
+                self.near.discard(address)
+        self.far.drop_removed(gone)
 
     def flush(self) -> None:
         """Wait until everything put is in the far tier."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def test_what_a_remote_that_is_away_still_has_is_removed_once_it_is_back(
     run: Run, folder: Path, tmp_path: Path
 ) -> None:
     bucket, away = tmp_path / "bucket", tmp_path / "away"
-    assert run.json("store", "move", folder, "--to", f"file://{bucket}", "--keep")["done"] == 4
+    with open_store(folder, remote=f"file://{bucket}") as store:
+        for number in range(4):
+            store.put(example_key(number), example_chunk(number))
     bucket.rename(away)
     bucket.write_text("not a folder")
     assert not json.loads(run("store", "health", folder, "--json")[1])["ok"]
@@ -119,10 +122,12 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     index.save(library / "passages")
     (library / "warm.json").write_text("{}")
     (library / "mine.txt").write_text("mine")
+    (library / "passages_of_mine").mkdir()
+    (library / "passages_of_mine" / "passages.jsonl").write_text("mine")
     assert run.json("store", "forget", library, "boats")["passages"] == 1
     assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
     run.json("store", "wipe", library, "--yes")
-    assert [path.name for path in library.rglob("*") if path.is_file()] == ["mine.txt"]
+    assert {path.name for path in library.rglob("*") if path.is_file()} == {"mine.txt", "passages.jsonl"}
 
 
 def test_tenants_are_looked_after_one_by_one(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,15 +170,20 @@ def test_rebuild(run: Run, folder: Path) -> None:
     assert run.json("store", "rebuild", folder)["entries"] == 4
 
 
-def test_a_damaged_manifest_is_told_of_and_put_aside(run: Run, folder: Path) -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["from its first byte", "behind its first page"])
+def test_a_damaged_manifest_is_told_of_and_put_aside(run: Run, folder: Path, later: bool) -> None:
     with DiskStore(folder, limit_bytes=1 << 20):
         pass
     assert run.json("store", "rebuild", folder)["manifest_aside"] is None
-    (folder / "sources.db").write_bytes(b"noise" * 999)
+    with closing(sqlite3.connect(folder / "sources.db")) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = (folder / "sources.db").read_bytes()
+    damaged = whole[:4096] + bytes(reversed(whole[4096:])) if later else b"noise" * 999
+    (folder / "sources.db").write_bytes(damaged)
     code, out, _ = run("store", "health", folder, "--json")
     assert (code, "qcfuse store rebuild" in json.loads(out)["problems"][0]) == (1, True)
     aside = run.json("store", "rebuild", folder)["manifest_aside"]
-    assert Path(aside).read_bytes() == b"noise" * 999, "for someone to look at"
+    assert Path(aside).read_bytes() == damaged, "for someone to look at"
     assert run.json("store", "health", folder)["ok"]
     assert run.json("store", "sources", folder)["sources"] == {}
     with DiskStore(folder) as store:

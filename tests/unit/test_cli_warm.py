@@ -87,7 +87,9 @@ def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     assert sorted(run.json("store", "sources", store)["sources"]) == [str(path) for path in others]
     for path in documents.iterdir():
         path.unlink()
-    assert run.json("warm", "run", *options)["documents"] == 0
+    code, _, err = run("warm", "run", *options)
+    assert (code, "if all were deleted, --allow-empty forgets them" in err) == (1, True), "or is it not mounted?"
+    assert run.json("warm", "run", *options, "--allow-empty")["documents"] == 0
     assert run.json("store", "sources", store)["sources"] == {}
     assert PassageIndex.load(store / "passages").passages == []
 

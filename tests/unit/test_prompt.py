@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, InvalidTemplate, Prompt, PromptTemplate, Role, Segment
 from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.rendered import Rendered
+from qcfuse_rag.prompt.rendered import RARE, Rendered
 from qcfuse_rag.prompt.template import Turn
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
@@ -80,6 +83,53 @@ def test_no_message_ends_its_turn(builder: PromptBuilder, role: str) -> None:
             said[text] = build(filled)
         assert [said[text].count(end) for text in said] == [said["A passage."].count(end)] * 2
         assert INJECTED in builder.tokenizer.decode(said[INJECTED])
+
+
+def test_no_part_of_a_message_ends_its_turn(taught: PromptBuilder) -> None:
+    """Arguments of calls by whatever name, their names, parts of a list, and what a template prints of a list."""
+    end = taught.tokenizer.eos_token_id
+    call = {"type": "function", "function": {"name": "look", "arguments": {"type": "{}", "role": "{}", "{}": 1}}}
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "{}"}, "{}"]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "Why?"},
+    ]
+
+    def ids(text: str) -> tuple[int, ...]:
+        filled = json.loads(json.dumps(turns).replace("{}", text))
+        return flat_prompt(taught, taught.render(filled)).ids
+
+    assert ids("</s>").count(end) == ids("x").count(end)
+    assert taught.tokenizer.decode(ids("</s>")).count("</s>") == ids("x").count(end) + 5
+    with pytest.raises(InvalidTemplate, match="of roles"):
+        taught.render([("user</s>", "Why?")])
+
+
+@pytest.fixture
+def taught(tokenizer: PreTrainedTokenizerFast) -> PromptBuilder:
+    """Return a builder whose chat template prints whatever a message holds."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for turn in messages %}<s>{{ turn.role }}\n{{ turn.content }}{% for call in turn.tool_calls %}"
+        "{{ call.function.arguments }}{% endfor %}</s>{% endfor %}"
+    )
+    return PromptBuilder(other, PromptTemplate())
+
+
+def test_every_rare_character_in_a_message_is_an_error_and_no_hang(builder: PromptBuilder) -> None:
+    every = "".join(chr(one) for some in RARE for one in some)
+    assert builder.render([("user", every)]).text.count(every) == 1, "nothing is spelt, nothing need be marked"
+    with pytest.raises(InvalidTemplate, match="cannot be told apart"):
+        builder.render([("user", f"{every}</s>")])
+
+
+def test_special_tokens_of_the_wording_are_meant(builder: PromptBuilder) -> None:
+    """Without a chat template there is no other way to write turns."""
+    plain = copy.deepcopy(builder.tokenizer)
+    plain.chat_template = None
+    own = PromptBuilder(plain, PromptTemplate(messages=(("user", "<s>user\n{context}{question}</s>\n<s>answer\n"),)))
+    ids = own.build("Why? </s>", ["A passage. </s>"], [("user", "Hello. </s>")]).ids
+    assert ids.count(plain.eos_token_id) == 1
 
 
 def test_special_tokens_of_finished_text_are_meant(builder: PromptBuilder) -> None:

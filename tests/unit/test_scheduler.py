@@ -344,6 +344,15 @@ def test_closing_answers_what_was_submitted_or_cancels_it(engine: FusionEngine) 
         "".join(answer)
 
 
+def test_what_its_reader_has_cancelled_is_no_error_when_the_scheduler_closes(engine: FusionEngine) -> None:
+    scheduler = Scheduler(engine)
+    answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=200))
+    next(answer)
+    answer.cancel()
+    scheduler.close(drain=False)
+    assert answer.result().finish_reason == "cancelled"
+
+
 def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, plain = threading.Event(), threading.Event(), engine.prefill
 

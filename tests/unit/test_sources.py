@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, StoreError, TieredStore
+from qcfuse_rag.store import sources as sources_module
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.store.tenant import TenantStore
@@ -84,6 +88,24 @@ def test_what_is_said_again_is_no_change(store: DiskStore, sources: Sources, own
     other.add("b.md", said[:1])
     assert sources.version != before
     other.close()
+
+
+def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others who open the file are waited for; a folder that cannot be written will not change."""
+    begun = time.monotonic()
+    Sources(store).close()
+    monkeypatch.setattr("qcfuse_rag.store.sources.sqlite3.connect", unwritable)
+    with pytest.raises(StoreError, match="readonly"):
+        Sources(store)
+    assert time.monotonic() - begun < sources_module.OPENING_S / 2
+
+
+def unwritable(*_: object, **__: object) -> Any:
+    class Connection:
+        def execute(self, statement: str) -> None:
+            raise sqlite3.OperationalError("attempt to write a readonly database")
+
+    return Connection()
 
 
 def test_a_passage_named_twice_is_one(store: DiskStore, sources: Sources) -> None:

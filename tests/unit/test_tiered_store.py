@@ -237,6 +237,10 @@ def test_a_folder_knows_the_remote_behind_it_but_not_its_password(
         ("bucket", str(tmp_path / "bucket")),
         ("redis://me:secret@host:1/0?password=secret&protocol=3", "redis://me@host:1/0?protocol=3"),
         ("s3://bucket/kv", "s3://bucket/kv"),
+        ("unix:///tmp/redis.sock?db=0&ssl_password=x", "unix:///tmp/redis.sock?db=0"),
+        ("rediss://:secret@host/0", "rediss://host/0"),
+        ("memory:///x", "memory:///x"),
+        ("https://host/kv?sas_token=abc", "https://host/kv"),
     ):
         with DiskStore(tmp_path / "kv", remote=given) as disk:
             assert disk.settings.remote == kept

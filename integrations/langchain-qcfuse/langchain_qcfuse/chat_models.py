@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -122,7 +123,7 @@ class ChatQCFuse(BaseChatModel):
             self.served = self._to_be_loaded()
 
     def _to_be_loaded(self) -> ServedEngine:
-        return ServedEngine(self._load, loaded_by=self._loaded_by)
+        return ServedEngine(partial(_load, **self._loaded_by), loaded_by=self._loaded_by)
 
     @property
     def _loaded_by(self) -> dict[str, Any]:
@@ -138,16 +139,6 @@ class ChatQCFuse(BaseChatModel):
         if self.served is None or not self.served.still(self._loaded_by):
             self.served = self._to_be_loaded()
         return self.served
-
-    def _load(self) -> FusionEngine:
-        return FusionEngine.load(
-            self.model_name,
-            store=self.store,
-            template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
-            method=choose_method(self.method, ratio=self.ratio, base=self.base),
-            device=self.device,
-            dtype=self.dtype,
-        )
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> ChatQCFuse:
@@ -355,7 +346,7 @@ class ChatQCFuse(BaseChatModel):
             temperature=_or(kwargs.get("temperature"), self.temperature),
             top_p=_or(kwargs.get("top_p"), self.top_p),
             stop=(ends,) if isinstance(ends, str) else tuple(ends),
-            seed=kwargs.get("seed", self.seed),
+            seed=_or(kwargs.get("seed"), self.seed),
         )
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")
@@ -392,6 +383,26 @@ class ChatQCFuse(BaseChatModel):
             "finish_reason": generation.finish_reason,
             "fusion": generation.report.to_dict(),
         }
+
+
+def _load(
+    model_name: str,
+    store: str | None,
+    method: str | None,
+    ratio: float | None,
+    base: str | None,
+    rag_messages: Sequence[tuple[str, str]] | None,
+    device: str | None,
+    dtype: str | None,
+) -> FusionEngine:
+    return FusionEngine.load(
+        model_name,
+        store=store,
+        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
+        method=choose_method(method, ratio=ratio, base=base),
+        device=device,
+        dtype=dtype,
+    )
 
 
 def _or(value: Any, usual: Any) -> Any:

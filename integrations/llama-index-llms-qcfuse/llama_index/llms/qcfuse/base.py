@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -111,7 +112,7 @@ class QCFuseLLM(CustomLLM):
         return not self._served.given and self.store is not None
 
     def _to_be_loaded(self) -> ServedEngine:
-        return ServedEngine(self._load, loaded_by=self._loaded_by)
+        return ServedEngine(partial(_load, **self._loaded_by), loaded_by=self._loaded_by)
 
     @property
     def _loaded_by(self) -> dict[str, Any]:
@@ -127,16 +128,6 @@ class QCFuseLLM(CustomLLM):
         if not self._served.still(self._loaded_by):
             self._served = self._to_be_loaded()
         return self._served
-
-    def _load(self) -> FusionEngine:
-        return FusionEngine.load(
-            self.model,
-            store=self.store,
-            template=PromptTemplate(messages=tuple(self.rag_messages)) if self.rag_messages else None,
-            method=choose_method(self.method, ratio=self.ratio, base=self.base),
-            device=self.device,
-            dtype=self.dtype,
-        )
 
     @classmethod
     def class_name(cls) -> str:
@@ -368,6 +359,26 @@ class QCFuseLLM(CustomLLM):
             raw=completion.raw,
             additional_kwargs=completion.additional_kwargs,
         )
+
+
+def _load(
+    model: str,
+    store: str | None,
+    method: str | None,
+    ratio: float | None,
+    base: str | None,
+    rag_messages: Sequence[tuple[str, str]] | None,
+    device: str | None,
+    dtype: str | None,
+) -> FusionEngine:
+    return FusionEngine.load(
+        model,
+        store=store,
+        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
+        method=choose_method(method, ratio=ratio, base=base),
+        device=device,
+        dtype=dtype,
+    )
 
 
 def follow(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
