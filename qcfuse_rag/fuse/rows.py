@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 ROWS_PER_BLOCK = 128
-HOST_ROWS_PER_BLOCK = 64
-"""On a CPU, where attention of fewer rows is no slower for each, and looks at fewer keys behind them in vain."""
 KEPT_MASK_BYTES = 4 << 20
 
 
@@ -167,9 +165,9 @@ def split_rows(
     listed = (rows if rows_on_host is None else rows_on_host).tolist()
     keys = range(length) if visible is None else (visible if visible_on_host is None else visible_on_host).tolist()
     positions = torch.arange(length, device=rows.device) if visible is None else visible
-    blocks, size = [], HOST_ROWS_PER_BLOCK if rows.device.type == "cpu" else ROWS_PER_BLOCK
-    for start in range(0, len(listed), size):
-        stop = min(start + size, len(listed))
+    blocks = []
+    for start in range(0, len(listed), ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, len(listed))
         first_row, last_row = listed[start], listed[stop - 1]
         last_key = bisect_right(keys, last_row)
         first_key = 0 if window is None else bisect_right(keys, first_row - window)

@@ -46,7 +46,7 @@ def test_blocks_show_every_row_exactly_what_it_may_see(
 ) -> None:
     rows, length, visible, window = plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows_module, "HOST_ROWS_PER_BLOCK", size)
+        patch.setattr(rows_module, "ROWS_PER_BLOCK", size)
         blocks = split_rows(rows, length, visible, window)
     positions = torch.arange(length) if visible is None else visible
     found = torch.zeros(len(rows), length, dtype=torch.bool)
