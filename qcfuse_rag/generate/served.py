@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from qcfuse_rag.engine import FusionEngine
@@ -15,7 +15,9 @@ from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
+from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.prompt.template import PromptTemplate
 
 AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 """What to ask, once the engine is there to build it."""
@@ -158,6 +160,39 @@ class ServedEngine:
             scheduler.close(drain=False)
         if engine is not None:
             engine.close()
+
+
+def load_engine(
+    *,
+    model: str,
+    store: str | None,
+    method: str | None,
+    ratio: float | None,
+    base: str | None,
+    rag_messages: Sequence[tuple[str, str]] | None,
+    device: str | None,
+    dtype: str | None,
+) -> FusionEngine:
+    """Load an engine by the settings that frameworks' objects have; see `FusionEngine.load` and `choose_method`.
+
+    Args:
+        model: Hugging Face id, local folder or GGUF file.
+        store: folder; None keeps passages in memory.
+        method: what to reuse and recompute; None is the library's default.
+        ratio: share of reused tokens to recompute; None is the method's own.
+        base: how passages are stored; None is as the method reads.
+        rag_messages: wording of the prompt; None is the library's.
+        device: such as `cpu`; None is a GPU if there is one.
+        dtype: such as `bfloat16`.
+    """
+    return FusionEngine.load(
+        model,
+        store=store,
+        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
+        method=choose_method(method, ratio=ratio, base=base),
+        device=device,
+        dtype=dtype,
+    )
 
 
 def _without_engine(given: bool) -> ServedEngine:

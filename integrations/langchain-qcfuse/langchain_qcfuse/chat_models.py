@@ -27,13 +27,12 @@ from qcfuse_rag import (
     Generation,
     InvalidTemplate,
     Prompt,
-    PromptTemplate,
     Rendered,
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
     WarmSummary,
-    choose_method,
+    load_engine,
     warn_caller,
     warn_unused,
 )
@@ -123,7 +122,8 @@ class ChatQCFuse(BaseChatModel):
             self.served = self._to_be_loaded()
 
     def _to_be_loaded(self) -> ServedEngine:
-        return ServedEngine(partial(_load, **self._loaded_by), loaded_by=self._loaded_by)
+        given = {name: value for name, value in self._loaded_by.items() if name != "model_name"}
+        return ServedEngine(partial(load_engine, model=self.model_name, **given), loaded_by=self._loaded_by)
 
     @property
     def _loaded_by(self) -> dict[str, Any]:
@@ -383,26 +383,6 @@ class ChatQCFuse(BaseChatModel):
             "finish_reason": generation.finish_reason,
             "fusion": generation.report.to_dict(),
         }
-
-
-def _load(
-    model_name: str,
-    store: str | None,
-    method: str | None,
-    ratio: float | None,
-    base: str | None,
-    rag_messages: Sequence[tuple[str, str]] | None,
-    device: str | None,
-    dtype: str | None,
-) -> FusionEngine:
-    return FusionEngine.load(
-        model_name,
-        store=store,
-        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
-        method=choose_method(method, ratio=ratio, base=base),
-        device=device,
-        dtype=dtype,
-    )
 
 
 def _or(value: Any, usual: Any) -> Any:

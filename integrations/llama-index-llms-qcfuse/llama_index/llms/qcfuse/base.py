@@ -34,11 +34,10 @@ from qcfuse_rag import (
     FusionEngine,
     Generation,
     Prompt,
-    PromptTemplate,
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
-    choose_method,
+    load_engine,
     warn_unused,
 )
 
@@ -112,7 +111,7 @@ class QCFuseLLM(CustomLLM):
         return not self._served.given and self.store is not None
 
     def _to_be_loaded(self) -> ServedEngine:
-        return ServedEngine(partial(_load, **self._loaded_by), loaded_by=self._loaded_by)
+        return ServedEngine(partial(load_engine, **self._loaded_by), loaded_by=self._loaded_by)
 
     @property
     def _loaded_by(self) -> dict[str, Any]:
@@ -359,26 +358,6 @@ class QCFuseLLM(CustomLLM):
             raw=completion.raw,
             additional_kwargs=completion.additional_kwargs,
         )
-
-
-def _load(
-    model: str,
-    store: str | None,
-    method: str | None,
-    ratio: float | None,
-    base: str | None,
-    rag_messages: Sequence[tuple[str, str]] | None,
-    device: str | None,
-    dtype: str | None,
-) -> FusionEngine:
-    return FusionEngine.load(
-        model,
-        store=store,
-        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
-        method=choose_method(method, ratio=ratio, base=base),
-        device=device,
-        dtype=dtype,
-    )
 
 
 def follow(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:
