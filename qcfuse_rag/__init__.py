@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.generate.sampling import SamplingParams
     from qcfuse_rag.generate.scheduled import ScheduledAnswer
     from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, load_engine
+    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
     from qcfuse_rag.generate.unused import warn_caller, warn_not_stored, warn_unused
     from qcfuse_rag.generate.verify import VerifiedGeneration
     from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
@@ -146,7 +146,6 @@ __all__ = [
     "WarmPlan",
     "WarmSummary",
     "choose_method",
-    "load_engine",
     "make_method",
     "open_store",
     "profile_layers",
@@ -211,7 +210,6 @@ _HOMES = {
     "Seal": "qcfuse_rag.store.seal",
     "Segment": "qcfuse_rag.prompt.segments",
     "ServedEngine": "qcfuse_rag.generate.served",
-    "load_engine": "qcfuse_rag.generate.served",
     "Sources": "qcfuse_rag.store.sources",
     "StoreError": "qcfuse_rag.errors",
     "StoreStats": "qcfuse_rag.store.contract",

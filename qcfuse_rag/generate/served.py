@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import MisplacedSetting, QCFuseError
@@ -83,6 +84,11 @@ class ServedEngine:
         served.given = True
         return served
 
+    @classmethod
+    def loading(cls, settings: Mapping[str, Any]) -> ServedEngine:
+        """Serve an engine that is loaded by these settings when it is first needed, see `load_engine`."""
+        return cls(partial(load_engine, **settings), loaded_by=settings)
+
     @property
     def engine(self) -> FusionEngine:
         """The engine; the model is loaded on first use."""
@@ -101,8 +107,8 @@ class ServedEngine:
                 self._let_go = weakref.finalize(self, self._scheduler.close, drain=False, wait=False).detach
             return self._scheduler
 
-    def still(self, settings: Mapping[str, object]) -> bool:
-        """Return whether the engine is, or will be, what these settings ask for.
+    def fitting(self, settings: Mapping[str, Any]) -> ServedEngine:
+        """Return this if its engine is, or will be, what these settings ask for, else another one.
 
         Raises:
             MisplacedSetting: if it is not and is there already: the change would have no effect.
@@ -112,7 +118,7 @@ class ServedEngine:
             raise MisplacedSetting(
                 f"{', '.join(changed)} changed after the engine was there, which stays as it is; make another one"
             )
-        return not changed
+        return ServedEngine.loading(settings) if changed else self
 
     def ask(self, request: AnswerRequest) -> ScheduledAnswer:
         """Queue a question; returns at once, but for loading the model the first time.

@@ -217,9 +217,11 @@ class Sources:
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        [(last,)] = self.read("SELECT coalesce(max(number), 0) FROM gone")
-        since = last if number is None else number
-        return last, [row[0] for row in self.read("SELECT address FROM gone WHERE number > ?", since)]
+        if number is None:
+            [(last,)] = self.read("SELECT coalesce(max(number), 0) FROM gone")
+            return last, []
+        rows = self.read("SELECT number, address FROM gone WHERE number > ? ORDER BY number", number)
+        return rows[-1][0] if rows else number, [address for _, address in rows]
 
     @property
     def inherited(self) -> bool:

@@ -82,12 +82,12 @@ def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageMod
 
 def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
     served = ServedEngine(lambda: engine, loaded_by={"method": None, "ratio": 0.1})
-    assert served.still({"method": None, "ratio": 0.1})
-    assert not served.still({"method": "full", "ratio": 0.1}), "then another one is to be made"
+    assert served.fitting({"method": None, "ratio": 0.1}) is served
+    assert served.fitting({"method": "full", "ratio": 0.1}).loaded_by == {"method": "full", "ratio": 0.1}, "another one"
     assert served.engine is engine
-    assert served.still({"method": None, "ratio": 0.1})
+    assert served.fitting({"method": None, "ratio": 0.1}) is served
     with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was there"):
-        served.still({"method": "full", "ratio": 0.2})
+        served.fitting({"method": "full", "ratio": 0.2})
 
 
 @pytest.mark.parametrize("warmed", [False, True])

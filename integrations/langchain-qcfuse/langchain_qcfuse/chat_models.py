@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -32,7 +31,6 @@ from qcfuse_rag import (
     ScheduledAnswer,
     ServedEngine,
     WarmSummary,
-    load_engine,
     warn_caller,
     warn_unused,
 )
@@ -113,21 +111,17 @@ class ChatQCFuse(BaseChatModel):
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
         super().model_post_init(context)
-        self.served = self.served or self._to_be_loaded()
+        self.served = self.served or ServedEngine.loading(self._loaded_by)
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Load the model again, by name, in the process that unpickles; an engine that was given is not there."""
         super().__setstate__(state)
         if self.served is None or not self.served.given:
-            self.served = self._to_be_loaded()
-
-    def _to_be_loaded(self) -> ServedEngine:
-        given = {name: value for name, value in self._loaded_by.items() if name != "model_name"}
-        return ServedEngine(partial(load_engine, model=self.model_name, **given), loaded_by=self._loaded_by)
+            self.served = ServedEngine.loading(self._loaded_by)
 
     @property
     def _loaded_by(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in LOAD_SETTINGS}
+        return {name.removesuffix("_name"): getattr(self, name) for name in LOAD_SETTINGS}
 
     @property
     def _serving(self) -> ServedEngine:
@@ -136,8 +130,8 @@ class ChatQCFuse(BaseChatModel):
         Raises:
             MisplacedSetting: if what the engine was loaded by has been changed since, in this or in a copy.
         """
-        if self.served is None or not self.served.still(self._loaded_by):
-            self.served = self._to_be_loaded()
+        settings = self._loaded_by
+        self.served = self.served.fitting(settings) if self.served is not None else ServedEngine.loading(settings)
         return self.served
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,7 +36,6 @@ from qcfuse_rag import (
     SamplingParams,
     ScheduledAnswer,
     ServedEngine,
-    load_engine,
     warn_unused,
 )
 
@@ -93,7 +91,7 @@ class QCFuseLLM(CustomLLM):
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model when it is first needed."""
         super().model_post_init(context)
-        self._served = self._to_be_loaded()
+        self._served = ServedEngine.loading(self._loaded_by)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load the model again, by name, in the process that unpickles; an engine that was given is not there.
@@ -110,9 +108,6 @@ class QCFuseLLM(CustomLLM):
         """Whether another process can load the same engine over the same store."""
         return not self._served.given and self.store is not None
 
-    def _to_be_loaded(self) -> ServedEngine:
-        return ServedEngine(partial(load_engine, **self._loaded_by), loaded_by=self._loaded_by)
-
     @property
     def _loaded_by(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in LOAD_SETTINGS}
@@ -124,8 +119,7 @@ class QCFuseLLM(CustomLLM):
         Raises:
             MisplacedSetting: if what the engine was loaded by has been changed since, in this or in a copy.
         """
-        if not self._served.still(self._loaded_by):
-            self._served = self._to_be_loaded()
+        self._served = self._served.fitting(self._loaded_by)
         return self._served
 
     @classmethod
