@@ -64,11 +64,11 @@ class Spelling:
     def __init__(self, special: Iterable[str], turns: Iterable[Mapping[str, Any]], others: object = ()) -> None:
         self._turns = list(turns)
         longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._spelt = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        spelt = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         said = "\0".join(_strings(self._turns))
-        self._found = self._spelt is not None and self._spelt.search(said) is not None
+        self._spelt = spelt if spelt is not None and spelt.search(said) else None  # which is to say: nothing is spelt
         self._mark = ""
-        if self._found and self._spelt is not None:
+        if self._spelt is not None:
             said += "\0".join(_strings(others))
             self._mark = next((chr(one) for some in RARE for one in some if chr(one) not in said), "")
             roles = [str(turn["role"]) for turn in self._turns]
@@ -78,13 +78,13 @@ class Spelling:
     @property
     def turns(self) -> list[Mapping[str, Any]]:
         """The messages, marked where they spell something."""
-        if not self._found:
+        if self._spelt is None:
             return self._turns
         return [{name: self._part(name, value) for name, value in turn.items()} for turn in self._turns]
 
     def read(self, rendered: str) -> Rendered:
         """Take the marks out of what the template made of them."""
-        if not self._found or self._spelt is None:
+        if self._spelt is None:
             return Rendered(rendered)
         text, spelt = "", list[tuple[int, int]]()
         # A template may cut a message, and with it a mark from its pair.
