@@ -62,6 +62,18 @@ class Failing(AgainAndAgain):
         raise RuntimeError("called a synchronizing CUDA operation")
 
 
+class Breaking(AgainAndAgain):
+    """Ends half way, and leaves the device in doubt."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        self.asked += 1
+        self.broken = "it ended half way"
+        raise RuntimeError(self.broken)
+
+
 class Remembering(AgainAndAgain):
     """Records a step that depends on something that is not in its tensors: it never changes."""
 

@@ -54,12 +54,12 @@ def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Mo
     first: Sequence[nn.Module] = list(layers[:depth])
     if course is not None:
         first = [SteeredLayer(layer, index, course) for index, layer in enumerate(first)]
-    return _with_module(decoder, nn.ModuleList(first), instead=layers)
+    return with_module(decoder, nn.ModuleList(first), instead=layers)
 
 
 def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: Course) -> nn.Module:
     """Return a model whose decoder's layers a course runs."""
-    return _with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
+    return with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
 
 
 class KeptViews:
@@ -112,7 +112,7 @@ class _Given:
         return self._course.run(layer, inner, hidden, args, kwargs)
 
 
-def _with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
+def with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
     """Return a view of a module that shares its weights and has another module instead of one inside, however deep."""
     if module is instead:
         return new
@@ -120,5 +120,5 @@ def _with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn
     view._modules = dict(module._modules)
     for name, child in module._modules.items():
         if child is not None and any(one is instead for one in child.modules()):
-            view._modules[name] = _with_module(child, new, instead=instead)
+            view._modules[name] = with_module(child, new, instead=instead)
     return view

@@ -11,7 +11,7 @@ import logging
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.likeness import same
 from qcfuse_rag.fuse.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fuse.kernels.pointwise import Norm
 
 GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
@@ -46,15 +49,23 @@ class LeanNorm(StandIn):
         super().__init__(inner)
         self._eps, self._offset = eps, offset
 
+    @property
+    def norm(self) -> Norm:
+        """What is computed."""
+        from qcfuse_rag.fuse.kernels.pointwise import Norm
+
+        weight = self.inner.weight
+        assert isinstance(weight, Tensor)
+        return Norm(weight, self._eps, self._offset)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Normalise; what is more than hidden states of the weight's width, as the model does."""
         from qcfuse_rag.fuse.kernels.pointwise import normalized
 
-        weight = self.inner.weight
-        assert isinstance(weight, Tensor)
-        if kwargs or len(args) != 1 or args[0].shape[-1] != len(weight):
+        norm = self.norm
+        if kwargs or len(args) != 1 or args[0].shape[-1] != len(norm.weight):
             return self.inner(*args, **kwargs)
-        return normalized(args[0], weight, self._eps, self._offset)
+        return normalized(args[0], norm)
 
 
 class LeanGate(StandIn):
@@ -67,7 +78,7 @@ class LeanGate(StandIn):
 
     def __init__(self, inner: nn.Module, activation: str) -> None:
         super().__init__(inner)
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model's own does."""
@@ -76,7 +87,7 @@ class LeanGate(StandIn):
         if kwargs or len(args) != 1:
             return self.inner(*args, **kwargs)
         parts: Any = self.inner
-        return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self._activation))
+        return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
 
 
 def leanest_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
@@ -114,9 +125,8 @@ class _Leaning:
     def view(self, module: nn.Module) -> nn.Module:
         """Return a view of a module with everything inside replaced that can be; of the same one the same."""
         if module not in self._views:
-            # Who has put another function in its place, or hooks, knows this module only.
-            alone = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-            self._views[module] = module if alone else self._norm(module) or self._gate(module) or self._inside(module)
+            lean = None if changed(module) else self._norm(module) or self._gate(module) or self._inside(module)
+            self._views[module] = lean or module
         return self._views[module]
 
     def _inside(self, module: nn.Module) -> nn.Module:
@@ -124,13 +134,8 @@ class _Leaning:
         forward = self._forward(module)
         if forward is None and all(parts[name] is child for name, child in module._modules.items()):
             return module
-        view = copy.copy(module)
-        view._modules = parts
-        if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
-            own = type(module)
-            view.__class__ = type(f"Lean{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
-            self.spared["rotations"] += 1
-        return view
+        self.spared["rotations"] += forward is not None
+        return view_of(module, parts, forward)
 
     def _norm(self, module: nn.Module) -> nn.Module | None:
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -177,10 +182,7 @@ class _Leaning:
         rotation = self._rotations[own]
         if rotation is None:
             return None
-        seen = {**forward.__globals__, ROTATION: rotation}
-        other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
-        other.__kwdefaults__ = forward.__kwdefaults__
-        return other
+        return seeing(forward, **{ROTATION: rotation})
 
     def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
         from qcfuse_rag.fuse.kernels.pointwise import rotated
@@ -203,6 +205,31 @@ class _Leaning:
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
+
+
+def changed(module: nn.Module) -> bool:
+    """Return whether somebody has put another function in a module's place, or hooks, who knows this module only."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def seeing(forward: types.FunctionType, **others: Any) -> types.FunctionType:
+    """Return a function that calls others than it did, by the names they have in its module."""
+    seen = {**forward.__globals__, **others}
+    other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
+    other.__kwdefaults__ = forward.__kwdefaults__
+    return other
+
+
+def view_of(
+    module: nn.Module, parts: dict[str, nn.Module | None], forward: types.FunctionType | None = None
+) -> nn.Module:
+    """Return a view of a module that has other modules inside, and another forward if one is given."""
+    view = copy.copy(module)
+    view._modules = parts
+    if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
+        own = type(module)
+        view.__class__ = type(f"Lean{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
+    return view
 
 
 def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:

@@ -1,23 +1,27 @@
 """Decode steps as CUDA graphs.
 
 A recorded step takes its tokens, positions and the places of its requests' buffers from tensors of its own, so one
-serves any requests, of any length, up to so many. Steps are recorded by `warm_up` only, and each is compared with the
-step it stands for before it is used; what is not recorded, or came out otherwise, is launched kernel by kernel.
+serves any requests, of any length, up to so many. Steps are recorded by `warm_up` only, by the view of the model that
+proves fastest, and each is compared with the step it stands for before it is used; what is not recorded, or came out
+otherwise, is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.kv_table import MovingTable
-from qcfuse_rag.fuse.lean import leanest_first
+from qcfuse_rag.fuse.lean_layer import leanest_steps
+from qcfuse_rag.fuse.moment import Moment
 from qcfuse_rag.fuse.recorder import (
     LOOSE,
     STRICT,
@@ -35,6 +39,8 @@ from qcfuse_rag.model.language_model import LanguageModel
 REQUESTS = (1, 2, 4, 8)
 TRIED_AT = (5, 6, 200)
 """Positions at which a recorded step is compared; it must not have kept the one it was recorded at."""
+TIMED, ROUNDS = 10, 3
+"""So many steps one after the other are timed so often to find the fastest view."""
 
 LOG = logging.getLogger(__name__)
 
@@ -68,13 +74,14 @@ class DecodeSteps:
         recorder: a `CudaRecorder` by default.
 
     Attributes:
+        model: or the view of it by which steps are recorded.
         refusal: why no steps are recorded, or None if they are.
     """
 
     def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
         self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, StepGraph] = {}
-        self._model = lm.model
+        self.model = lm.model
         self._turn = threading.Lock()
         self.refusal: str | None = "they are recorded by `warm_up`"
 
@@ -98,22 +105,70 @@ class DecodeSteps:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        for model in leanest_first(self._lm.model):
-            self._model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
-            graphs: dict[int, StepGraph] = {}
-
-            def record(graphs: dict[int, StepGraph] = graphs) -> list[Off]:
-                recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
-                graphs.update({count: self._recorded(count, recorder) for count in requests})
-                return [one for graph in graphs.values() for one in self._compared(graph)]
-
-            self.refusal = recording_refusal(record)
+        for model in self._fastest_first(requests):
+            self.refusal = self._record(model, requests)
             if self.refusal is None:
-                self._graphs = graphs
                 return
-            if self._recorder is not None and self._recorder.broken is not None:
+            if self._broken:
                 break
         LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
+
+    def _fastest_first(self, requests: Sequence[int]) -> list[PreTrainedModel]:
+        """Return views of the model by the time a step of theirs takes, and behind those any that cannot be timed.
+
+        None of them if trying them has left nothing to record by.
+        """
+        views, seconds = list(leanest_steps(self._lm.model)), {}
+        if len(views) == 1:
+            return views
+        for view in views:
+            self.refusal = self._record(view, (min(requests),))
+            if self.refusal is None:
+                seconds[id(view)] = self._seconds()
+            elif self._broken:
+                return []
+        LOG.info("seconds a step, by view: %s", [seconds.get(id(view)) for view in views])
+        return sorted(views, key=lambda view: seconds.get(id(view), math.inf))
+
+    def _record(self, model: PreTrainedModel, requests: Sequence[int]) -> str | None:
+        """Record steps of a view of the model; return why they are not to be used, or None if they are."""
+        self.model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
+        graphs: dict[int, StepGraph] = {}
+
+        def record() -> list[Off]:
+            recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
+            graphs.update({count: self._recorded(count, recorder) for count in requests})
+            return [one for graph in graphs.values() for one in self._compared(graph)]
+
+        self._graphs = {}
+        refusal = recording_refusal(record)
+        if refusal is None:
+            self._graphs = graphs
+        return refusal
+
+    @property
+    def _broken(self) -> bool:
+        return self._recorder is not None and self._recorder.broken is not None
+
+    @torch.inference_mode()
+    def _seconds(self) -> float:
+        """Return what a step takes that has been recorded."""
+        lm, [(count, graph)] = self._lm, self._graphs.items()
+        last = min(TRIED_AT[-1], lm.window.tokens - 1)
+        buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in range(count)]
+        for buffer in buffers:
+            for held in (*buffer.keys, *buffer.values):
+                held.zero_()
+        given = [0] * count, [last] * count, buffers
+        rounds = []
+        for _ in range(ROUNDS):
+            begun = Moment.on(lm.device)
+            for _ in range(TIMED):
+                self._replayed(graph, *given)
+            ended = Moment.on(lm.device)
+            ended.wait()
+            rounds.append(begun.until(ended) / TIMED)
+        return min(rounds)
 
     @torch.inference_mode()
     def _recorded(self, requests: int, recorder: Recorder) -> StepGraph:
@@ -122,7 +177,7 @@ class DecodeSteps:
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
         moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
-        logits, replay = recorder.record(lambda: forward_plan(self._model, given[0], plan))
+        logits, replay = recorder.record(lambda: forward_plan(self.model, given[0], plan))
         return StepGraph(given, moving, plan, logits, replay)
 
     def _replayed(
@@ -159,6 +214,6 @@ class DecodeSteps:
             replayed = self._replayed(graph, *given)
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            again = forward_plan(self._model, graph.given[0], graph.plan)[: len(positions)]
+            again = forward_plan(self.model, graph.given[0], graph.plan)[: len(positions)]
             found += [Off.of(replayed, again, STRICT), Off.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype])]
         return found

@@ -29,7 +29,8 @@ from qcfuse_rag.fuse.kernels.attention import sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.launch import TALL, tall_fits
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks
-from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS, gated, normalized, rotated
+from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
+from qcfuse_rag.fuse.kernels.product import NORMALISED, STRIPS, gate_projected, projected
 from qcfuse_rag.fuse.kernels.table import append_rows, table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.model.rope import KVShape, LayerRope
@@ -84,10 +85,17 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         for channels in (dim, 8192):
-            yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), query[0, 0, 0], 1e-6)
-        yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
+            yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), Norm(query[0, 0, 0], 1e-6))
+        for norms in (None, (Norm(query[0, 0, 0], 1e-6),) * 2):
+            yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0], norms)
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)
+        x, weight = torch.zeros(2, 4 * dim, dtype=dtype), torch.zeros(512, 4 * dim, dtype=dtype)
+        norm = Norm(weight[0], 1e-6) if dtype in NORMALISED else None
+        for strip in STRIPS if name != "fp32" else ():  # which takes more than some have; then it is done without
+            yield name, dim, partial(projected, x, [weight] * 3, [weight[:, 0]] * 3, norm=norm, strip=strip)
+            yield name, dim, partial(projected, x, [weight], residual=weight[:2, :1].expand(2, 512), strip=strip)
+            yield name, dim, partial(gate_projected, x, weight, weight, "silu", norm=norm, strip=strip)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):

@@ -18,7 +18,8 @@ SHARED_BYTES = {4: 99 << 10, 8: 227 << 10}
 """What a program of so many warps may take: what there is on Ada, and Ampere but for the A100; on Hopper."""
 SPILLED_BYTES = 512
 """Beyond, a program spends its time on them."""
-KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place", "normalize", "rotate", "gate"}
+KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
+KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
 
 
 @pytest.mark.timeout(900)

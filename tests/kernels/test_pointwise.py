@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels.pointwise import gated, normalized, rotated
+from qcfuse_rag.fuse.kernels.pointwise import Norm, gated, normalized, rotated
 from tests.recorders import DEVICE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -34,7 +34,7 @@ def test_rows_are_normalised(shape: tuple[int, ...], offset: float, dtype: torch
     own = LlamaRMSNorm(shape[-1], eps=1e-3).to(DEVICE, dtype)
     weight, given = random(shape[-1], dtype=dtype), random(*shape, dtype=dtype)
     own.weight.data = weight + offset
-    assert_close(normalized(given, weight, 1e-3, offset), own(given))
+    assert_close(normalized(given, Norm(weight, 1e-3, offset)), own(given))
 
 
 @every_dtype
@@ -46,6 +46,19 @@ def test_queries_and_keys_are_rotated(angles_of: int, dtype: torch.dtype) -> Non
     for found, expected in zip(rotated(query, key, cos, sin), apply_rotary_pos_emb(query, key, cos, sin), strict=True):
         assert_close(found, expected)
         assert found.stride() == expected.stride()
+
+
+@torch.inference_mode()
+@every_dtype
+@pytest.mark.parametrize("scale", [0.003, 1.0, 50.0])
+def test_heads_are_normalised_before(scale: float, dtype: torch.dtype) -> None:
+    heads = [scale * random(2, 5, count, 24, dtype=dtype).transpose(1, 2) for count in (9, 3)]
+    norms = Norm(random(24, dtype=dtype), 1e-5), Norm(random(24, dtype=dtype), 1e-4, 1.0)
+    angles = torch.randn(1, 5, 24, device=DEVICE)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    normed = [normalized(one, norm) for one, norm in zip(heads, norms, strict=True)]
+    for found, expected in zip(rotated(*heads, cos, sin, norms), rotated(*normed, cos, sin), strict=True):
+        assert_close(found, expected)
 
 
 @every_dtype

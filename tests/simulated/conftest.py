@@ -32,8 +32,8 @@ def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None
 
     for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
         monkeypatch.setattr(f"qcfuse_rag.fuse.kernels.support.{name}", value)
-    for recorded in ("pass_graph", "step_graph"):  # the interpreter is slow for these kernels, too
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.leanest_first", lambda model: [model])
+    for views in ("pass_graph.leanest_first", "step_graph.leanest_steps"):  # their kernels are slow there, too
+        monkeypatch.setattr(f"qcfuse_rag.fuse.{views}", lambda model: [model])
     monkeypatch.setattr("qcfuse_rag.fuse.transfer.RING_BYTES", 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device

@@ -22,6 +22,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fuse.lean import leanest_first
+from qcfuse_rag.fuse.lean_layer import leanest_steps
 from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -118,11 +119,14 @@ def test_what_is_stored_arrives_from_every_tier(
 def test_recorded_passes_and_steps_are_those_that_were_recorded(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for recorded in ("pass_graph", "step_graph"):
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{recorded}.leanest_first", leanest_first)
-    here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True))
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", leanest_first)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_steps)
+    for short in ("TIMED", "ROUNDS"):
+        monkeypatch.setattr(f"qcfuse_rag.fuse.step_graph.{short}", 1)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 40))
+    here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     there.passes.warm_up(rows=(16, 48))
-    there.step.warm_up(requests=(1, 2))
+    there.step.warm_up(requests=(1,))
     assert (there.passes.refusal, there.step.refusal) == (None, None)
     assert min(device.launched[kernel] for kernel in ("normalize", "rotate", "gate")) > 0
     for prompt in (here.prompt(QUESTION, PASSAGES), here.prompt("Who?", PASSAGES[::-1])):
@@ -132,6 +136,19 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
     graphs, greedy = device.launched["graph"], SamplingParams(max_new_tokens=3)
     assert there.generate(prompt, greedy, method=REUSE).ids == here.generate(prompt, greedy, method=REUSE).ids
     assert device.launched["graph"] - graphs == there.lm.n_layers + 2, "a pass layer by layer, and two steps"
+
+
+def test_recorded_steps_of_the_leanest_layers_are_the_models(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [next(leanest_steps(model))])
+    here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
+    there.step.warm_up(requests=(2,))
+    assert there.step.refusal is None
+    assert min(device.launched[kernel] for kernel in ("project", "project_gated", "rotate")) > 0
+    graphs, greedy, prompt = device.launched["graph"], SamplingParams(max_new_tokens=3), here.prompt("Who?", PASSAGES)
+    assert there.generate(prompt, greedy, method=REUSE).ids == here.generate(prompt, greedy, method=REUSE).ids
+    assert device.launched["graph"] - graphs == 2
 
 
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.lean import leanest_first
+from qcfuse_rag.fuse.lean_layer import leanest_steps
 from qcfuse_rag.fuse.recorder import Recorder
+from qcfuse_rag.fuse.stand_in import StandIn
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.fuse.step_graph import DecodeSteps
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
-from tests.recorders import DEVICE, CountingRecorder, Failing, Nonsense, Remembering
+from tests.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering
 
 pytest.importorskip("triton")
 
@@ -34,7 +36,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("step", "recorder"):
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", lambda model: [model])  # the interpreter is slow
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TIMED", 1)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [model])  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -61,7 +64,11 @@ def test_a_recorded_step_is_the_step(
     family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", leanest_first)
+
+    def leanest(model: PreTrainedModel) -> list[PreTrainedModel]:
+        return list(leanest_steps(model))[:1]
+
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 3) if family == "llama" else (3,))
@@ -166,9 +173,49 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
 ) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    offered = iter([other.model, lm.model])
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_first", lambda model: offered)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [other.model, model])
     steps = DecodeSteps(lm, CountingRecorder())
     steps.warm_up(requests=(1,))
     assert steps.refusal is None
-    assert next(offered, None) is None, "both were tried"
+    assert steps.model is lm.model
+
+
+class Slow(StandIn):
+    """Computes all four times."""
+
+    def forward(self, **given: Any) -> Any:
+        for _ in range(3):
+            self.inner(**given)
+        return self.inner(**given)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_steps_are_recorded_by_the_view_that_is_fastest(
+    place: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    views = [lm.model, lm.model]
+    views[place] = Slow(lm.model)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: views)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5,))
+    steps = DecodeSteps(lm, recorder)
+    steps.warm_up(requests=(1, 2))
+    assert steps.refusal is None
+    assert steps.model is lm.model
+    assert recorder.recorded == 2 + 2, "one of each view, and all of the fastest"
+    [buffer] = random_buffers(lm, [8])
+    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
+
+
+def test_after_a_recording_that_ended_half_way_none_is_made(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = model_of("llama", tokenizer)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [model, model])
+    recorder = Breaking()
+    steps = DecodeSteps(lm, recorder)
+    steps.warm_up(requests=(1, 2))
+    assert recorder.asked == 1
+    assert "it ended half way" in str(steps.refusal)
+    [buffer] = random_buffers(lm, [8])
+    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))

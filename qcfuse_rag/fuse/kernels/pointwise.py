@@ -7,6 +7,8 @@ Here all is computed in float32 and rounded once. It must come to what a model's
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,21 @@ from qcfuse_rag.fuse.kernels.launch import launching_on
 ELEMENTS, LONG = 4096, 8192
 """That one program has in hand, of several rows if they are short; and from how many channels on it has more warps."""
 ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """Root mean square normalisation (Zhang and Sennrich, arXiv 1910.07467).
+
+    Attributes:
+        weight: `[D]`.
+        eps: added to the mean square.
+        offset: added to the weight; 1 in models whose weights are differences from 1.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -42,17 +59,25 @@ def rotate_heads(
     sin,
     cos_upper,
     sin_upper,
+    norm,
+    eps,
+    offset,
     N_HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """Rotate one row's heads; channel i is turned with channel i + HALF."""
+    """Rotate one row's heads, normalised before if so asked; channel i is turned with channel i + HALF."""
     head, dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_HALF)
     inside = (head < N_HEADS)[:, None] & (dim < HALF)[None, :]
     at = head[:, None].to(tl.int64) * x_head + dim[None, :]
     lower = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     upper = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)) / (2 * HALF) + eps)[:, None]
+        lower *= scale * (tl.load(norm + dim, mask=dim < HALF, other=0.0).to(tl.float32) + offset)[None, :]
+        upper *= scale * (tl.load(norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32) + offset)[None, :]
     to = out + head[:, None] * (2 * HALF) + dim[None, :]
     tl.store(to, (lower * cos[None, :] - upper * sin[None, :]).to(out.dtype.element_ty), mask=inside)
     turned = upper * cos_upper[None, :] + lower * sin_upper[None, :]
@@ -67,7 +92,13 @@ def rotate(
     sin,
     query_out,
     key_out,
+    query_norm,
+    key_norm,
     n_rows,
+    query_eps,
+    query_offset,
+    key_eps,
+    key_offset,
     query_request,
     query_head,
     query_row,
@@ -82,6 +113,7 @@ def rotate(
     BLOCK_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
     """Rotate the queries and keys of one row of one request."""
     row, request = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -100,10 +132,14 @@ def rotate(
         lower_sin,
         upper_cos,
         upper_sin,
+        query_norm,
+        query_eps,
+        query_offset,
         HEADS,
         BLOCK_HEADS,
         HALF,
         BLOCK_HALF,
+        NORMED,
     )
     rotate_heads(
         key + request * key_request + row * key_row,
@@ -113,11 +149,26 @@ def rotate(
         lower_sin,
         upper_cos,
         upper_sin,
+        key_norm,
+        key_eps,
+        key_offset,
         KV_HEADS,
         BLOCK_KV_HEADS,
         HALF,
         BLOCK_HALF,
+        NORMED,
     )
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Return what an activation makes of gates: GELU by tanh, or SiLU."""
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # twice what tanh is taken of
+        opened = gate * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
+    else:
+        opened = gate / (1.0 + tl.exp(-gate))
+    return opened
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -125,27 +176,13 @@ def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Multiply values by what an activation makes of gates."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(gates + at, mask=at < n, other=0.0).to(tl.float32)
-    if GELU:
-        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # twice what tanh is taken of
-        opened = wide * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
-    else:
-        opened = wide / (1.0 + tl.exp(-wide))
+    opened = activated(wide, GELU)
     value = tl.load(values + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(out + at, (opened * value).to(out.dtype.element_ty), mask=at < n)
 
 
-def normalized(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Return root mean square normalisation (Zhang and Sennrich, arXiv 1910.07467).
-
-    Args:
-        x: `[.., D]`.
-        weight: `[D]`.
-        eps: added to the mean square.
-        offset: added to the weight; 1 in models whose weights are differences from 1.
-
-    Returns:
-        `[.., D]` in the dtype of `x`.
-    """
+def normalized(x: Tensor, norm: Norm) -> Tensor:
+    """Return `[.., D]` rows, each normalised."""
     dim = x.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -154,11 +191,11 @@ def normalized(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Te
     with launching_on(x.device):
         normalize[(triton.cdiv(n_rows, block_rows),)](
             x,
-            weight,
+            norm.weight,
             out,
             n_rows,
-            eps,
-            offset,
+            norm.eps,
+            norm.offset,
             DIM=dim,
             BLOCK_DIM=block_dim,
             BLOCK_ROWS=block_rows,
@@ -167,7 +204,9 @@ def normalized(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Te
     return out
 
 
-def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotated(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Norm, Norm] | None = None
+) -> tuple[Tensor, Tensor]:
     """Return queries and keys turned by their positions' angles (Su et al., RoFormer, arXiv 2104.09864).
 
     Args:
@@ -175,6 +214,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
         key: `[B, Hkv, R, D]`.
         cos: `[B, R, D]` or `[1, R, D]`.
         sin: the same.
+        norms: by which to normalise the heads of queries and of keys before, or None.
 
     Returns:
         Both, laid out as `[B, R, H, D]`.
@@ -186,6 +226,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
         for n, x in ((heads, query), (kv_heads, key))
     ]
     cos, sin = cos.contiguous(), sin.contiguous()
+    by = norms or (Norm(query, 0.0),) * 2
     with launching_on(query.device):
         rotate[(n_rows, requests)](
             query,
@@ -193,7 +234,9 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
             cos,
             sin,
             *outs,
+            *(norm.weight for norm in by),
             n_rows,
+            *(number for norm in by for number in (norm.eps, norm.offset)),
             *query.stride()[:3],
             *key.stride()[:3],
             0 if len(cos) == 1 else cos.stride(0),
@@ -204,6 +247,7 @@ def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tenso
             BLOCK_KV_HEADS=triton.next_power_of_2(kv_heads),
             HALF=dim // 2,
             BLOCK_HALF=triton.next_power_of_2(dim // 2),
+            NORMED=norms is not None,
         )
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 

@@ -1,0 +1,227 @@
+"""A view of a model whose layers take eight kernels a decode step, most of which do nothing but read weights.
+
+For layers of the form that Llama, Mistral and Qwen share: a norm, attention and what was before, a norm, a gated
+network and what was before. Each was compared with the model's own layer before: what it hands to its cache and to
+attention, what it makes of what attention returns. Layers of another form stay as `fuse.lean` has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qcfuse_rag.fuse.attention import NAME, rows_attention
+from qcfuse_rag.fuse.decoder_view import with_module
+from qcfuse_rag.fuse.lean import LARGE, LeanGate, LeanNorm, changed, leanest_first, seeing, view_of
+from qcfuse_rag.fuse.likeness import same
+from qcfuse_rag.fuse.stand_in import StandIn
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fuse.kernels.product import Strip
+
+PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+"""What transformers' models call the parts of a layer of this form."""
+QKV = ("q_proj", "k_proj", "v_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+INTERFACES = "ALL_ATTENTION_FUNCTIONS"
+"""Where they look up the function that attends."""
+REQUESTS = 2
+"""To be compared, with a row of each scale."""
+
+LOG = logging.getLogger(__name__)
+
+
+class LeanLayer(StandIn):
+    """A decoder layer that computes a few rows in eight kernels, and more as the layer inside does.
+
+    Args:
+        inner: the layer, in a lean view.
+        strip: what a program of its products takes.
+        how: by what its attention attends besides what is handed through.
+        attend: the function that attends.
+    """
+
+    def __init__(
+        self, inner: nn.Module, strip: Strip, how: dict[str, Any], attend: Callable[..., Any] = rows_attention
+    ) -> None:
+        super().__init__(inner)
+        self._strip, self._how, self._attend = strip, how, attend
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Compute what the layer does.
+
+        Args:
+            hidden_states: `[B, R, H]`.
+            **kwargs: what decoders of transformers give their layers.
+        """
+        from qcfuse_rag.fuse.kernels.pointwise import rotated
+        from qcfuse_rag.fuse.kernels.product import MOST_ROWS, gate_projected, projected
+
+        requests, n_rows, _ = hidden_states.shape
+        if kwargs.get("fusion") is None or requests * n_rows > MOST_ROWS:
+            return self.inner(hidden_states, **kwargs)
+        attention, dim = self.self_attn, int(self.self_attn.head_dim)
+        cos, sin = kwargs["position_embeddings"]
+        turned = cos.shape == sin.shape and cos.shape[-2:] == (n_rows, dim) and cos.dtype == hidden_states.dtype
+        if not turned or cos.dim() != 3 or len(cos) not in (1, requests):
+            return self.inner(hidden_states, **kwargs)
+        found = projected(hidden_states, **_weights(attention, *QKV), norm=self.input_layernorm.norm, strip=self._strip)
+        widths = [getattr(attention, name).out_features for name in QKV]
+        query, key, value = (
+            one.view(requests, n_rows, -1, dim).transpose(1, 2) for one in torch.split(found, widths, -1)
+        )
+        norms = tuple(getattr(attention, name).norm for name in HEAD_NORMS) if hasattr(attention, "q_norm") else None
+        query, key = rotated(query, key, cos, sin, norms)
+        through = {name: one for name, one in kwargs.items() if name not in ("position_embeddings", "past_key_values")}
+        key, value = kwargs["past_key_values"].update(key, value, attention.layer_idx)
+        mask = through.pop("attention_mask")
+        attended, _ = self._attend(attention, query, key, value, mask, **self._how, **through)
+        hidden = projected(
+            attended.flatten(2), **_weights(attention, "o_proj"), residual=hidden_states, strip=self._strip
+        )
+        mlp = self.mlp
+        opened = gate_projected(
+            hidden,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.activation,
+            norm=self.post_attention_layernorm.norm,
+            strip=self._strip,
+        )
+        return projected(opened, **_weights(mlp, "down_proj"), residual=hidden, strip=self._strip)
+
+
+def leanest_steps(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield views of a model for decode steps: with the leanest layers by each strip, see `leanest_first`, and itself.
+
+    Which is fastest depends on the device; one that will not do there is found out by who uses it.
+    """
+    views = list(leanest_first(model))
+    try:
+        if views[0] is not model:
+            yield from _layered(model, views[0])
+    except Exception as error:  # of whatever a model has
+        LOG.warning("layers stay as they are: %s: %s", type(error).__name__, error)
+    yield from views
+
+
+def _layered(model: PreTrainedModel, view: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    from qcfuse_rag.fuse.kernels.product import STRIPS
+
+    own, lean = (one.get_decoder()._modules["layers"] for one in (model, view))
+    assert isinstance(own, nn.ModuleList)
+    assert isinstance(lean, nn.ModuleList)
+    for strip in STRIPS:
+        layers = [_leaner(*pair, strip) for pair in zip(own, lean, strict=True)]
+        count = sum(isinstance(layer, LeanLayer) for layer in layers)
+        LOG.info("layers of eight kernels, by %s: %d of %d", strip, count, len(layers))
+        if count:
+            found = with_module(view, nn.ModuleList(layers), instead=lean)
+            assert isinstance(found, PreTrainedModel)
+            yield found
+
+
+@torch.inference_mode()
+def _leaner(own: nn.Module, lean: nn.Module, strip: Strip) -> nn.Module:
+    """Return what takes a layer's place: itself, as a lean view has it, where it is of another form or comes out so."""
+    if not _of_this_form(own, lean):
+        return lean
+    attention: Any = own.self_attn
+    weight = attention.q_proj.weight
+    generator = torch.Generator(weight.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=weight.device)
+
+    angles = random(1, len(LARGE), attention.head_dim // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
+    hidden = (random(REQUESTS, len(LARGE), weight.shape[1]) * torch.tensor(LARGE, device=weight.device)[:, None]).to(
+        weight.dtype
+    )
+    theirs, ours = _Witness(cos, sin), _Witness(cos, sin)
+    watched = view_of(attention, attention._modules, seeing(type(attention).forward, **{INTERFACES: theirs}))
+    watched_layer = view_of(own, {**own._modules, "self_attn": watched})
+
+    def leaner(given: Tensor) -> tuple[Tensor, ...]:
+        return ours.saw(LeanLayer(lean, strip, theirs.how, ours.attend), given)
+
+    if same(lambda given: theirs.saw(watched_layer, given), leaner, hidden):
+        return LeanLayer(lean, strip, theirs.how)
+    return lean
+
+
+class _Witness:
+    """Takes the place of a layer's cache and of its attention, in which each row sees itself alone."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self._given = {
+            "attention_mask": None,
+            "position_ids": None,
+            "past_key_values": self,
+            "use_cache": True,
+            "position_embeddings": (cos, sin),
+            "fusion": self,
+        }
+        self._seen: tuple[Tensor, ...] = ()
+        self._kept: tuple[Tensor, ...] = ()
+        self.how: dict[str, Any] = {}
+
+    def saw(self, layer: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Run a layer; return what it made, and what its cache and its attention were given."""
+        return (layer(hidden, **self._given), *self._kept, *self._seen)
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Be the cache."""
+        self._kept = key, value
+        return key, value
+
+    def get_interface(self, *_: Any) -> Callable[..., Any]:
+        """Be where the function that attends is looked up."""
+        return self.attend
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
+    ) -> tuple[Tensor, None]:
+        """Attend, and remember what is asked for besides what was handed through."""
+        if how.get("fusion") is not self:
+            raise ValueError("attention is not given what layers are")
+        self.how = {name: one for name, one in how.items() if name not in self._given}
+        self._seen = query, key, value
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+
+
+def _of_this_form(own: Any, lean: Any) -> bool:
+    """Return whether a layer has the parts of one that is computed here, and nobody has changed them."""
+    from qcfuse_rag.fuse.kernels.product import NORMALISED
+
+    if own is lean or set(own._modules) != PARTS or not isinstance(lean.mlp, LeanGate):
+        return False
+    attention, mlp, parts = own.self_attn, own.mlp, set(own.self_attn._modules)
+    head_norms = [lean.self_attn._modules[name] for name in HEAD_NORMS if name in parts]
+    norms = [lean.input_layernorm, lean.post_attention_layernorm, *head_norms]
+    asking, gating = [attention._modules.get(name) for name in QKV], [mlp.gate_proj, mlp.up_proj]
+    return (
+        attention.config._attn_implementation == NAME
+        and parts - set(HEAD_NORMS) == {*QKV, "o_proj"}
+        and len(head_norms) in (0, len(HEAD_NORMS))
+        and all(isinstance(one, LeanNorm) for one in norms)
+        and not changed(attention)
+        and INTERFACES in type(attention).forward.__code__.co_names
+        and all(
+            type(one) is nn.Linear and not changed(one) for one in (*asking, attention.o_proj, *gating, mlp.down_proj)
+        )
+        and len({one.bias is None for one in asking}) == 1
+        and all(one.bias is None for one in gating)
+        and attention.q_proj.weight.dtype in NORMALISED
+    )
+
+
+def _weights(module: Any, *names: str) -> dict[str, Any]:
+    linears = [getattr(module, name) for name in names]
+    biases = None if linears[0].bias is None else [one.bias for one in linears]
+    return {"weights": [one.weight for one in linears], "biases": biases}
