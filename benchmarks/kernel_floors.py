@@ -4,9 +4,10 @@
 
 Medians of Triton's `do_bench`, which empties the cache before each call. Both sides are timed as they are called: what
 the host takes shows as far as it is longer than emptying the cache. Kernels that score are also replayed from a CUDA
-graph: what the device takes, and how near that comes to the floor. The floor is the longer of two times: operations at
-the rate of a large matrix product, bytes at that of a large copy, both measured here. With `--tiles` the kernels that
-score are timed with other tiles too, from which `fuse.kernels.launch` may have to choose anew.
+graph, as are those that multiply: what the device takes, and how near that comes to the floor. The floor is the longer
+of two times: operations at the rate of a large matrix product, bytes at that of a large copy, both measured here. With
+`--tiles` both are timed with other tiles and strips too, from which `fuse.kernels.launch` and `product` may have to
+choose anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from qcfuse_rag.bench.speed.roofline import measure_ceilings
 from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
@@ -36,6 +38,8 @@ from qcfuse_rag.fuse.kernels.attention import attention_tile, sparse_attention
 from qcfuse_rag.fuse.kernels.context_score import context_scores
 from qcfuse_rag.fuse.kernels.launch import TALL, Tile, tile_of
 from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.fuse.kernels.pointwise import Norm
+from qcfuse_rag.fuse.kernels.product import STRIPS, Strip, gate_projected, projected
 from qcfuse_rag.fuse.kernels.table import table_attention
 from qcfuse_rag.fuse.kv_table import KVTable
 from qcfuse_rag.fuse.rows import RowsPlan
@@ -57,15 +61,15 @@ class Case:
         plain: does it in torch.
         operations: floating-point operations it takes.
         nbytes: bytes it reads and writes at least.
-        tile: it goes by, if it does.
+        tile: it goes by, or strip, if it does.
     """
 
     name: str
-    kernel: Callable[[], Tensor]
+    kernel: Callable[..., Tensor]
     plain: Callable[[], Tensor]
     operations: float
     nbytes: float
-    tile: Tile | None
+    tile: Tile | Strip | None
 
 
 def cases(
@@ -122,6 +126,7 @@ def cases(
             size * requests * (key.numel() + value.numel()),
             attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
         )
+    yield from products(sizes, random)
     rope = LayerRope(10000.0 ** -(torch.arange(0, dim, 2, device=device) / dim))
     for numbers in (LOSSLESS, "int8"):
         buffer = KVBuffer.allocate((KVShape(kv_heads, dim, dim),) * layers, tokens, dtype=dtype, device=device)
@@ -140,6 +145,51 @@ def cases(
             sum(block.nbytes + block.stored.numel() * size for block in blocks),
             None,
         )
+
+
+def products(sizes: Mapping[str, Any], random: Callable[..., Tensor]) -> Iterator[Case]:
+    """Yield the products of a layer's weights in decode steps, each with what is computed before and after it.
+
+    Args:
+        sizes: of a model, as in its configuration.
+        random: makes tensors.
+    """
+    hidden, inner, heads = (int(sizes[name]) for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    dim, kv_heads = int(sizes.get("head_dim") or hidden // heads), int(sizes["num_key_value_heads"])
+    asking = [random(count * dim, hidden) for count in (heads, kv_heads, kv_heads)]
+    back, gates, values, down = (
+        random(*shape) for shape in ((hidden, heads * dim), (inner, hidden), (inner, hidden), (hidden, inner))
+    )
+    norm = Norm(random(hidden), 1e-6)
+    for n_rows in REQUESTS:
+        x, attended, opened = (random(n_rows, 1, width) for width in (hidden, heads * dim, inner))
+        several = partial(projected, x, asking, norm=norm), partial(_normed, x, norm, asking)
+        added = partial(projected, attended, [back], residual=x), partial(_added, attended, back, x)
+        gated = partial(gate_projected, x, gates, values, "silu", norm=norm), partial(_gated, x, norm, gates, values)
+        last = partial(projected, opened, [down], residual=x), partial(_added, opened, down, x)
+        for name, calls, weights in (
+            ("queries, keys and values", several, asking),
+            ("output", added, [back]),
+            ("gates", gated, [gates, values]),
+            ("down", last, [down]),
+        ):
+            elements = float(sum(weight.numel() for weight in weights))
+            nbytes = elements * x.itemsize
+            yield Case(f"product: {name}, {n_rows} rows", *calls, 2 * n_rows * elements, nbytes, STRIPS[0])
+
+
+def _normed(x: Tensor, norm: Norm, weights: list[Tensor]) -> Tensor:
+    normed = functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+    return torch.cat([functional.linear(normed, weight) for weight in weights], -1)
+
+
+def _added(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    return functional.linear(x, weight) + residual
+
+
+def _gated(x: Tensor, norm: Norm, gates: Tensor, values: Tensor) -> Tensor:
+    gate, value = _normed(x, norm, [gates, values]).chunk(2, -1)
+    return functional.silu(gate) * value
 
 
 def _placed(place: Callable[[list[Block]], None], blocks: list[Block]) -> Tensor:
@@ -178,8 +228,12 @@ def on_device(call: Callable[[], object]) -> float:
     return milliseconds(graph.replay)
 
 
-def others(tile: Tile) -> list[Tile]:
-    """Return tiles to try instead of one."""
+def others(tile: Tile | Strip) -> list[Tile] | list[Strip]:
+    """Return tiles or strips to try instead of one."""
+    if isinstance(tile, Strip):
+        deep, wide = STRIPS
+        more = (replace(deep, stages=6), replace(deep, warps=2), Strip(16, 512, stages=3), replace(wide, stages=6))
+        return [one for one in (*STRIPS, *more, Strip(32, 256), Strip(64, 64)) if one != tile]
     low = replace(TALL, keys=64)
     tall = (TALL, replace(TALL, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
     wider = replace(tile, keys=2 * tile.keys)
@@ -187,9 +241,11 @@ def others(tile: Tile) -> list[Tile]:
     return [one for one in tried if one != tile]
 
 
-def with_tile(call: Callable[[], object], tile: Tile) -> dict[str, Any]:
-    """Return what a call takes with a tile, or why it cannot be had."""
+def with_tile(call: Callable[..., object], tile: Tile | Strip) -> dict[str, Any]:
+    """Return what a call takes with a tile or strip, or why it cannot be had."""
     with ExitStack() as patches:
+        if isinstance(tile, Strip):
+            call = partial(call, strip=tile)
         for home, name in ((attention, "attention_tile"), (context_score, "tile_of")):
             patches.enter_context(mock.patch.object(home, name, return_value=tile))
         try:

@@ -8,7 +8,7 @@ attention, what it makes of what attention returns. Layers of another form stay 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,34 +96,37 @@ class LeanLayer(StandIn):
         return projected(opened, **_weights(mlp, "down_proj"), residual=hidden, strip=self._strip)
 
 
-def leanest_steps(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Yield views of a model for decode steps: with the leanest layers by each strip, see `leanest_first`, and itself.
+def leanest_steps(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Return views of a model for decode steps by name, the leanest first, and last the `model` itself.
 
     Which is fastest depends on the device; one that will not do there is found out by who uses it.
     """
-    views = list(leanest_first(model))
+    lean, *rest = leanest_first(model)
     try:
-        if views[0] is not model:
-            yield from _layered(model, views[0])
+        views = _layered(model, lean) if rest else {}
     except Exception as error:  # of whatever a model has
         LOG.warning("layers stay as they are: %s: %s", type(error).__name__, error)
-    yield from views
+        views = {}
+    if rest:
+        views["modules"] = lean
+    return {**views, "model": model}
 
 
-def _layered(model: PreTrainedModel, view: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def _layered(model: PreTrainedModel, view: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Return views with the leanest layers, one for each strip by which there are any."""
     from qcfuse_rag.fuse.kernels.product import STRIPS
 
     own, lean = (one.get_decoder()._modules["layers"] for one in (model, view))
     assert isinstance(own, nn.ModuleList)
     assert isinstance(lean, nn.ModuleList)
+    views: dict[str, PreTrainedModel] = {}
     for strip in STRIPS:
         layers = [_leaner(*pair, strip) for pair in zip(own, lean, strict=True)]
-        count = sum(isinstance(layer, LeanLayer) for layer in layers)
-        LOG.info("layers of eight kernels, by %s: %d of %d", strip, count, len(layers))
-        if count:
+        if any(isinstance(layer, LeanLayer) for layer in layers):
             found = with_module(view, nn.ModuleList(layers), instead=lean)
             assert isinstance(found, PreTrainedModel)
-            yield found
+            views[f"layers by {strip.columns} x {strip.depth}"] = found
+    return views
 
 
 @torch.inference_mode()

@@ -75,6 +75,7 @@ class DecodeSteps:
 
     Attributes:
         model: or the view of it by which steps are recorded.
+        seconds: what a step takes by each view of the model that was timed; see `lean_layer.leanest_steps`.
         refusal: why no steps are recorded, or None if they are.
     """
 
@@ -83,6 +84,7 @@ class DecodeSteps:
         self._graphs: dict[int, StepGraph] = {}
         self.model = lm.model
         self._turn = threading.Lock()
+        self.seconds: dict[str, float] = {}
         self.refusal: str | None = "they are recorded by `warm_up`"
 
     @torch.inference_mode()
@@ -118,17 +120,15 @@ class DecodeSteps:
 
         None of them if trying them has left nothing to record by.
         """
-        views, seconds = list(leanest_steps(self._lm.model)), {}
-        if len(views) == 1:
-            return views
-        for view in views:
-            self.refusal = self._record(view, (min(requests),))
-            if self.refusal is None:
-                seconds[id(view)] = self._seconds()
-            elif self._broken:
-                return []
-        LOG.info("seconds a step, by view: %s", [seconds.get(id(view)) for view in views])
-        return sorted(views, key=lambda view: seconds.get(id(view), math.inf))
+        views, self.seconds = leanest_steps(self._lm.model), {}
+        if len(views) > 1:
+            for name, view in views.items():
+                self.refusal = self._record(view, (min(requests),))
+                if self.refusal is None:
+                    self.seconds[name] = self._seconds()
+                elif self._broken:
+                    return []
+        return [views[name] for name in sorted(views, key=lambda name: self.seconds.get(name, math.inf))]
 
     def _record(self, model: PreTrainedModel, requests: Sequence[int]) -> str | None:
         """Record steps of a view of the model; return why they are not to be used, or None if they are."""

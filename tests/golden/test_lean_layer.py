@@ -44,6 +44,10 @@ def wrapped(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     return LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer)
 
 
+def leanest(lm: LanguageModel) -> PreTrainedModel:
+    return next(iter(leanest_steps(lm.model).values()))
+
+
 def lean_layers(view: nn.Module) -> int:
     return sum(isinstance(one, LeanLayer) for one in view.modules())
 
@@ -69,7 +73,7 @@ def assert_steps_alike(lm: LanguageModel, view: nn.Module) -> None:
 def test_steps_of_a_view_are_the_models(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     lm = wrapped(family, tokenizer)
     before = {name: dict(vars(one)) for name, one in lm.model.named_modules()}
-    views = list(leanest_steps(lm.model))
+    views = list(leanest_steps(lm.model).values())
     expected = FOUND.get(family, LAYERS)
     assert [lean_layers(view) for view in views if lean_layers(view)] == ([expected] * len(STRIPS) if expected else [])
     assert views[-1] is lm.model
@@ -83,7 +87,7 @@ def test_steps_of_a_view_are_the_models(family: str, tokenizer: PreTrainedTokeni
 def test_more_rows_than_a_product_takes_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
     """And rows that no plan says the place of."""
     lm = wrapped("llama", tokenizer)
-    view = next(leanest_steps(lm.model))
+    view = leanest(lm)
     for count in (5, MOST_ROWS + 1):
         ids = torch.arange(5, 5 + count, device=DEVICE)[None]
         assert torch.allclose(view(ids).logits, lm.model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -103,7 +107,7 @@ def test_layers_that_come_out_otherwise_stay_as_they_are(
 
     for spoiled in (off, refused):
         monkeypatch.setattr(product, name, spoiled)
-        assert [lean_layers(view) for view in leanest_steps(lm.model)] == [0, 0]
+        assert [lean_layers(view) for view in leanest_steps(lm.model).values()] == [0, 0]
 
 
 class Adapted(nn.Linear):
@@ -162,7 +166,7 @@ def test_layers_that_somebody_has_changed_are_left_alone(
 ) -> None:
     lm = wrapped("llama", tokenizer)
     change(lm.model.get_decoder().layers[1])
-    view = next(leanest_steps(lm.model))
+    view = leanest(lm)
     assert lean_layers(view) == LAYERS - 1
     assert_steps_alike(lm, view)
 
@@ -170,7 +174,7 @@ def test_layers_that_somebody_has_changed_are_left_alone(
 @torch.inference_mode()
 def test_without_room_in_float16_layers_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = LanguageModel.wrap(build_model("llama").to(DEVICE, torch.float16), tokenizer)
-    assert [lean_layers(view) for view in leanest_steps(lm.model)] == [0, 0]
+    assert [lean_layers(view) for view in leanest_steps(lm.model).values()] == [0, 0]
 
 
 def test_what_cannot_be_looked_at_is_left_as_it_is(
@@ -178,4 +182,4 @@ def test_what_cannot_be_looked_at_is_left_as_it_is(
 ) -> None:
     model: PreTrainedModel = wrapped("llama", tokenizer).model
     monkeypatch.setattr("qcfuse_rag.fuse.lean_layer._leaner", lambda *given: 1 / 0)
-    assert [lean_layers(view) for view in leanest_steps(model)] == [0, 0]
+    assert [lean_layers(view) for view in leanest_steps(model).values()] == [0, 0]

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from qcfuse_rag.fuse.kernels import launch
+from qcfuse_rag.fuse.kernels.product import STRIPS
 from tests.kernels.operands import relative_error
 from tests.recorders import DEVICE
 
@@ -18,14 +19,15 @@ from tests.recorders import DEVICE
 def test_what_the_benchmark_times_is_the_same_on_both_sides() -> None:
     timed = run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_floors.py"))
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2}
+    sizes["intermediate_size"] = 48
     found = list(timed["cases"](sizes, 1030, 40, torch.float32, DEVICE))
-    assert len(found) == 7
+    assert len(found) == 7 + 2 * 4
     for case in found:
         taken = case.kernel().clone()  # what is placed is placed by both at the same place
         with timed["without_kernels"]():
             assert relative_error(taken, case.plain()) < 1e-5, case.name
         assert case.nbytes > 0
-    for tile in (launch.TALL, launch.Tile(64, 64), launch.Tile(16, 64)):
+    for tile in (launch.TALL, launch.Tile(64, 64), launch.Tile(16, 64), *STRIPS):
         tried = timed["others"](tile)
         assert len({tile, *tried}) == 1 + len(tried) > 4, "each once"
     tiles = [{"tile": "A", "ms": 0.5, "refusal": None}, {"tile": "B", "ms": None, "refusal": "[/tmp/x] does not fit"}]

@@ -32,8 +32,8 @@ def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None
 
     for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
         monkeypatch.setattr(f"qcfuse_rag.fuse.kernels.support.{name}", value)
-    for views in ("pass_graph.leanest_first", "step_graph.leanest_steps"):  # their kernels are slow there, too
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{views}", lambda model: [model])
+    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])  # as it is for these kernels
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"model": model})
     monkeypatch.setattr("qcfuse_rag.fuse.transfer.RING_BYTES", 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device

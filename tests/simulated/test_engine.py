@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import (
     BLIND,
@@ -141,7 +141,10 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
 def test_recorded_steps_of_the_leanest_layers_are_the_models(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [next(leanest_steps(model))])
+    def leanest(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+        return dict(list(leanest_steps(model).items())[:1])
+
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
     there.step.warm_up(requests=(2,))
     assert there.step.refusal is None

@@ -37,7 +37,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TIMED", 1)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [model])  # the interpreter is slow
+    monkeypatch.setattr(
+        "qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"model": model}
+    )  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -65,8 +67,8 @@ def test_a_recorded_step_is_the_step(
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
 
-    def leanest(model: PreTrainedModel) -> list[PreTrainedModel]:
-        return list(leanest_steps(model))[:1]
+    def leanest(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+        return dict(list(leanest_steps(model).items())[:1])
 
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
@@ -173,7 +175,9 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
 ) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [other.model, model])
+    monkeypatch.setattr(
+        "qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"other": other.model, "model": model}
+    )
     steps = DecodeSteps(lm, CountingRecorder())
     steps.warm_up(requests=(1,))
     assert steps.refusal is None
@@ -189,20 +193,21 @@ class Slow(StandIn):
         return self.inner(**given)
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("reverse", [False, True])
 def test_steps_are_recorded_by_the_view_that_is_fastest(
-    place: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    reverse: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    views = [lm.model, lm.model]
-    views[place] = Slow(lm.model)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: views)
+    views = {"slow": Slow(lm.model), "model": lm.model}
+    offered = dict(sorted(views.items(), reverse=reverse))
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: offered)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5,))
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 2))
     assert steps.refusal is None
     assert steps.model is lm.model
     assert recorder.recorded == 2 + 2, "one of each view, and all of the fastest"
+    assert steps.seconds["slow"] > steps.seconds["model"] > 0
     [buffer] = random_buffers(lm, [8])
     assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
 
@@ -211,7 +216,7 @@ def test_after_a_recording_that_ended_half_way_none_is_made(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: [model, model])
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"one": model, "model": model})
     recorder = Breaking()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 2))

@@ -103,7 +103,9 @@ def measure_speed(
     result["recording_s"] = seconds(lm, passes.warm_up)
     result["recording_refusal"] = passes.refusal
     if options.requests:
-        step.warm_up(options.requests)
+        result["step_recording_s"] = seconds(lm, lambda: step.warm_up(options.requests))
+        result["step_recording_refusal"] = step.refusal
+        result["step_s_by_view"] = step.seconds
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
         for done, context in enumerate(options.contexts):
