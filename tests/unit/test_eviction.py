@@ -98,7 +98,7 @@ def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:
         policy_named("fifo")
 
 
-# In memory; on disk the same policies are at work, see test_disk_store.
+# In memory; on disk the same policies are at work, see tests/disk.
 
 
 def test_memory_never_holds_more_than_its_limit() -> None:
