@@ -1,0 +1,39 @@
+"""What names a remote, and what it needs."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from qcfuse_rag import StoreError
+from qcfuse_rag.store.bucket import Bucket
+from qcfuse_rag.store.redis import RedisServer
+from qcfuse_rag.store.remote import RemoteStore, open_remote
+
+
+def test_a_missing_client_library_is_an_error_that_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(StoreError, match=re.escape("pip install 'qcfuse-rag[remote]'")):
+        Bucket("memory://x")
+    with pytest.raises(StoreError, match=re.escape("pip install 'qcfuse-rag[redis]'")):
+        RedisServer("redis://localhost")
+
+
+@pytest.mark.parametrize("url", ["nowhere://x", "redis+nothing://x"])
+def test_a_url_that_nothing_understands_is_an_error(url: str) -> None:
+    with pytest.raises(StoreError, match="cannot use URLs that begin with"):
+        open_remote(url)
+
+
+def test_a_redis_url_that_is_none_does_not_show_its_password() -> None:
+    with pytest.raises(StoreError, match="a Redis URL begins with") as caught:
+        open_remote("redis://:secret@host:port/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_format_that_is_none_is_an_error(in_memory: Bucket) -> None:
+    with pytest.raises(ValueError, match="no format of numbers 'int3'"):
+        RemoteStore(in_memory, numbers="int3")
