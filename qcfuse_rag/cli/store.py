@@ -51,8 +51,8 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
     from dataclasses import replace
 
     from qcfuse_rag.cli.library import disk_folder, open_disk
+    from qcfuse_rag.store.manifest import damage_of
     from qcfuse_rag.store.remote import open_remote
-    from qcfuse_rag.store.sources import damage_of
 
     with open_disk(folder) as store:
         [found], far = store.health(), None
@@ -109,8 +109,8 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
 def rebuild(folder: Folder, as_json: Json = False) -> None:
     """Make the index again from the files; counts of uses and pins are lost. A damaged manifest is put aside."""
     from qcfuse_rag.cli.library import disk_folder, open_disk
+    from qcfuse_rag.store.manifest import put_aside
     from qcfuse_rag.store.repair import rebuild as again
-    from qcfuse_rag.store.sources import put_aside
 
     aside = put_aside(disk_folder(folder))
     with open_disk(folder) as store:

@@ -5,32 +5,17 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.model.fingerprint import digest
-from qcfuse_rag.store import access, located
+from qcfuse_rag.store import access
 from qcfuse_rag.store.contract import KVStore, Miss
 from qcfuse_rag.store.key import ChunkKey
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS chunks (
-    source TEXT, address TEXT, wording TEXT, passage TEXT, PRIMARY KEY (source, address)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
-CREATE INDEX IF NOT EXISTS chunks_by_passage ON chunks (passage);
-CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY, by_origin INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS derived (
-    address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
-CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY AUTOINCREMENT, address TEXT);
-"""
+from qcfuse_rag.store.manifest import opened
 
 REMEMBERED = 100_000
 """Removed addresses that are kept for processes which hold their chunks in memory."""
@@ -53,9 +38,6 @@ INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
 WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
 
-OPENING_S = 10.0
-"""Seconds to wait for others who open the manifest at the same time."""
-
 
 class Sources:
     """Counts, for every stored chunk, the sources that use it: equal passages of two documents share one entry.
@@ -76,24 +58,10 @@ class Sources:
         self._store = store
         self._own = store.prefix  # tenants have sources of their own
         self._process = os.getpid()
-        place = ":memory:" if store.folder is None else str(store.folder / "sources.db")
+        self._place = None if store.folder is None else store.folder / "sources.db"
         self._lock = threading.Lock()
-        try:
-            self._database = sqlite3.connect(place, timeout=60, isolation_level=None, check_same_thread=False)
-            if store.folder is not None:
-                (store.folder / "sources.db").chmod(0o600)
-                _write_ahead(self._database)
-            _bring_up_to_date(self._database)
-            self._database.executescript(SCHEMA + access.SCHEMA + located.SCHEMA)
-            # Answers read beside whoever removes chunks, which may take as long as a remote takes.
-            self._reader, self._reading = self._database, self._lock
-            if store.folder is not None:
-                self._reader = sqlite3.connect(place, timeout=1, isolation_level=None, check_same_thread=False)
-                self._reader.execute("PRAGMA query_only = 1")
-                self._reading = threading.Lock()
-        except (sqlite3.Error, OSError) as error:
-            hint = "; `qcfuse store rebuild` puts it aside, warm again then" if "not a database" in str(error) else ""
-            raise StoreError(f"cannot open {place}: {error}{hint}") from error
+        self._reading = self._lock if self._place is None else threading.Lock()
+        self._open()
 
     def replace(self, source: str, keys: Iterable[ChunkKey]) -> int:
         """Say which chunks a source has now; return how many it had alone and that are removed.
@@ -258,11 +226,20 @@ class Sources:
             self._database.close()
             self._reader.close()
 
+    def _open(self) -> None:
+        try:
+            self._database, self._reader, self._writable = opened(self._place)
+        except (sqlite3.Error, OSError) as error:
+            hint = "; `qcfuse store rebuild` puts it aside, warm again then" if "not a database" in str(error) else ""
+            raise StoreError(f"cannot open {self._place}: {error}{hint}") from error
+
     def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         wanted = {self._store.address(key): key for key in keys}
         name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
+        rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
+        if self._said(name, rows, alone=replace):  # a manifest that cannot be written need not be
+            return self.collect()
         with self.writing() as database:
-            rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
             database.executemany(HAS, rows)
             taken_up = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", taken_up)
@@ -272,6 +249,15 @@ class Sources:
                 self._drop(database, name, stale)
             access.note_overstepping(database, {row[3] for row in rows})
         return self.collect()
+
+    def _said(self, name: str, rows: Sequence[tuple[str, str, str, str]], *, alone: bool) -> bool:
+        """Return whether a source is known to have these chunks; `alone`, if no others of their wordings."""
+        with self._lock:
+            had = self._rows("SELECT source, address, wording, passage FROM chunks WHERE source = ?", name)
+            unwanted = self._rows("SELECT address FROM unwanted WHERE NOT by_origin")
+        wordings = {wording for _, _, wording, _ in rows}
+        more = alone and any(row[2] in wordings for row in set(had) - set(rows))
+        return not more and set(rows) <= set(had) and not {row[1] for row in rows} & {row[0] for row in unwanted}
 
     def _drop(self, database: sqlite3.Connection, name: str, addresses: Iterable[str]) -> None:
         """Take chunks from a source, as far as they are its own, and note those that are nobody's now."""
@@ -315,6 +301,9 @@ class Sources:
             StoreError: if it cannot be written.
         """
         with self._lock:
+            if not self._writable:  # by now there may be room
+                with self._reading:
+                    self._open()
             try:
                 self._database.execute("BEGIN IMMEDIATE")
                 try:
@@ -331,58 +320,6 @@ class Sources:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise StoreError(f"cannot read the manifest of sources: {error}") from error
-
-
-def damage_of(folder: Path) -> str | None:
-    """Return what is wrong with a store's manifest; None if nothing is, or there is none."""
-    place = folder / "sources.db"
-    if not place.exists():
-        return None
-    try:
-        with closing(sqlite3.connect(place)) as database:
-            [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
-    except sqlite3.OperationalError:  # busy, or not to be opened: nothing that would be mended
-        return None
-    except sqlite3.DatabaseError as error:
-        found = str(error)
-    return None if found == "ok" else f"{place}: {found}; `qcfuse store rebuild` puts it aside, warm again then"
-
-
-def put_aside(folder: Path) -> Path | None:
-    """Put a damaged manifest aside, so that the next one to open it makes it anew; return where it is.
-
-    What documents have which chunks is learnt again when they are warmed; until then they cannot be forgotten by name.
-    """
-    if damage_of(folder) is None:
-        return None
-    place = folder / "sources.db"
-    aside = place.with_name(f"{place.name}.damaged")
-    place.replace(aside)
-    for ending in ("-wal", "-shm"):
-        place.with_name(place.name + ending).unlink(missing_ok=True)
-    return aside
-
-
-def _write_ahead(database: sqlite3.Connection) -> None:
-    """Switch to a write-ahead log; SQLite does not wait for others who open the file at the same time, so this does."""
-    until = time.monotonic() + OPENING_S
-    while True:
-        try:
-            database.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.01)
-
-
-def _bring_up_to_date(database: sqlite3.Connection) -> None:
-    """Add what manifests of earlier versions lack; which passage a chunk is, they learn when it is warmed again."""
-    added = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
-    for table, column in added:
-        columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
-        if columns and column.split()[0] not in columns:
-            database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
 
 
 def _wording(key: ChunkKey) -> str:

@@ -188,6 +188,30 @@ def test_a_read_only_mount(llama: LanguageModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["full", "ro"])
+def test_passages_are_found_in_a_text_where_nothing_can_be_written(
+    how: str, llama: LanguageModel, tmp_path: Path
+) -> None:
+    """As a library is that was warmed elsewhere and is mounted to be served from."""
+    with tmpfs(tmp_path / "disk", "4m") as place:
+        with FusionEngine(llama, DiskStore(place / "kv")) as engine:
+            engine.warm(PASSAGES, sources=["a.md", "b.md", "c.md"], bases=(FRAMED,))
+        if how == "full":
+            fill(place)
+        else:
+            remount(place, "ro")
+        with FusionEngine(llama, DiskStore(place / "kv")) as engine:
+            prompt = engine.plain("\n\n".join([*PASSAGES, QUESTION]))
+            report = engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).report
+            assert [lookup.hit for lookup in report.lookups] == [True] * len(PASSAGES)
+            assert engine.sources.names() == ["a.md", "b.md", "c.md"]
+            again = engine.warm(PASSAGES, sources=["a.md", "b.md", "c.md"], bases=(FRAMED,))
+            assert (again.present, again.warmed) == (len(PASSAGES), 0), "nothing need be written"
+            with pytest.raises(StoreError, match="cannot write"):
+                engine.forget("a.md")
+
+
+@pytest.mark.slow
 def test_damage_that_cannot_be_put_away(llama: LanguageModel, tmp_path: Path) -> None:
     """On a disk that cannot be written, a damaged entry stays where it is, and is refused every time."""
     tally = Tally("damaged entries on a read-only mount")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,7 @@ from typing import Any
 import pytest
 
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, StoreError, TieredStore
-from qcfuse_rag.store import sources as sources_module
+from qcfuse_rag.store import manifest
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.sources import Sources
 from qcfuse_rag.store.tenant import TenantStore
@@ -94,10 +98,10 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
     """Others who open the file are waited for; a folder that cannot be written will not change."""
     begun = time.monotonic()
     Sources(store).close()
-    monkeypatch.setattr("qcfuse_rag.store.sources.sqlite3.connect", unwritable)
+    monkeypatch.setattr("qcfuse_rag.store.manifest.sqlite3.connect", unwritable)
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)
-    assert time.monotonic() - begun < sources_module.OPENING_S / 2
+    assert time.monotonic() - begun < manifest.OPENING_S / 2
 
 
 def unwritable(*_: object, **__: object) -> Any:
@@ -106,6 +110,30 @@ def unwritable(*_: object, **__: object) -> Any:
             raise sqlite3.OperationalError("attempt to write a readonly database")
 
     return Connection()
+
+
+def test_a_manifest_on_a_read_only_mount_is_read(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is there already need not be written; see `tests.stress.test_disks` for real mounts."""
+    with closing(Sources(store)) as before:
+        before.replace("a.md", stored(store, 0))
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "chmod", read_only)
+    with pytest.raises(StoreError, match="Read-only"):
+        Sources(store)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with closing(Sources(store)) as sources:
+        assert sources.names() == ["a.md"]
+        assert sources.replace("a.md", keys(0)) == 0
+        for change in (lambda: sources.replace("a.md", keys(1)), lambda: sources.add("b.md", keys(0))):
+            with pytest.raises(StoreError, match="cannot write the manifest of sources: attempt to write a readonly"):
+                change()
+    shutil.rmtree(store.folder)
+    store.folder.mkdir()
+    with pytest.raises(StoreError, match="Read-only"):
+        Sources(store)
 
 
 def test_a_passage_named_twice_is_one(store: DiskStore, sources: Sources) -> None:
@@ -327,7 +355,7 @@ def test_a_manifest_that_fails_later_is_one_clear_error(store: DiskStore, source
         with pytest.raises(StoreError, match="cannot read the manifest of sources"):
             act()
     with pytest.raises(StoreError, match="cannot write the manifest of sources"):
-        sources.add("a.md", keys(1))
+        sources.remove("a.md", keys(1))
     assert present(store, 1) == [0]
 
 
