@@ -27,6 +27,7 @@ GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call the function by which their attention rotates."""
+CAPTURING = "transformers.utils.output_capturing"
 SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
 """Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
 so many times that they are more than one program's."""
@@ -208,8 +209,12 @@ class _Leaning:
 
 
 def changed(module: nn.Module) -> bool:
-    """Return whether somebody has put another function in a module's place, or hooks, who knows this module only."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+    """Return whether somebody has put another function in a module's place, or hooks, who knows this module only.
+
+    Hooks by which transformers hands out hidden states, for good once somebody has asked for some, do nothing else.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
 
 
 def seeing(forward: types.FunctionType, **others: Any) -> types.FunctionType:

@@ -1,12 +1,13 @@
 """A view of a model whose layers take eight kernels a decode step, most of which do nothing but read weights.
 
 For layers of the form that Llama, Mistral and Qwen share: a norm, attention and what was before, a norm, a gated
-network and what was before. Each was compared with the model's own layer before: what it hands to its cache and to
-attention, what it makes of what attention returns. Layers of another form stay as `fuse.lean` has them.
+network and what was before. Each is compared with the model's own layer before, see `fuse.layer_check`; layers of
+another form stay as `fuse.lean` has them.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,8 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.fuse.attention import NAME, rows_attention
 from qcfuse_rag.fuse.decoder_view import with_module
-from qcfuse_rag.fuse.lean import LARGE, LeanGate, LeanNorm, changed, leanest_first, seeing, view_of
-from qcfuse_rag.fuse.likeness import same
+from qcfuse_rag.fuse.layer_check import INTERFACES, LayerCheck
+from qcfuse_rag.fuse.lean import LeanGate, LeanNorm, changed, leanest_first
 from qcfuse_rag.fuse.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -28,10 +29,8 @@ PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """What transformers' models call the parts of a layer of this form."""
 QKV = ("q_proj", "k_proj", "v_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
-INTERFACES = "ALL_ATTENTION_FUNCTIONS"
-"""Where they look up the function that attends."""
-REQUESTS = 2
-"""To be compared, with a row of each scale."""
+CUT_OFF = {"clamp", "clamp_", "clip", "clip_"}
+"""What random numbers might not be large enough to show."""
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +41,8 @@ class LeanLayer(StandIn):
     Args:
         inner: the layer, in a lean view.
         strip: what a program of its products takes.
-        how: by what its attention attends besides what is handed through.
+        how: by what its attention attends besides what is handed through; found when the layer was compared, and the
+            same from then on.
         attend: the function that attends.
     """
 
@@ -102,11 +102,7 @@ def leanest_steps(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     Which is fastest depends on the device; one that will not do there is found out by who uses it.
     """
     lean, *rest = leanest_first(model)
-    try:
-        views = _layered(model, lean) if rest else {}
-    except Exception as error:  # of whatever a model has
-        LOG.warning("layers stay as they are: %s: %s", type(error).__name__, error)
-        views = {}
+    views = _layered(model, lean) if rest else {}
     if rest:
         views["modules"] = lean
     return {**views, "model": model}
@@ -116,13 +112,18 @@ def _layered(model: PreTrainedModel, view: PreTrainedModel) -> dict[str, PreTrai
     """Return views with the leanest layers, one for each strip by which there are any."""
     from qcfuse_rag.fuse.kernels.product import STRIPS
 
-    own, lean = (one.get_decoder()._modules["layers"] for one in (model, view))
-    assert isinstance(own, nn.ModuleList)
-    assert isinstance(lean, nn.ModuleList)
+    own, lean = (one.get_decoder()._modules.get("layers") for one in (model, view))
+    if not isinstance(own, nn.ModuleList) or not isinstance(lean, nn.ModuleList):
+        return {}
+    checks = [_checked(*pair) for pair in zip(own, lean, strict=True)]
     views: dict[str, PreTrainedModel] = {}
     for strip in STRIPS:
-        layers = [_leaner(*pair, strip) for pair in zip(own, lean, strict=True)]
-        if any(isinstance(layer, LeanLayer) for layer in layers):
+        layers = [
+            layer if check is None else _leaner(layer, strip, check) for layer, check in zip(lean, checks, strict=True)
+        ]
+        count = sum(isinstance(layer, LeanLayer) for layer in layers)
+        LOG.info("layers of eight kernels by %s: %d of %d", strip, count, len(layers))
+        if count:
             found = with_module(view, nn.ModuleList(layers), instead=lean)
             assert isinstance(found, PreTrainedModel)
             views[f"layers by {strip.columns} x {strip.depth}"] = found
@@ -130,72 +131,27 @@ def _layered(model: PreTrainedModel, view: PreTrainedModel) -> dict[str, PreTrai
 
 
 @torch.inference_mode()
-def _leaner(own: nn.Module, lean: nn.Module, strip: Strip) -> nn.Module:
-    """Return what takes a layer's place: itself, as a lean view has it, where it is of another form or comes out so."""
-    if not _of_this_form(own, lean):
-        return lean
-    attention: Any = own.self_attn
-    weight = attention.q_proj.weight
-    generator = torch.Generator(weight.device).manual_seed(0)
+def _checked(own: Any, lean: Any) -> LayerCheck | None:
+    """Return by what a layer's stand-in is checked; None if there is none for it."""
+    try:
+        if _of_this_form(own, lean):
+            attention = own.self_attn
+            return LayerCheck.of(own, attention.q_proj.in_features, int(attention.head_dim))
+    except Exception as error:  # of whatever a model has
+        LOG.info("a layer stays as it is: %s: %s", type(error).__name__, error)
+    return None
 
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=weight.device)
 
-    angles = random(1, len(LARGE), attention.head_dim // 2).repeat(1, 1, 2)
-    cos, sin = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
-    hidden = (random(REQUESTS, len(LARGE), weight.shape[1]) * torch.tensor(LARGE, device=weight.device)[:, None]).to(
-        weight.dtype
-    )
-    theirs, ours = _Witness(cos, sin), _Witness(cos, sin)
-    watched = view_of(attention, attention._modules, seeing(type(attention).forward, **{INTERFACES: theirs}))
-    watched_layer = view_of(own, {**own._modules, "self_attn": watched})
-
-    def leaner(given: Tensor) -> tuple[Tensor, ...]:
-        return ours.saw(LeanLayer(lean, strip, theirs.how, ours.attend), given)
-
-    if same(lambda given: theirs.saw(watched_layer, given), leaner, hidden):
-        return LeanLayer(lean, strip, theirs.how)
+@torch.inference_mode()
+def _leaner(lean: nn.Module, strip: Strip, check: LayerCheck) -> nn.Module:
+    """Return what takes a layer's place: itself, as a lean view has it, if its stand-in does not come out right."""
+    try:
+        if check.met_by(lambda attend: LeanLayer(lean, strip, check.how, attend)):
+            return LeanLayer(lean, strip, check.how)
+        LOG.info("a layer stays as it is: its stand-in comes out otherwise")
+    except Exception as error:  # of whatever does not compile
+        LOG.info("a layer stays as it is: %s: %s", type(error).__name__, error)
     return lean
-
-
-class _Witness:
-    """Takes the place of a layer's cache and of its attention, in which each row sees itself alone."""
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self._given = {
-            "attention_mask": None,
-            "position_ids": None,
-            "past_key_values": self,
-            "use_cache": True,
-            "position_embeddings": (cos, sin),
-            "fusion": self,
-        }
-        self._seen: tuple[Tensor, ...] = ()
-        self._kept: tuple[Tensor, ...] = ()
-        self.how: dict[str, Any] = {}
-
-    def saw(self, layer: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Run a layer; return what it made, and what its cache and its attention were given."""
-        return (layer(hidden, **self._given), *self._kept, *self._seen)
-
-    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        """Be the cache."""
-        self._kept = key, value
-        return key, value
-
-    def get_interface(self, *_: Any) -> Callable[..., Any]:
-        """Be where the function that attends is looked up."""
-        return self.attend
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
-    ) -> tuple[Tensor, None]:
-        """Attend, and remember what is asked for besides what was handed through."""
-        if how.get("fusion") is not self:
-            raise ValueError("attention is not given what layers are")
-        self.how = {name: one for name, one in how.items() if name not in self._given}
-        self._seen = query, key, value
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 
 
 def _of_this_form(own: Any, lean: Any) -> bool:
@@ -208,18 +164,23 @@ def _of_this_form(own: Any, lean: Any) -> bool:
     head_norms = [lean.self_attn._modules[name] for name in HEAD_NORMS if name in parts]
     norms = [lean.input_layernorm, lean.post_attention_layernorm, *head_norms]
     asking, gating = [attention._modules.get(name) for name in QKV], [mlp.gate_proj, mlp.up_proj]
+    forwards = [inspect.unwrap(type(one).forward) for one in (own, attention)]
+    named = {name for forward in forwards for name in forward.__code__.co_names}
     return (
         attention.config._attn_implementation == NAME
         and parts - set(HEAD_NORMS) == {*QKV, "o_proj"}
         and len(head_norms) in (0, len(HEAD_NORMS))
         and all(isinstance(one, LeanNorm) for one in norms)
         and not changed(attention)
-        and INTERFACES in type(attention).forward.__code__.co_names
+        and INTERFACES in named
+        and not named & CUT_OFF
         and all(
             type(one) is nn.Linear and not changed(one) for one in (*asking, attention.o_proj, *gating, mlp.down_proj)
         )
         and len({one.bias is None for one in asking}) == 1
         and all(one.bias is None for one in gating)
+        and {one.dtype for one in own.parameters()} == {attention.q_proj.weight.dtype}
+        and all(one.data_ptr() for one in own.parameters())  # one that stands for others, as if quantised, has none
         and attention.q_proj.weight.dtype in NORMALISED
     )
 

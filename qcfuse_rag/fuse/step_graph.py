@@ -9,7 +9,6 @@ otherwise, is launched kernel by kernel.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -75,7 +74,8 @@ class DecodeSteps:
 
     Attributes:
         model: or the view of it by which steps are recorded.
-        seconds: what a step takes by each view of the model that was timed; see `lean_layer.leanest_steps`.
+        seconds: what a recorded step takes, by view of the model and number of requests, where there was a choice; see
+            `lean_layer.leanest_steps`.
         refusal: why no steps are recorded, or None if they are.
     """
 
@@ -84,7 +84,7 @@ class DecodeSteps:
         self._graphs: dict[int, StepGraph] = {}
         self.model = lm.model
         self._turn = threading.Lock()
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, dict[int, float]] = {}
         self.refusal: str | None = "they are recorded by `warm_up`"
 
     @torch.inference_mode()
@@ -113,25 +113,32 @@ class DecodeSteps:
                 return
             if self._broken:
                 break
+        self._graphs, self.model, self._recorder = {}, self._lm.model, None
         LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
     def _fastest_first(self, requests: Sequence[int]) -> list[PreTrainedModel]:
-        """Return views of the model by the time a step of theirs takes, and behind those any that cannot be timed.
+        """Return views of the model whose steps come out right, by the time they take for the fewest and most requests.
 
         None of them if trying them has left nothing to record by.
         """
         views, self.seconds = leanest_steps(self._lm.model), {}
-        if len(views) > 1:
-            for name, view in views.items():
-                self.refusal = self._record(view, (min(requests),))
-                if self.refusal is None:
-                    self.seconds[name] = self._seconds()
-                elif self._broken:
-                    return []
-        return [views[name] for name in sorted(views, key=lambda name: self.seconds.get(name, math.inf))]
+        if len(views) == 1 or not requests:
+            return list(views.values())
+        for name, view in views.items():
+            self.refusal = self._record(view, sorted({min(requests), max(requests)}), timed=name)
+            if self._broken:
+                return []
+        LOG.info("seconds a step, by view of the model and number of requests: %s", self.seconds)
+        return [views[name] for name in sorted(self.seconds, key=lambda name: sum(self.seconds[name].values()))]
 
-    def _record(self, model: PreTrainedModel, requests: Sequence[int]) -> str | None:
-        """Record steps of a view of the model; return why they are not to be used, or None if they are."""
+    def _record(self, model: PreTrainedModel, requests: Sequence[int], *, timed: str | None = None) -> str | None:
+        """Record steps of a view of the model; return why they are not to be used, or None if they are.
+
+        Args:
+            model: the view.
+            requests: how many each step is for.
+            timed: under what name to note what they take, if they come out right; None does not.
+        """
         self.model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
         graphs: dict[int, StepGraph] = {}
 
@@ -140,8 +147,14 @@ class DecodeSteps:
             graphs.update({count: self._recorded(count, recorder) for count in requests})
             return [one for graph in graphs.values() for one in self._compared(graph)]
 
+        def time() -> list[Off]:
+            self.seconds[str(timed)] = {count: self._seconds(graph) for count, graph in graphs.items()}
+            return []
+
         self._graphs = {}
         refusal = recording_refusal(record)
+        if refusal is None and timed is not None:
+            refusal = recording_refusal(time)
         if refusal is None:
             self._graphs = graphs
         return refusal
@@ -151,23 +164,24 @@ class DecodeSteps:
         return self._recorder is not None and self._recorder.broken is not None
 
     @torch.inference_mode()
-    def _seconds(self) -> float:
-        """Return what a step takes that has been recorded."""
-        lm, [(count, graph)] = self._lm, self._graphs.items()
+    def _seconds(self, graph: StepGraph) -> float:
+        """Return what a recorded step takes on the device."""
+        assert self._recorder is not None
+        lm, count = self._lm, graph.given.shape[1]
         last = min(TRIED_AT[-1], lm.window.tokens - 1)
         buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in range(count)]
-        for buffer in buffers:
-            for held in (*buffer.keys, *buffer.values):
-                held.zero_()
-        given = [0] * count, [last] * count, buffers
+        for held in (held for buffer in buffers for held in (*buffer.keys, *buffer.values)):
+            held.zero_()
+        self._replayed(graph, [0] * count, [last] * count, buffers)
         rounds = []
-        for _ in range(ROUNDS):
-            begun = Moment.on(lm.device)
-            for _ in range(TIMED):
-                self._replayed(graph, *given)
-            ended = Moment.on(lm.device)
-            ended.wait()
-            rounds.append(begun.until(ended) / TIMED)
+        with self._recorder.turn():
+            for _ in range(ROUNDS):
+                begun = Moment.on(lm.device)
+                for _ in range(TIMED):
+                    graph.replay()
+                ended = Moment.on(lm.device)
+                ended.wait()
+                rounds.append(begun.until(ended) / TIMED)
         return min(rounds)
 
     @torch.inference_mode()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
@@ -21,7 +23,8 @@ from tests.recorders import DEVICE
 pytest.importorskip("triton")
 
 from qcfuse_rag.fuse.kernels import product
-from qcfuse_rag.fuse.kernels.product import MOST_ROWS, STRIPS
+from qcfuse_rag.fuse.kernels.pointwise import Norm
+from qcfuse_rag.fuse.kernels.product import MOST_ROWS, STRIPS, Strip
 from qcfuse_rag.fuse.lean_layer import LeanLayer, leanest_steps
 
 LAYERS = 4
@@ -93,21 +96,78 @@ def test_more_rows_than_a_product_takes_are_computed_as_ever(tokenizer: PreTrain
         assert torch.allclose(view(ids).logits, lm.model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["projected", "gate_projected"])
+def in_torch(monkeypatch: pytest.MonkeyPatch, off: str | None = None) -> None:
+    """Have torch multiply, rounding as the kernels do: the interpreter cannot multiply bfloat16.
+
+    Args:
+        monkeypatch: until when.
+        off: which product comes out 5 % too large.
+    """
+
+    def rows(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        wide = x.float()
+        if norm is None:
+            return wide, torch.ones(())
+        scale = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        return (wide * (norm.weight.float() + norm.offset)).to(x.dtype).float(), scale
+
+    def projected(
+        x: Tensor, weights: list[Tensor], biases: Any = None, *, norm: Any = None, residual: Any = None, strip: Strip
+    ) -> Tensor:
+        given, scale = rows(x, norm)
+        found = torch.cat([functional.linear(given, weight.float()) for weight in weights], -1) * scale
+        found = found + (0 if biases is None else torch.cat(biases).float())
+        found *= 1.05 if off == {3: "asking", 1: "back"}[len(weights)] else 1
+        return (found + (0 if residual is None else residual.float())).to(x.dtype)
+
+    def gate_projected(x: Tensor, gates: Tensor, values: Tensor, activation: str, *, norm: Any, strip: Strip) -> Tensor:
+        given, scale = rows(x, norm)
+        gate, value = (functional.linear(given, one.float()) * scale for one in (gates, values))
+        return (functional.silu(gate) * value * (1.05 if off == "gates" else 1)).to(x.dtype)
+
+    monkeypatch.setattr(product, "projected", projected)
+    monkeypatch.setattr(product, "gate_projected", gate_projected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2-bias", "qwen3-qk-norm"])
+@pytest.mark.parametrize("off", [None, "asking", "back", "gates"])
 def test_layers_that_come_out_otherwise_stay_as_they_are(
-    name: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    off: str | None,
+    family: str,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lm, compute = wrapped("llama", tokenizer), getattr(product, name)
+    """Whatever part of them does: rows much smaller than what a layer adds show it, rounding does not hide it."""
+    model = build_model(family).to(DEVICE, dtype)
+    for layer in model.get_decoder().layers:
+        layer.input_layernorm.weight.data *= 0.2  # as in trained models it may be
+    lm = LanguageModel.wrap(model, tokenizer)
+    in_torch(monkeypatch, off)
+    expected = [LAYERS] * len(STRIPS) if off is None else []
+    assert [lean_layers(view) for view in leanest_steps(lm.model).values() if lean_layers(view)] == expected
 
-    def off(*given: Any, **how: Any) -> Tensor:
-        return compute(*given, **how) * 1.05  # type: ignore[no-any-return]
 
+def test_a_multiplier_of_what_is_added_is_noticed(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model("granite-multipliers").to(DEVICE, torch.bfloat16)
+    for layer in model.get_decoder().layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.data *= 0.05  # what is added is little beside most rows
+    in_torch(monkeypatch)
+    assert [lean_layers(view) for view in leanest_steps(LanguageModel.wrap(model, tokenizer).model).values()] == [0, 0]
+
+
+def test_layers_that_do_not_compile_stay_as_they_are(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*given: Any, **how: Any) -> Tensor:
         raise RuntimeError("does not compile here")
 
-    for spoiled in (off, refused):
-        monkeypatch.setattr(product, name, spoiled)
-        assert [lean_layers(view) for view in leanest_steps(lm.model).values()] == [0, 0]
+    monkeypatch.setattr(product, "gate_projected", refused)
+    assert [lean_layers(view) for view in leanest_steps(wrapped("llama", tokenizer).model).values()] == [0, 0]
 
 
 class Adapted(nn.Linear):
@@ -135,6 +195,14 @@ def product_adapted(layer: Any) -> None:
     layer.self_attn.v_proj.__class__ = Adapted
 
 
+def output_cut_off(layer: Any) -> None:
+    class CutOff(type(layer)):  # type: ignore[misc]
+        def forward(self, *given: Any, **how: Any) -> Any:
+            return super().forward(*given, **how).clamp(-1e4, 1e4)
+
+    layer.__class__ = CutOff
+
+
 def part_added(layer: Any) -> None:
     layer.add_module("dropout", nn.Identity())
 
@@ -155,6 +223,7 @@ def values_biased(layer: Any) -> None:
         product_hooked,
         attention_replaced,
         product_adapted,
+        output_cut_off,
         part_added,
         gates_biased,
         values_biased,
@@ -171,15 +240,33 @@ def test_layers_that_somebody_has_changed_are_left_alone(
     assert_steps_alike(lm, view)
 
 
+def test_weights_that_stand_for_others_are_left_to_those_who_know(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As libraries have weights that are kept in fewer bits: there is nothing where a kernel would read them."""
+    lm = wrapped("llama", tokenizer)
+    product = lm.model.get_decoder().layers[1].mlp.down_proj
+    product.weight = nn.Parameter(TwoTensor(product.weight.data, product.weight.data))
+    assert lean_layers(leanest(lm)) == LAYERS - 1
+
+
 @torch.inference_mode()
 def test_without_room_in_float16_layers_stay_as_they_are(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = LanguageModel.wrap(build_model("llama").to(DEVICE, torch.float16), tokenizer)
     assert [lean_layers(view) for view in leanest_steps(lm.model).values()] == [0, 0]
 
 
-def test_what_cannot_be_looked_at_is_left_as_it_is(
+def test_a_layer_that_cannot_be_looked_at_is_left_as_it_is(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: PreTrainedModel = wrapped("llama", tokenizer).model
-    monkeypatch.setattr("qcfuse_rag.fuse.lean_layer._leaner", lambda *given: 1 / 0)
-    assert [lean_layers(view) for view in leanest_steps(model).values()] == [0, 0]
+    """The others are not."""
+    lm = wrapped("llama", tokenizer)
+    del lm.model.get_decoder().layers[1].self_attn.config
+    assert lean_layers(leanest(lm)) == LAYERS - 1
+
+
+@torch.inference_mode()
+def test_hooks_that_hand_out_hidden_states_change_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
+    """transformers leaves them in place once somebody has asked for hidden states."""
+    lm = wrapped("llama", tokenizer)
+    lm.model(torch.tensor([[5, 9]], device=DEVICE), output_hidden_states=True)
+    assert lm.model.get_decoder().layers[0]._forward_hooks
+    assert lean_layers(leanest(lm)) == LAYERS

@@ -206,8 +206,28 @@ def test_steps_are_recorded_by_the_view_that_is_fastest(
     steps.warm_up(requests=(1, 2))
     assert steps.refusal is None
     assert steps.model is lm.model
-    assert recorder.recorded == 2 + 2, "one of each view, and all of the fastest"
-    assert steps.seconds["slow"] > steps.seconds["model"] > 0
+    assert recorder.recorded == 2 * 2 + 2, "the fewest and the most of each view, and all of the fastest"
+    assert steps.seconds.keys() == {"slow", "model"}
+    for count in (1, 2):
+        assert steps.seconds["slow"][count] > steps.seconds["model"][count] > 0
+    [buffer] = random_buffers(lm, [8])
+    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
+
+
+def test_a_view_that_cannot_be_timed_is_not_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = model_of("llama", tokenizer)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"one": model, "model": model})
+
+    def no_room(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    steps = DecodeSteps(lm, CountingRecorder())
+    monkeypatch.setattr(steps, "_seconds", no_room)
+    steps.warm_up(requests=(1,))
+    assert "no room" in str(steps.refusal)
+    assert steps.model is lm.model
     [buffer] = random_buffers(lm, [8])
     assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
 

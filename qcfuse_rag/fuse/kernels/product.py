@@ -3,11 +3,11 @@
 A decode step takes as long as reading the weights does. Between two kernels little is read, for some microseconds,
 while the last programs of one end and the first of the other begin, and a Qwen3 layer has 18 where each does one thing.
 So weights that multiply the same rows are read by one kernel, in which rows are normalised before, and gates opened or
-the rows that were there before added after. All is added up in float32 and rounded once.
+the rows that were there before added after. All is added up in float32.
 
-Rows that are normalised are multiplied by the norm's weight first and by one over the root of their mean square last,
-which is known when all of a row has been read. Float16 has no room for numbers that have not been made smaller yet, so
-its rows are not normalised here.
+Rows that are normalised are multiplied by the norm's weight first, rounded, and multiplied by one over the root of
+their mean square last, which is known when all of a row has been read. Float16 has no room for numbers that have not
+been made smaller yet, so its rows are not normalised here.
 """
 
 from __future__ import annotations
