@@ -42,8 +42,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # the interpreter is slow
 
 
-def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
-    return LanguageModel.wrap(build_model(family, num_hidden_layers=2).to(DEVICE), tokenizer)
+def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LanguageModel:
+    return LanguageModel.wrap(build_model(family, num_hidden_layers=layers).to(DEVICE), tokenizer)
 
 
 def random_buffers(lm: LanguageModel, capacities: list[int]) -> list[KVBuffer]:
@@ -197,11 +197,12 @@ class Slow(StandIn):
 def test_steps_are_recorded_by_the_view_that_is_fastest(
     reverse: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    lm, recorder = model_of("llama", tokenizer, layers=1), CountingRecorder()
     views = {"slow": Slow(lm.model), "model": lm.model}
     offered = dict(sorted(views.items(), reverse=reverse))
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: offered)
     monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5,))
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.ROUNDS", 1)
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 2))
     assert steps.refusal is None
