@@ -317,7 +317,7 @@ def _read(
             from qcfuse_rag.cluster.read import read_on_ray
 
             paths = [Path(path) for path in options.paths]
-            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance)
+            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
         return read_passages(
             [Path(path) for path in options.paths],
             engine.lm.tokenizer,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.cluster.pool import Column, through_pool
 from qcfuse_rag.cluster.workers import RayWorkers, connect
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingest.read import Passages, find_files, read_passages
 from qcfuse_rag.model.load import load_tokenizer
 from qcfuse_rag.retrieve.embed import Embedder
@@ -31,11 +32,14 @@ class ReadWorker:
         self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
 
     def __call__(self, rows: Column) -> Column:
-        """Return the passages of each file, as JSON."""
+        """Return the passages of each file, or why it could not be read, as JSON."""
         return {"number": rows["number"], "found": np.array([self._read(Path(file)) for file in rows["file"]])}
 
     def _read(self, file: Path) -> str:
-        return json.dumps(read_passages([file], self._tokenizer, max_tokens=self._max_tokens))
+        try:
+            return json.dumps({"passages": read_passages([file], self._tokenizer, max_tokens=self._max_tokens)})
+        except QCFuseError as error:
+            return json.dumps({"unread": str(error)})
 
 
 class EmbedWorker:
@@ -54,20 +58,32 @@ class EmbedWorker:
 
 
 def read_on_ray(
-    workers: RayWorkers, paths: Iterable[Path], *, max_tokens: int, progress: Callable[[int, int], None] | None = None
+    workers: RayWorkers,
+    paths: Iterable[Path],
+    *,
+    max_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+    unread: list[str] | None = None,
 ) -> Passages:
     """Read passages from files like `ingest.read.read_passages`, which workers find at the same paths.
 
     Raises:
         QCFuseError: if something cannot be read.
     """
-    files = [str(file.resolve()) for file in find_files(paths)]
+    given = list(paths)
+    files = [str(file.resolve()) for file in find_files(given)]
+    named = {str(path.resolve()) for path in given}
     found = _ordered(
         workers, "file", files, ReadWorker, (workers.model, max_tokens), batch_size=FILES_AT_ONCE, progress=progress
     )
     passages: Passages = {}
-    for text in found:
-        for source, texts in json.loads(text).items():
+    for file, text in zip(files, found, strict=True):
+        read = json.loads(text)
+        if "unread" in read:
+            if unread is None or file in named:
+                raise QCFuseError(read["unread"])
+            unread.append(read["unread"])
+        for source, texts in read.get("passages", {}).items():
             passages.setdefault(source, []).extend(texts)
     return passages
 

@@ -100,14 +100,21 @@ def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path) -> None
     (tmp_path / "corpus").mkdir()
     for number, text in enumerate(PASSAGES):
         (tmp_path / "corpus" / f"{number}.md").write_text(text * 3)
+    broken = tmp_path / "corpus" / "broken.md"
+    broken.write_bytes(b"\xff\xfe no text")
     warm = ("warm", "run", str(tmp_path / "corpus"), "--model", model, "--max-tokens", "64", "--json")
     code, here, _ = run(*warm, "--store", str(tmp_path / "here"))
     assert code == 0
     code, there, error = run(*warm, "--store", str(tmp_path / "there"), "--ray", cluster)
     assert code == 0, error
-    counts = ("documents", "passages", "warmed", "tokens", "size_bytes")
+    counts = ("documents", "passages", "warmed", "tokens", "size_bytes", "unread")
     assert [json.loads(here)[name] for name in counts] == [json.loads(there)[name] for name in counts]
+    assert [str(broken) in reason for reason in json.loads(there)["unread"]] == [True]
     assert entries(tmp_path / "here") == entries(tmp_path / "there")
+    code, _, error = run(
+        "warm", "run", str(broken), "--model", model, "--store", str(tmp_path / "new"), "--ray", cluster
+    )
+    assert (code, f"cannot read {broken}" in error.replace("\n", "")) == (1, True), "it was named outright"
     code, answer, _ = run("ask", QUESTION, "--store", str(tmp_path / "there"), "--model", model, "--json")
     assert code == 0
     assert json.loads(answer)["report"]["fallback"] is None
