@@ -112,7 +112,8 @@ def warm_run(
     as_json: Json = False,
 ) -> None:
     """Split documents into passages, index them, and prefill each into the store; run again to add or go on."""
-    from qcfuse_rag.cli.warm import WarmOptions, run_warming
+    from qcfuse_rag.cli.job import WarmOptions
+    from qcfuse_rag.cli.warm import run_warming
 
     given = tuple(str(path) for path in paths)
     about = (reader, model, embedder, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, encrypt, device, dtype)
@@ -137,7 +138,8 @@ def warm_plan(
     as_json: Json = False,
 ) -> None:
     """Say how many bytes and seconds `warm run` would take; nothing is stored."""
-    from qcfuse_rag.cli.warm import WarmOptions, plan_warming
+    from qcfuse_rag.cli.job import WarmOptions
+    from qcfuse_rag.cli.warm import plan_warming
 
     given = tuple(str(path) for path in paths)
     about = (reader, model, None, base, max_tokens, batch_tokens, numbers, limit_gb, tenant, False, device, dtype)

@@ -21,6 +21,32 @@ NAME = "warm.json"
 SAVED_EVERY_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class WarmOptions:
+    """What `qcfuse warm run` was given; kept in the job's record, so that `resume` can give it again."""
+
+    paths: tuple[str, ...]
+    reader: str
+    model: str | None
+    embedder: str | None
+    base: str | None
+    max_tokens: int
+    batch_tokens: int | None
+    numbers: str | None
+    limit_gb: float | None
+    tenant: str | None
+    encrypt: bool
+    device: str | None
+    dtype: str | None
+    access: str | None = None
+    remote: str | None = None
+    ray: str | None = None
+    workers: int = 2
+    cpus_per_worker: float = 1.0
+    gpus_per_worker: float = 0.0
+    allow_empty: bool = False
+
+
 @dataclass(slots=True)
 class JobRecord:
     """A warming job, as `qcfuse warm status` shows it.

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
-from qcfuse_rag.cli.job import JobRecord, only_job
+from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
+from qcfuse_rag.cli.job import JobRecord, WarmOptions, only_job
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     KV_FOLDER,
     index_folder,
     is_encrypted,
-    needing_extra,
     open_engine,
     open_kv,
 )
 from qcfuse_rag.cluster.workers import RayWorkers
-from qcfuse_rag.demo.assets import default_embedder, default_model
+from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
@@ -37,47 +32,18 @@ from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.remote import lasting_url
 from qcfuse_rag.store.settings import kept_settings
 
-EMBEDDED_AT_ONCE = 256
-INDEX_SAVED_EVERY_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class WarmOptions:
-    """What `qcfuse warm run` was given; kept in the job's record, so that `resume` can give it again."""
-
-    paths: tuple[str, ...]
-    reader: str
-    model: str | None
-    embedder: str | None
-    base: str | None
-    max_tokens: int
-    batch_tokens: int | None
-    numbers: str | None
-    limit_gb: float | None
-    tenant: str | None
-    encrypt: bool
-    device: str | None
-    dtype: str | None
-    access: str | None = None
-    remote: str | None = None
-    ray: str | None = None
-    workers: int = 2
-    cpus_per_worker: float = 1.0
-    gpus_per_worker: float = 0.0
-    allow_empty: bool = False
-
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Say what warming would take, without storing anything."""
-    _check_paths(options, library)
+    check_paths(options, library)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     exists = (library / KV_FOLDER).is_dir()
     with open_kv(library, tenant=options.tenant) if exists else open_store(memory_bytes=limit or 64 << 30) as store:
         store.numbers = options.numbers or store.numbers  # of this view only: a plan changes nothing
         engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
         unread: list[str] = []
-        passages = _read(engine, options, unread)
-        _require(passages, options)
+        passages = read_documents(engine, options, unread)
+        require_passages(passages, options)
         texts = [text for own in passages.values() for text in own]
         job = engine.warm_job(_ids(engine, texts), batch_tokens=options.batch_tokens)
         plan = job.plan(measure=True, limit_bytes=limit)
@@ -100,7 +66,7 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
-    _check_paths(options, library)
+    check_paths(options, library)
     paths = [str(Path(path).resolve()) if Path(path).exists() else path for path in options.paths]
     remote = options.remote and lasting_url(options.remote)
     record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
@@ -178,18 +144,18 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
         engine = open_engine(store, options.model, choose_method(base=options.base), options.device, options.dtype)
         workers = _workers(engine, library, options)
         unread: list[str] = []
-        passages = _read(engine, options, unread, workers)
+        passages = read_documents(engine, options, unread, workers)
         place, name = index_folder(library, store), options.embedder or DEFAULT_EMBEDDER
         index = PassageIndex.load(place, name) if place.exists() else PassageIndex(name)
         if not index.passages:
-            _require(passages, options)
+            require_passages(passages, options)
         record.save()
-        vanished = _vanished(index, options)
+        vanished = vanished_files(index, options)
         vanished |= {source for source, texts in passages.items() if not texts}
         for source in vanished:  # first: what is no longer in the index is not seen to have vanished
             engine.forget(source)
         index.remove(vanished)
-        _index_passages(index, place, passages, options, workers)
+        index_passages(index, place, passages, options, workers)
         enriched = any(base.enriched for base in engine.bases)
         # Neighbours come from the whole index, and a new document may be one to old passages.
         documents = index.by_source() if enriched else passages
@@ -240,56 +206,6 @@ def _workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWo
     )
 
 
-def _index_passages(
-    index: PassageIndex,
-    place: Path,
-    passages: dict[str, list[str]],
-    options: WarmOptions,
-    workers: RayWorkers | None = None,
-) -> None:
-    """Embed the passages of new and changed documents, saving the index now and then."""
-    with needing_extra():
-        from qcfuse_rag.retrieve.embed import Embedder
-
-    at_once, name = EMBEDDED_AT_ONCE, options.embedder or default_embedder()
-    embed: Callable[[Sequence[str]], NDArray[np.float32]]
-    if workers is None:
-        embed = Embedder(name)
-    else:
-        from qcfuse_rag.cluster.read import embed_on_ray
-
-        at_once, embed = EMBEDDED_AT_ONCE * 16 * workers.count, partial(embed_on_ray, workers, name)
-    had = index.by_source()
-    changed = {source: texts for source, texts in passages.items() if had.get(source) != texts}
-    saved = time.monotonic()
-    with progress_bar("indexing passages", "passages") as advance:
-        done, total = 0, sum(len(texts) for texts in changed.values())
-        while changed:
-            group: dict[str, list[str]] = {}
-            while changed and sum(map(len, group.values())) < at_once:
-                source = next(iter(changed))
-                group[source] = changed.pop(source)
-            index.replace(group, embed([text for texts in group.values() for text in texts]))
-            done += sum(map(len, group.values()))
-            advance(done, total)
-            if time.monotonic() - saved > INDEX_SAVED_EVERY_S:
-                index.save(place)
-                saved = time.monotonic()
-    index.save(place)
-
-
-def _check_paths(options: WarmOptions, library: Path) -> None:
-    """Complain of paths before a model is loaded."""
-    with needing_extra():
-        from qcfuse_rag.ingest.read import FILES, find_files, reader_named
-
-    if options.reader != FILES:
-        reader_named(options.reader)
-    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not options.allow_empty:
-        hint = "; if all were deleted, --allow-empty forgets them" if library.is_dir() else ""
-        raise QCFuseError(f"no text files in {', '.join(options.paths)}{hint}")
-
-
 def _open(library: Path, options: WarmOptions) -> KVStore:
     return open_kv(
         library,
@@ -301,42 +217,8 @@ def _open(library: Path, options: WarmOptions) -> KVStore:
     )
 
 
-def _require(passages: dict[str, list[str]], options: WarmOptions) -> None:
-    if not any(passages.values()):
-        raise QCFuseError(f"no passages in {', '.join(options.paths)}")
-
-
-def _read(
-    engine: FusionEngine, options: WarmOptions, unread: list[str], workers: RayWorkers | None = None
-) -> dict[str, list[str]]:
-    with needing_extra():
-        from qcfuse_rag.ingest.read import FILES, read_passages
-
-    with progress_bar("reading documents", "files") as advance:
-        if workers is not None and options.reader == FILES:
-            from qcfuse_rag.cluster.read import read_on_ray
-
-            paths = [Path(path) for path in options.paths]
-            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
-        return read_passages(
-            [Path(path) for path in options.paths],
-            engine.lm.tokenizer,
-            reader=options.reader,
-            max_tokens=options.max_tokens,
-            progress=advance,
-            unread=unread,
-        )
-
-
 def _ids(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
     return [engine.prompts.chunk_ids(text) for text in texts]
-
-
-def _vanished(index: PassageIndex, options: WarmOptions) -> set[str]:
-    """Return indexed files that no longer exist in the folders named."""
-    folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
-    sources = {passage.source for passage in index.passages}
-    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
 
 
 def _print_failed(failed: Any) -> None:

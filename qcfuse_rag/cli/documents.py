@@ -1,0 +1,127 @@
+"""What documents a warming job is given: reading them, and keeping the library's index of their passages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qcfuse_rag.cli.console import progress_bar
+from qcfuse_rag.cli.job import WarmOptions
+from qcfuse_rag.cli.library import needing_extra
+from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.demo.assets import default_embedder
+from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.retrieve.index import PassageIndex
+
+EMBEDDED_AT_ONCE = 256
+INDEX_SAVED_EVERY_S = 30.0
+
+
+def check_paths(options: WarmOptions, library: Path) -> None:
+    """Complain of paths before a model is loaded.
+
+    Raises:
+        QCFuseError: if there is nothing to read in them, or no such reader.
+    """
+    with needing_extra():
+        from qcfuse_rag.ingest.read import FILES, find_files, reader_named
+
+    if options.reader != FILES:
+        reader_named(options.reader)
+    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not options.allow_empty:
+        hint = "; if all were deleted, --allow-empty forgets them" if library.is_dir() else ""
+        raise QCFuseError(f"no text files in {', '.join(options.paths)}{hint}")
+
+
+def read_documents(
+    engine: FusionEngine, options: WarmOptions, unread: list[str], workers: RayWorkers | None = None
+) -> dict[str, list[str]]:
+    """Return the passages of each document, in order; here or, where there are workers, there.
+
+    Args:
+        engine: whose tokenizer measures passages.
+        options: of the job.
+        unread: gets why a file of a folder could not be read.
+        workers: that read files, and find them at the same paths.
+
+    Raises:
+        QCFuseError: if something that was named outright cannot be read.
+    """
+    with needing_extra():
+        from qcfuse_rag.ingest.read import FILES, read_passages
+
+    with progress_bar("reading documents", "files") as advance:
+        if workers is not None and options.reader == FILES:
+            from qcfuse_rag.cluster.read import read_on_ray
+
+            paths = [Path(path) for path in options.paths]
+            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
+        return read_passages(
+            [Path(path) for path in options.paths],
+            engine.lm.tokenizer,
+            reader=options.reader,
+            max_tokens=options.max_tokens,
+            progress=advance,
+            unread=unread,
+        )
+
+
+def require_passages(passages: dict[str, list[str]], options: WarmOptions) -> None:
+    """Complain of documents without any text.
+
+    Raises:
+        QCFuseError: if there is no passage at all.
+    """
+    if not any(passages.values()):
+        raise QCFuseError(f"no passages in {', '.join(options.paths)}")
+
+
+def vanished_files(index: PassageIndex, options: WarmOptions) -> set[str]:
+    """Return indexed files that no longer exist in the folders named."""
+    folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
+    sources = {passage.source for passage in index.passages}
+    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+
+
+def index_passages(
+    index: PassageIndex,
+    place: Path,
+    passages: dict[str, list[str]],
+    options: WarmOptions,
+    workers: RayWorkers | None = None,
+) -> None:
+    """Embed the passages of new and changed documents, saving the index now and then."""
+    with needing_extra():
+        from qcfuse_rag.retrieve.embed import Embedder
+
+    at_once, name = EMBEDDED_AT_ONCE, options.embedder or default_embedder()
+    embed: Callable[[Sequence[str]], NDArray[np.float32]]
+    if workers is None:
+        embed = Embedder(name)
+    else:
+        from qcfuse_rag.cluster.read import embed_on_ray
+
+        at_once, embed = EMBEDDED_AT_ONCE * 16 * workers.count, partial(embed_on_ray, workers, name)
+    had = index.by_source()
+    changed = {source: texts for source, texts in passages.items() if had.get(source) != texts}
+    saved = time.monotonic()
+    with progress_bar("indexing passages", "passages") as advance:
+        done, total = 0, sum(len(texts) for texts in changed.values())
+        while changed:
+            group: dict[str, list[str]] = {}
+            while changed and sum(map(len, group.values())) < at_once:
+                source = next(iter(changed))
+                group[source] = changed.pop(source)
+            index.replace(group, embed([text for texts in group.values() for text in texts]))
+            done += sum(map(len, group.values()))
+            advance(done, total)
+            if time.monotonic() - saved > INDEX_SAVED_EVERY_S:
+                index.save(place)
+                saved = time.monotonic()
+    index.save(place)
