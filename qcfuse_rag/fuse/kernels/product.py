@@ -198,21 +198,22 @@ def projected(
     if residual is not None and residual.shape != (*x.shape[:-1], sum(columns)):
         raise ValueError(f"a residual must be {(*x.shape[:-1], sum(columns))}, got {tuple(residual.shape)}")
     given, n_rows = _rows(x, weights, norm, (*(biases or ()), *(() if residual is None else (residual,))))
+    by = norm or Norm(given, 0.0)
     out = torch.empty(*x.shape[:-1], sum(columns), dtype=x.dtype, device=x.device)
     none = [0] * (MOST_WEIGHTS - len(weights))
     multiplied, added = [*weights, *(weights[0] for _ in none)], list(biases or weights)
     with launching_on(x.device):
         project[(sum(triton.cdiv(count, strip.columns) for count in columns),)](
             given,
-            given if norm is None else norm.weight,
+            by.weight,
             *multiplied,
             *added,
             *(added[0] for _ in none),
             given if residual is None else residual.contiguous(),
             out,
             n_rows,
-            0.0 if norm is None else norm.eps,
-            0.0 if norm is None else norm.offset,
+            by.eps,
+            by.offset,
             *columns,
             *none,
             DIM=x.shape[-1],
@@ -250,17 +251,18 @@ def gate_projected(
     if gates.shape != values.shape:
         raise ValueError(f"gates {tuple(gates.shape)} do not fit values {tuple(values.shape)}")
     given, n_rows = _rows(x, (gates, values), norm, ())
+    by = norm or Norm(given, 0.0)
     out = torch.empty(*x.shape[:-1], len(gates), dtype=x.dtype, device=x.device)
     with launching_on(x.device):
         project_gated[(triton.cdiv(len(gates), strip.columns),)](
             given,
-            given if norm is None else norm.weight,
+            by.weight,
             gates,
             values,
             out,
             n_rows,
-            0.0 if norm is None else norm.eps,
-            0.0 if norm is None else norm.offset,
+            by.eps,
+            by.offset,
             N_COLUMNS=len(gates),
             DIM=x.shape[-1],
             NORMED=norm is not None,
