@@ -81,7 +81,8 @@ def test_steps_of_a_view_are_the_models(family: str, tokenizer: PreTrainedTokeni
     assert [lean_layers(view) for view in views if lean_layers(view)] == ([expected] * len(STRIPS) if expected else [])
     assert views[-1] is lm.model
     assert {name: dict(vars(one)) for name, one in lm.model.named_modules()} == before, "of the model nothing changes"
-    for view in views[: len(STRIPS) if expected else 0]:
+    strips = len(STRIPS) if family == "qwen3-qk-norm" else 1  # the interpreter is slow
+    for view in views[: strips if expected else 0]:
         assert {id(one) for one in view.parameters()} == {id(one) for one in lm.model.parameters()}, "no copies"
         assert_steps_alike(lm, view)
 
