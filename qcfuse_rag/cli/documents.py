@@ -56,14 +56,14 @@ def read_documents(
     with needing_extra():
         from qcfuse_rag.ingest.read import FILES, read_passages
 
+    paths = [Path(path) for path in options.paths]
     with progress_bar("reading documents", "files") as advance:
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray
 
-            paths = [Path(path) for path in options.paths]
             return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
         return read_passages(
-            [Path(path) for path in options.paths],
+            paths,
             engine.lm.tokenizer,
             reader=options.reader,
             max_tokens=options.max_tokens,

@@ -20,13 +20,6 @@ from qcfuse_rag.store.manifest import opened
 REMEMBERED = 100_000
 """Removed addresses that are kept for processes which hold their chunks in memory."""
 
-HAS = """
-INSERT OR REPLACE INTO chunks SELECT ?1, ?2, ?3, ?4 WHERE NOT EXISTS (
-    SELECT 1 FROM chunks WHERE source = ?1 AND address = ?2 AND wording IS ?3 AND passage IS ?4
-)
-"""
-"""Nothing is written that is there already: whoever looks at `Sources.version` would take it for a change."""
-
 WANTED = """
 SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
 """
@@ -237,10 +230,11 @@ class Sources:
         wanted = {self._store.address(key): key for key in keys}
         name, wordings = self._own + source, {_wording(key) for key in wanted.values()}
         rows = [(name, address, _wording(key), self.passage(key)) for address, key in wanted.items()]
-        if self._said(name, rows, alone=replace):  # a manifest that cannot be written need not be
+        # A manifest that cannot be written need not be, and who looks at `version` would take writing for a change.
+        if self._said(name, rows, alone=replace):
             return self.collect()
         with self.writing() as database:
-            database.executemany(HAS, rows)
+            database.executemany("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?)", rows)
             taken_up = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", taken_up)
             had = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()

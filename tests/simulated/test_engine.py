@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
     BLIND,
@@ -30,6 +30,7 @@ from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from tests.damage import damaged
 from tests.families import FAMILIES, build_model
+from tests.recorders import leanest_alone
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream
@@ -141,10 +142,7 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
 def test_recorded_steps_of_the_leanest_layers_are_the_models(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leanest(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-        return dict(list(leanest_steps(model).items())[:1])
-
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_alone)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
     there.step.warm_up(requests=(2,))
     assert there.step.refusal is None

@@ -11,18 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.lean_layer import leanest_steps
 from qcfuse_rag.fuse.recorder import Recorder
 from qcfuse_rag.fuse.stand_in import StandIn
 from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.fuse.step_graph import DecodeSteps
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
-from tests.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering
+from tests.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone
 
 pytest.importorskip("triton")
 
@@ -67,10 +66,7 @@ def test_a_recorded_step_is_the_step(
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
 
-    def leanest(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-        return dict(list(leanest_steps(model).items())[:1])
-
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest)
+    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_alone)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 3) if family == "llama" else (3,))

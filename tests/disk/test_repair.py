@@ -23,11 +23,6 @@ KEY = example_key()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
 def store(folder: Path) -> Iterator[DiskStore]:
     """Give a store of three entries."""
     with DiskStore(folder) as store:
