@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.prompt.segments import Prompt, Role, Segment
     from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
     from qcfuse_rag.report.fusion import FusionReport
+    from qcfuse_rag.store.access import tags_of
     from qcfuse_rag.store.chunk import ChunkKV
     from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
     from qcfuse_rag.store.disk import DiskStore
@@ -149,6 +150,7 @@ __all__ = [
     "make_method",
     "open_store",
     "profile_layers",
+    "tags_of",
     "warn_caller",
     "warn_not_stored",
     "warn_unused",
@@ -235,6 +237,7 @@ _HOMES = {
     "make_method": "qcfuse_rag.methods",
     "open_store": "qcfuse_rag.store.open",
     "profile_layers": "qcfuse_rag.profile.measure",
+    "tags_of": "qcfuse_rag.store.access",
     "warn_caller": "qcfuse_rag.generate.unused",
     "warn_not_stored": "qcfuse_rag.generate.unused",
     "warn_unused": "qcfuse_rag.generate.unused",

@@ -195,7 +195,8 @@ class FusionEngine:
             texts: passages, exactly as they will be given to `prompt`.
             sources: for each passage the document it is from, or None.
             replace: these are all the passages of their sources: what a source had before and has not now is removed,
-                unless another source has it. False adds them to those it has.
+                unless another source has it; caches of another model, base or wording of the prompt stay, see `forget`.
+                False adds them to those it has.
             bases: under which bases; by default those the engine's method reads.
             priority: for each passage how much it is wanted; see `ingest.warm.WarmJob`.
             neighbours: for enriched bases, each passage's related ones among these, see `ingest.neighbours`; those with
@@ -225,9 +226,8 @@ class FusionEngine:
                 keys.setdefault(source, []).extend(self.keys(chunk, with_first_pass(chosen)))
         for source, tag in (access or {}).items():
             self.sources.restrict(source, tag)
-        if keys and self.sources.restricted:  # who may read a passage decides what it is enriched by
-            for source, own in keys.items():
-                self.sources.add(source, own)
+        for source, own in keys.items():  # first: a job may be killed, and who may read what decides who meets whom
+            self.sources.add(source, own)
         job = self.warm_job(
             ids,
             bases=chosen,
@@ -284,7 +284,7 @@ class FusionEngine:
             others=others,
             primer=self.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS],
             batch_tokens=batch_tokens,
-            told=self._company.made_of,
+            ledger=self._company,
             stale=stale,
         )
 
@@ -318,7 +318,7 @@ class FusionEngine:
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
         job = CaptureJob(
-            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, told=self._company.made_of
+            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, ledger=self._company
         )
         return job.run(self._company.rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
@@ -571,7 +571,7 @@ class FusionEngine:
         if len(self._company.rememberable([*given, answer])) <= len(given):
             return Kept(None, reason="it was given over a passage that not all who may read it may read")
         return keep_generated(
-            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, told=self._company.made_of
+            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, ledger=self._company
         )
 
     def generate_verified(

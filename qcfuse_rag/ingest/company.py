@@ -94,6 +94,10 @@ class Company:
         """Have an entry go with any of the passages it is made of."""
         self._sources().derive(key, [self._key(ids) for ids in passages if ids])
 
+    def written(self, key: ChunkKey, passages: Sequence[Ids]) -> bool:
+        """Return whether an entry that is written by now may stay; remove it if a passage it is made of is gone."""
+        return not any(passages) or self._sources().confirm(key)
+
     def _readers(self, ids: Ids) -> frozenset[str]:
         return self._sources().readers(self._key(ids)) if ids else frozenset()
 

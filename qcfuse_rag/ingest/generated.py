@@ -17,7 +17,7 @@ from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.anchors import order_by_key_norm
 from qcfuse_rag.ingest.base import Base
-from qcfuse_rag.ingest.warm import Told
+from qcfuse_rag.ingest.warm import Ledger
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.model.rope import angles, rotate
 from qcfuse_rag.prompt.builder import PromptBuilder
@@ -58,7 +58,7 @@ def keep_generated(
     prefilled: Prefilled,
     generated: tuple[int, ...],
     text: str,
-    told: Told | None = None,
+    ledger: Ledger | None = None,
 ) -> Kept:
     """Store the keys and values of an answer under the ids it has as a passage.
 
@@ -72,7 +72,7 @@ def keep_generated(
         prefilled: the prompt's prefill, on whose buffer the answer was decoded.
         generated: ids of the answer as it was generated.
         text: the answer as a passage, or the beginning of it.
-        told: called before the entry is written with the passages it depends on.
+        ledger: what the entry is made of.
 
     Returns:
         The entry, or why there is none: the method may reuse stored caches, or the answer is tokenised otherwise.
@@ -108,9 +108,12 @@ def keep_generated(
         keys, values, order_by_key_norm(keys), probe_layers=lm.critical_layers, context=context, facts=facts
     )
     key = GENERATED.key(lm.fingerprint, prompt.frame, ids)
-    if told is not None:
-        told(key, [span.segment.stored_ids for span in prompt.chunks])
+    given = [span.segment.stored_ids for span in prompt.chunks]
+    if ledger is not None:
+        ledger.made_of(key, given)
     store.put(key, chunk)
+    if ledger is not None and not ledger.written(key, given):
+        return Kept(None, reason="a passage it was given over has been forgotten meanwhile")
     return Kept(key, len(ids), len(ids) - known)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
@@ -15,7 +16,7 @@ from qcfuse_rag.fuse.variants import expected_overhead, worth_by_mending
 from qcfuse_rag.ingest.base import FRAMED
 from qcfuse_rag.ingest.capture import capture_chunks
 from qcfuse_rag.ingest.context import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
-from qcfuse_rag.ingest.warm import Told, WarmJob
+from qcfuse_rag.ingest.warm import Ledger, WarmJob
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.birth import Context
 from qcfuse_rag.store.chunk import ChunkKV
@@ -65,7 +66,7 @@ class CaptureJob:
             they are absent; `patch` for that in low rank.
         slots: of each passage and kind.
         rank: of patches.
-        told: called before an entry is written, so that whatever happens then is known to be made of others.
+        ledger: what entries are made of.
 
     Raises:
         ValueError: if nothing or something else is to be kept, or there is no such rank.
@@ -80,7 +81,7 @@ class CaptureJob:
         keep: Collection[str] = ("variant",),
         slots: int = 5,
         rank: int = 32,
-        told: Told | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         if not keep or not set(keep) <= set(get_args(Kind)):
             raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
@@ -89,7 +90,7 @@ class CaptureJob:
         self._lm, self._store, self._frame, self._slots = lm, store, frame, slots
         self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
         self._rank = check_rank(rank)
-        self._told = told
+        self._ledger = ledger
         self._uses: dict[str, float] | None = None
 
     def run(self, groups: Iterable[Sequence[tuple[int, ...]]]) -> CaptureSummary:
@@ -153,12 +154,17 @@ class CaptureJob:
         number = slot_to_write(found, chunk.context, self._slots, worth)
         key = slot_key(kind, number, self._lm.fingerprint, self._frame, ids)
         self._store.discard(key)  # what it is made of is forgotten now
-        self._tell(key, made_of)
-        self._store.put(key, replace(chunk, facts={**chunk.facts, TURN: (turn,)}), saved_ms=saved_ms)
+        with self._noted(key, made_of):
+            self._store.put(key, replace(chunk, facts={**chunk.facts, TURN: (turn,)}), saved_ms=saved_ms)
 
-    def _tell(self, key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> None:
-        if self._told is not None:
-            self._told(key, made_of)
+    @contextmanager
+    def _noted(self, key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> Iterator[None]:
+        """Write an entry that goes with the passages it is made of, even if one goes meanwhile."""
+        if self._ledger is not None:
+            self._ledger.made_of(key, made_of)
+        yield
+        if self._ledger is not None:
+            self._ledger.written(key, made_of)
 
     def _used(self, slot: Slot) -> float:
         """Return how often a slot was used, as far as the store knows."""
@@ -176,8 +182,8 @@ class CaptureJob:
         reason = ""
         for _ in range(2):
             if key not in self._store:
-                self._tell(key, [ids])
-                WarmJob(self._lm, self._store, self._frame, [ids], bases=[FRAMED]).run()
+                with self._noted(key, [ids]):
+                    WarmJob(self._lm, self._store, self._frame, [ids], bases=[FRAMED]).run()
             found = self._store.get(key)
             if isinstance(found, Miss):
                 reason = found.reason

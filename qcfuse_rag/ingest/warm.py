@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import FRAMED, Base
@@ -28,9 +28,6 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 Progress = Callable[[int, int], None]
 """`(done, total) -> None` in tokens, called after every batch."""
 
-Told = Callable[[ChunkKey, Sequence[tuple[int, ...]]], None]
-"""`(key, made_of) -> None`: an entry's key, and the token ids of the passages it is made of."""
-
 Stale = Callable[[ChunkKey, Sequence[tuple[int, ...]]], float]
 """`(key, neighbours) -> share`: how many of a passage's present neighbours its enriched entry has not met."""
 
@@ -39,6 +36,21 @@ Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[Done]]
 
 REFRESH_ABOVE = 0.5
 """Share of neighbours a stored enriched passage may not have met before it is prefilled anew."""
+
+
+class Ledger(Protocol):
+    """Knows which passages an entry is made of, so that it goes with any of them."""
+
+    def made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
+        """Note it, before the entry is written: whatever happens then, it is known.
+
+        Args:
+            key: of the entry.
+            passages: token ids of those it is made of.
+        """
+
+    def written(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> bool:
+        """Look again once it is written; return whether it may stay, and remove it if a passage is gone by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class WarmJob:
         primer: token ids of the text that primed bases are prefilled behind, see `ingest.primer`.
         batch_tokens: most tokens to compute in one pass; 2,048 on a CPU and 16,384 on a GPU if None. 1 computes every
             chunk alone, which makes the stored bytes the same whatever else the job holds.
-        told: called before an enriched chunk is written, with the neighbours it is made of.
+        ledger: what enriched chunks are made of.
         stale: how far a stored enriched chunk is behind its present neighbours; without it they are left alone.
         refresh_above: an enriched chunk that is further behind is prefilled anew.
 
@@ -107,11 +119,11 @@ class WarmJob:
         others: Iterable[tuple[int, ...]] = (),
         primer: tuple[int, ...] = (),
         batch_tokens: int | None = None,
-        told: Told | None = None,
+        ledger: Ledger | None = None,
         stale: Stale | None = None,
         refresh_above: float = REFRESH_ABOVE,
     ) -> None:
-        self._lm, self._store, self._frame, self._told = lm, store, frame, told
+        self._lm, self._store, self._frame, self._ledger = lm, store, frame, ledger
         self._stale, self._refresh_above = stale, refresh_above
         self._primer = primer
         self._prefiller = Prefiller(lm, store, frame, primer)
@@ -171,7 +183,14 @@ class WarmJob:
         Raises:
             StoreError: if the store cannot be written.
         """
-        return self._run(progress, lambda batches, head: (self._prefiller.run(batch, head) for batch in batches))
+
+        def prefill(batches: Iterable[Batch], head: ChunkKV | None) -> Iterable[Done]:
+            for batch in batches:
+                done = self._prefiller.run(batch, head)
+                self._look_again([batch])
+                yield done
+
+        return self._run(progress, prefill)
 
     def on_ray(self, workers: RayWorkers, progress: Progress | None = None) -> WarmSummary:
         """Prefill and store what is missing in workers of a Ray cluster; what is stored is the same, bit for bit.
@@ -187,9 +206,14 @@ class WarmJob:
         """
         from qcfuse_rag.cluster.prefill import prefill_on_ray
 
-        return self._run(
-            progress, lambda batches, _: prefill_on_ray(workers, self._lm, self._frame, self._primer, batches)
-        )
+        def prefill(batches: Iterable[Batch], _: ChunkKV | None) -> Iterable[Done]:
+            sent: list[Batch] = []
+            try:
+                yield from prefill_on_ray(workers, self._lm, self._frame, self._primer, _noting(batches, sent))
+            finally:  # they are done in any order
+                self._look_again(sent)
+
+        return self._run(progress, prefill)
 
     def _run(self, progress: Progress | None, compute: Compute) -> WarmSummary:
         started = time.perf_counter()
@@ -225,12 +249,22 @@ class WarmJob:
 
         On Ray that is as many batches ahead as the driver hands over at a time.
         """
-        if batch.base.enriched and self._told is not None:
-            for ids, met in zip(batch.chunks, batch.met, strict=True):
-                key = batch.base.key(self._lm.fingerprint, self._frame, ids)
+        if self._ledger is not None:
+            for key, met in self._enriched(batch):
                 self._store.discard(key)  # what it is made of is forgotten now
-                self._told(key, met)
+                self._ledger.made_of(key, met)
         return batch
+
+    def _look_again(self, batches: Iterable[Batch]) -> None:
+        """Take enriched chunks back of which a neighbour was forgotten while they were computed."""
+        for key, met in (one for batch in batches for one in self._enriched(batch)):
+            if self._ledger is not None:
+                self._ledger.written(key, met)
+
+    def _enriched(self, batch: Batch) -> Iterable[tuple[ChunkKey, tuple[tuple[int, ...], ...]]]:
+        """Yield the key of every enriched chunk in a batch, and the neighbours it is made of."""
+        for ids, met in zip(batch.chunks, batch.met, strict=True) if batch.base.enriched else ():
+            yield batch.base.key(self._lm.fingerprint, self._frame, ids), met
 
     def _sort_out(self, limit: int | None) -> SortedOut:
         """Tell what to prefill from what is there, has no room, or cannot be stored."""
@@ -319,6 +353,13 @@ def with_first_pass(bases: Iterable[Base]) -> tuple[Base, ...]:
     if last and FRAMED not in first:
         first.append(FRAMED)
     return (*first, *last)
+
+
+def _noting(batches: Iterable[Batch], seen: list[Batch]) -> Iterable[Batch]:
+    """Yield batches; the enriched ones are in `seen` then."""
+    for batch in batches:
+        seen += [batch] if batch.base.enriched else []
+        yield batch
 
 
 def _too_long(length: int, window: int) -> str:

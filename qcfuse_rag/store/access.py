@@ -9,7 +9,8 @@ has a tag, what no document has is remembered by nobody: it may be a restricted 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 EVERYBODY = ""
 """The tag of documents without one."""
@@ -43,6 +44,33 @@ def may_remember(own: frozenset[str], other: frozenset[str]) -> bool:
         other: tags of the other's; nobody knows who may read a passage of no document.
     """
     return EVERYBODY in other or (bool(own) and own <= other)
+
+
+def tags_of(pieces: Iterable[tuple[str | None, Mapping[str, Any]]], key: str | None) -> dict[str, str | None] | None:
+    """Return who may read each source, by the metadata of its pieces; for `FusionEngine.warm`.
+
+    A source of which a piece has a tag has that tag. Where no piece has the key nothing is said, so that what has a tag
+    keeps it; a key with an empty value makes a source everybody's.
+
+    Args:
+        pieces: the source and the metadata of each.
+        key: in the metadata; None says nothing of any source.
+
+    Raises:
+        ValueError: if pieces of one source have different tags.
+    """
+    if key is None:
+        return None
+    tags: dict[str, str | None] = {}
+    for source, metadata in pieces:
+        if source is None or key not in metadata:
+            continue
+        tag = None if metadata[key] in (None, EVERYBODY) else str(metadata[key])
+        before = tags.get(source)
+        if tag and before and tag != before:
+            raise ValueError(f"pieces of one document have different tags under {key!r}; give all of them the same")
+        tags[source] = tag or before
+    return tags
 
 
 def give_tag(database: sqlite3.Connection, source: str, tag: str | None) -> None:

@@ -43,7 +43,9 @@ class ActReport:
 def lookup(store: KVStore, keys: Iterable[ChunkKey | str]) -> dict[str, str | None]:
     """Return, by address, the kind of the nearest tier that holds each entry, or None."""
     addresses = [store.address(key) for key in keys]
-    return {address: next((tier.kind for tier in store.tiers if address in tier), None) for address in addresses}
+    # First asked for in the whole store: a tenant's view has the tiers of all tenants.
+    tiers = {address: store.tiers if address in store else [] for address in addresses}
+    return {address: next((tier.kind for tier in own if address in tier), None) for address, own in tiers.items()}
 
 
 def move(

@@ -18,7 +18,7 @@ from typing import Any
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.format import PREAMBLE, SEALED, Buffer, Preamble
 
-ENDING = ".kv"
+ENDING, TEMPORARY = ".kv", ".part"
 PARTS_AT_ONCE = 1000
 """`writev` takes 1024 on Linux and macOS."""
 ADDRESS_CHARACTERS = frozenset("0123456789abcdef-")
@@ -52,7 +52,15 @@ class StoreFiles:
 
     def new_temporary(self) -> Path:
         """Return a name under which something can be written, which says who is writing."""
-        return self.tmp / f"{place()}-{os.getpid()}-{secrets.token_hex(8)}.part"
+        return self.tmp / f"{place()}-{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
+
+    def temporary(self, name: str) -> Path:
+        """Return what is being written under a name.
+
+        Raises:
+            CorruptEntry: if it is none that this library gives.
+        """
+        return self.tmp / _checked(name, TEMPORARY)
 
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
         """Write a new file and force it to disk.
@@ -91,18 +99,27 @@ class StoreFiles:
 
     def quarantine(self, address: str, reason: str) -> Path | None:
         """Move an entry's file out of the way for someone to look at; return where, or None if there is no file."""
-        target = self.quarantined / f"{address}-{secrets.token_hex(4)}{ENDING}"
+        target = self.quarantined / f"{address}{ENDING}"
         try:
             self.path(address).rename(target)
         except FileNotFoundError:
             return None
-        self.write(target.with_suffix(".json"), [json.dumps({"address": address, "reason": reason}).encode()])
+        self.write_json(target.with_suffix(".json"), {"address": address, "reason": reason})
         return target
 
+    def quarantined_of(self, address: str) -> list[Path]:
+        """Return what is in quarantine of an entry; earlier versions kept every copy that was found damaged."""
+        return list(self.quarantined.glob(f"{self.path(address).stem}*{ENDING}"))
+
     def remove_quarantined(self, name: str) -> None:
-        """Remove a file from quarantine, and the reason beside it."""
+        """Remove a file from quarantine, and the reason beside it.
+
+        Raises:
+            CorruptEntry: if the name is none that this library gives.
+        """
+        path = self.quarantined / _checked(name, ENDING)
         for ending in (ENDING, ".json"):
-            (self.quarantined / name).with_suffix(ending).unlink(missing_ok=True)
+            path.with_suffix(ending).unlink(missing_ok=True)
 
     def entries(self) -> Iterator[tuple[str, Path]]:
         """Yield address and path of every entry that has a file."""
@@ -153,6 +170,17 @@ def is_gone(there: str, pid: int) -> bool:
     except OSError:
         return False
     return False
+
+
+def _checked(name: str, ending: str) -> str:
+    """Return the name of a file, unless it might lead out of its folder: whoever can write an index may name anything.
+
+    Raises:
+        CorruptEntry: if it might.
+    """
+    if not name.endswith(ending) or set(name) & {"/", "\\", "\0"}:
+        raise CorruptEntry(f"the index names {name!r}, which is no file of this store; `qcfuse store rebuild` mends it")
+    return name
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:

@@ -138,7 +138,8 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
         The header, and what opens the blocks if they are encrypted.
 
     Raises:
-        CorruptEntry: if it is damaged, cannot be decrypted, or makes no sense.
+        ForeignEntry: if it is not under this secret, or has none and should.
+        CorruptEntry: if it is damaged or makes no sense.
     """
     if len(data) != preamble.header_bytes:
         raise CorruptEntry("truncated header")
@@ -150,7 +151,10 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
         raise ForeignEntry("is not encrypted, in a store that is")
     entry = seal.entry(preamble.salt) if seal is not None else None
     if entry is not None:
-        data = entry.open(0, data, _context(preamble.flags, preamble.salt))
+        try:
+            data = entry.open(0, data, _context(preamble.flags, preamble.salt))
+        except CorruptEntry as error:  # its checksum is right: whatever this is, it did not break by itself
+            raise ForeignEntry(str(error)) from error
     try:
         start = aligned(PREAMBLE.size + preamble.header_bytes)
         return parse_header(json.loads(bytes(data)), start, sealed=entry is not None), entry

@@ -125,9 +125,12 @@ class Index:
         strange = (
             "raw IS NOT 1 OR mode IS NOT 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR filename IS NOT NULL"
             " OR json_extract(value, '$.usage.size_bytes') IS NOT size"
+            f" OR (tag IN ('{ENTRY}', '{PINNED}') AND key GLOB '*[^0-9a-f-]*')"
+            f" OR (tag = '{WRITING}' AND json_extract(value, '$.about') GLOB '*[^0-9a-f-]*')"
+            rf" OR (tag IN ('{WRITING}', '{QUARANTINE}') AND key GLOB '*[/\]*')"
         )
         if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {strange}")[0][0]:
-            raise CorruptEntry("the index holds what is not text; it was not written by this library")
+            raise CorruptEntry("the index holds what this library does not write")
         # diskcache has no order of our own making; its table and `_sql` are those of its last release, 5.6.3.
         self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 

@@ -38,8 +38,8 @@ class RemoteStore(KVStore):
         blobs: the remote, see `store.bucket` and `store.redis`.
         numbers: format of new entries, see `store.numbers`.
         ttl_s: seconds after which new entries are gone.
-        seal: encrypts entries. All who share the remote need the same one: an entry under another secret cannot be told
-            from a damaged one, and goes into quarantine.
+        seal: encrypts entries. All who share the remote need the same one: an entry under another secret is a miss, and
+            one that is written over it is a miss to the others.
         rest_s: seconds for which a remote that could not be reached is left alone.
 
     Raises:
@@ -81,11 +81,16 @@ class RemoteStore(KVStore):
         self._ask(lambda: self._blobs.write(_name(key), parts, left_s))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry; one that was found damaged goes into quarantine. False if the remote cannot be reached."""
-        hidden = f"{QUARANTINE}/{address_of(key)}-{secrets.token_hex(4)}{ENDING}"
+        """Remove an entry, and what is in quarantine of it; one that was found damaged goes there.
+
+        False if the remote cannot be reached.
+        """
+        hidden = f"{QUARANTINE}/{_name(key)}"
         try:
             if reason is None:
-                return self._delete(_name(key))
+                found = self._delete(_name(key))
+                self._delete(hidden)
+                return found
             found = self._ask(lambda: self._blobs.rename(_name(key), hidden))
         except StoreError:
             return False

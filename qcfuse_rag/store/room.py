@@ -145,18 +145,21 @@ class Room:
             return row is not None
 
     def remove(self, address: str) -> bool:
-        """Remove an entry, its file first: a file without a row would still be found."""
+        """Remove an entry and what is in quarantine of it; files first: one without a row would still be found."""
         with self.index.transact():
+            for path in self._files.quarantined_of(address):
+                self._files.remove_quarantined(path.name)
+                self.index.delete(path.name)
             found = self._files.remove(address)
             return self.index.delete(address) or found
 
     def quarantine(self, address: str, reason: str) -> bool:
         """Move an entry into quarantine, where it stays until the room is needed."""
         with self.index.transact():
-            moved = self._files.quarantine(address, reason)
+            moved, row = self._files.quarantine(address, reason), self.index.get(address)
             found = self.index.delete(address)
             if moved is not None:
-                self._index_quarantined(moved, reason)
+                self._index_quarantined(moved, reason, None if row is None else row[1])
             return found or moved is not None
 
     def note_use(self, address: str) -> None:
@@ -181,7 +184,7 @@ class Room:
         for name, record, expires, _ in list(self.index.rows(WRITING)):
             if now > (expires or 0.0) or self._files.is_abandoned(name):
                 self.index.delete(name)
-                left = self._files.tmp / name
+                left = self._files.temporary(name)
                 freed += record.usage.size_bytes
                 if left.exists():
                     left.unlink()
@@ -190,6 +193,9 @@ class Room:
         for address, size in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
             freed += size if self.index.delete(address) else 0
+        for name, size in self.index.expired(QUARANTINE, now=now):
+            self._files.remove_quarantined(name)
+            freed += size if self.index.delete(name) else 0
         return freed
 
     def shrink(self) -> None:
@@ -203,10 +209,10 @@ class Room:
         path, row = self._files.path(address), self.index.get(address)
         return not path.exists() or (row is not None and row[0].usage.size_bytes == path.stat().st_size)
 
-    def _index_quarantined(self, path: Path, reason: str) -> None:
+    def _index_quarantined(self, path: Path, reason: str, expires: float | None = None) -> None:
         about = path.stat()
         row = Record(Usage(about.st_size, 0.0, 1.0, about.st_mtime), worth=about.st_mtime, about=reason)
-        self.index.set(path.name, row, QUARANTINE)
+        self.index.set(path.name, row, QUARANTINE, expires)
 
     def _evict_for(self, size: int) -> bool:
         if size and self.index.size_of(PINNED, WRITING) + size > self._limit:

@@ -16,6 +16,8 @@ from qcfuse_rag.errors import CorruptEntry, StoreError
 TAG_BYTES = 16
 SALT_BYTES = 32
 MIN_SECRET_BYTES = 16
+PROVING = "qcfuse-rag proof"
+"""What is hashed under a secret to prove it, and is no tenant's name for that reason."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Seal:
     def proof(self) -> str:
         """What only this secret gives and what does not give the secret away: 32 hexadecimal digits."""
         key = hashlib.blake2b(self.secret, digest_size=64).digest()
-        return hashlib.blake2b(b"qcfuse-rag proof", key=key, digest_size=16).hexdigest()
+        return hashlib.blake2b(PROVING.encode(), key=key, digest_size=16).hexdigest()
 
     def new_entry(self) -> tuple[bytes, EntrySeal]:
         """Return fresh salt and the seal of an entry to be written."""

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.errors import StoreError
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.eviction import policy_named
 from qcfuse_rag.store.files import StoreFiles
 from qcfuse_rag.store.numbers import LOSSLESS, check_numbers
+from qcfuse_rag.store.reader import MappedFile, open_header
 from qcfuse_rag.store.seal import Seal
 
 
@@ -73,12 +74,28 @@ def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> Store
     if kept is None and (sealed := files.sealed()) is not None and sealed != (seal is not None):
         have, need = ("no secret was given", "are") if sealed else ("a secret was given", "are not")
         raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
+    if kept is None and seal is not None and not opens(files, seal):
+        raise StoreError(f"entries of the store in {files.folder} are encrypted under another secret")
     start = kept or StoreSettings(secret=proof)
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
         try_writing(lambda: files.write_json(path, written))
     return settings
+
+
+def opens(files: StoreFiles, seal: Seal) -> bool:
+    """Return whether a secret is that of a store: of one of its entries, if there are any that can be read."""
+    foreign = False
+    for _, path in files.entries():
+        try:
+            open_header(MappedFile(path, header_only=True), seal)
+            return True
+        except ForeignEntry:
+            foreign = True
+        except (OSError, CorruptEntry):
+            continue
+    return not foreign
 
 
 def try_writing(write: Callable[[], None]) -> None:

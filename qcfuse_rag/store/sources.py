@@ -95,7 +95,7 @@ class Sources:
     def restricted(self) -> bool:
         """Whether there is a source that not everybody may read."""
         with self._lock:
-            return bool(self._rows("SELECT 1 FROM access LIMIT 1"))
+            return bool(self._rows("SELECT 1 FROM access WHERE source GLOB ? LIMIT 1", f"{self._own}*"))
 
     def readers(self, key: ChunkKey) -> frozenset[str]:
         """Return the tags of those who may read a passage, given any of its keys; none if no source has it."""
@@ -129,6 +129,22 @@ class Sources:
             database.executemany("INSERT INTO derived VALUES (?, ?, ?)", rows)
             database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
             access.note_overstepping(database, [self.passage(key)])
+
+    def confirm(self, key: ChunkKey) -> bool:
+        """Return whether an entry that was just written may stay; see `derive`.
+
+        `collect` forgets what an entry is made of when it has removed it. One that is written only after that, since it
+        was being computed, would never be found again: it is removed here.
+
+        Raises:
+            StoreError: if the manifest cannot be written.
+        """
+        address = self._store.address(key)
+        with self.writing():  # not while somebody is removing it
+            known = bool(self._rows("SELECT 1 FROM derived WHERE address = ? LIMIT 1", address))
+            if not known:
+                self._store.discard(address)
+        return known
 
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
         """Say that a source no longer has these chunks; return how many it had alone and that are removed.

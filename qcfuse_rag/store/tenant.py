@@ -15,7 +15,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.key import ChunkKey, tenant_prefix
-from qcfuse_rag.store.seal import MIN_SECRET_BYTES
+from qcfuse_rag.store.seal import MIN_SECRET_BYTES, PROVING
 
 
 class TenantStore(KVStore):
@@ -28,7 +28,7 @@ class TenantStore(KVStore):
         owned: whether closing this view closes the store.
 
     Raises:
-        StoreError: if the secret is too short.
+        StoreError: if the secret is too short, or the name cannot be a tenant's.
     """
 
     def __init__(self, store: KVStore, tenant: str, secret: bytes, *, owned: bool = False) -> None:
@@ -36,6 +36,8 @@ class TenantStore(KVStore):
             raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
         self.store, self.numbers, self.folder, self._owned = store, store.numbers, store.folder, owned
         self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
+        if tenant == PROVING:
+            raise StoreError(f"no tenant can be called {PROVING!r}; give it another name")
         key = hashlib.blake2b(secret, digest_size=64).digest()
         self._token = hashlib.blake2b(tenant.encode(), key=key, digest_size=16).hexdigest()
         self.prefix = tenant_prefix(self._token)

@@ -77,6 +77,7 @@ class TieredStore(KVStore):
             return found  # too large for the near tier, or that one is full or read-only: use it from where it is
         except OSError as error:
             return Miss(f"cannot be read: {error}")
+        waiting = self._behind and self._behind.get(key.address)
         if not waiting and key not in self.far:  # discarded meanwhile: what is gone must not come back
             self.near.discard(key)
             return found

@@ -77,6 +77,25 @@ def test_what_is_in_quarantine_counts_and_goes_before_anything_sound(folder: Pat
         assert taken(folder) == 4 * ENTRY
 
 
+def test_what_is_removed_is_gone_from_quarantine_too(store: DiskStore, folder: Path) -> None:
+    put(store, 0, 1)
+    for number in (0, 1):
+        store.discard(example_key(number), "looks odd")
+    (folder / "quarantine" / f"{KEY.address}-0a1b2c3d.kv").write_bytes(b"as earlier versions named it")
+    assert not store.discard(KEY), "an entry it was not any more"
+    assert {path.stem for path in (folder / "quarantine").iterdir()} == {example_key(1).address}
+    assert store.stats()[0].size_bytes == taken(folder) == ENTRY
+
+
+def test_of_an_entry_found_damaged_again_and_again_one_copy_is_kept(store: DiskStore, folder: Path) -> None:
+    for reason in ("looks odd", "looks odder"):
+        put(store, 0)
+        store.discard(KEY, reason)
+    [kept] = (folder / "quarantine").glob("*.json")
+    assert json.loads(kept.read_text())["reason"] == "looks odder"
+    assert store.stats()[0].size_bytes == taken(folder) == ENTRY
+
+
 def test_a_file_that_vanished_is_a_miss_and_can_be_put_again(store: DiskStore) -> None:
     put(store, 0)
     file_of(store).unlink()

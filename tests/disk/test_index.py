@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, Miss, StoreError
+from qcfuse_rag.store.eviction import Usage
+from qcfuse_rag.store.index import ENTRY as ENTRY_TAG
+from qcfuse_rag.store.index import PINNED, QUARANTINE, WRITING, Record
+from qcfuse_rag.store.repair import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.disk.folders import ENTRY, KEY, file_of, present, put, taken
 
@@ -172,3 +176,57 @@ def test_an_index_that_fails_later_does_not_keep_entries_from_being_read(
     assert not store.discard(KEY)
     monkeypatch.undo()
     assert torch.equal(store.get(KEY).blocks["key.0"], example_chunk().blocks["key.0"])  # type: ignore[union-attr]
+
+
+OUTSIDE = {
+    "being written": (WRITING, "{file}", KEY.address),
+    "written about": (WRITING, "host-1-00.part", "../../{file}"),
+    "in quarantine": (QUARANTINE, "{file}", ""),
+    "an entry": (ENTRY_TAG, "../../{file}", ""),
+    "pinned": (PINNED, "../../{file}", ""),
+}
+
+
+@pytest.fixture
+def thesis(tmp_path: Path) -> Path:
+    """Give a file that is nobody's business."""
+    file = tmp_path / "thesis.kv"
+    file.write_text("twenty years of work")
+    return file
+
+
+def name_outside(store: DiskStore, tag: str, name: str, about: str, file: Path) -> None:
+    """Write a row that has expired and names a file outside of the store."""
+    assert store.room is not None
+    record = Record(Usage(1, 0.0, 1.0, 1.0), about=about.format(file=file))
+    store.room.index.set(name.format(file=file), record, tag, expires=1.0)
+
+
+@pytest.mark.parametrize(("tag", "name", "about"), OUTSIDE.values(), ids=OUTSIDE)
+def test_an_index_that_names_files_outside_is_made_again(
+    folder: Path, thesis: Path, tag: str, name: str, about: str
+) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0)
+        name_outside(store, tag, name, about, thesis)
+    with DiskStore(folder) as store:
+        assert "has been made again from the files" in store.notes[0]
+        put(store, 1)
+        collect_garbage(store)
+        assert present(store, 2) == [True, True]
+    assert thesis.exists()
+
+
+@pytest.mark.parametrize(
+    ("tag", "name"), [(WRITING, "{file}"), (QUARANTINE, "{file}"), (WRITING, "../x.part")]
+)
+def test_what_the_index_names_outside_while_the_store_is_open_is_an_error(
+    store: DiskStore, thesis: Path, tag: str, name: str
+) -> None:
+    put(store, 0)
+    name_outside(store, tag, name, KEY.address, thesis)
+    with pytest.raises(StoreError, match="is no file of this store; `qcfuse store rebuild` mends it"):
+        collect_garbage(store)
+    assert thesis.exists()
+    rebuild(store)
+    assert collect_garbage(store) == 0

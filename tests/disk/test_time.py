@@ -41,3 +41,17 @@ def test_an_expired_entry_is_not_there(folder: Path) -> None:
     with DiskStore(folder, ttl_s=60.0) as store:
         store.put(KEY, example_chunk().until(1.0))
         assert KEY not in store
+
+
+def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        store.discard(KEY, "looks odd")
+        put(store, 1)
+        assert taken(folder) == 2 * ENTRY
+        later(monkeypatch, 61.0)
+        put(store, 2)
+        assert list((folder / "quarantine").iterdir()) == []
+        assert store.stats()[0].size_bytes == taken(folder) == ENTRY

@@ -48,7 +48,7 @@ def test_a_damaged_blob_is_a_miss_goes_into_quarantine_and_heals(
     assert example_key() not in store
     assert store.get(example_key()) == Miss("absent")
     [(name, size)] = blobs.names("quarantine")
-    assert re.fullmatch(rf"quarantine/{example_key().address}-[0-9a-f]{{8}}\.kv", name)
+    assert name == f"quarantine/{example_key().address}.kv"
     assert (blobs.read(name), size) == (damage(ENTRY), len(damage(ENTRY)))
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
@@ -70,6 +70,15 @@ def test_a_damaged_block_is_found_when_it_is_read(blobs: Blobs) -> None:
     assert example_key() not in store
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
+
+
+def test_what_is_removed_is_gone_from_quarantine_too(blobs: Blobs) -> None:
+    store = RemoteStore(blobs)
+    for number in (0, 1):
+        store.put(example_key(number), example_chunk())
+        store.discard(example_key(number), "looks odd")
+    assert not store.discard(example_key(0)), "an entry it was not any more"
+    assert [name for name, _ in blobs.names("quarantine")] == [f"quarantine/{example_key(1).address}.kv"]
 
 
 def test_a_planted_pickle_is_refused_and_not_executed(blobs: Blobs, tmp_path: Path) -> None:

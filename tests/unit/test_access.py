@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.ingest.neighbours import nearest, permitted
-from qcfuse_rag.store.access import may_remember
+from qcfuse_rag.store.access import may_remember, tags_of
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.sources import Sources
 from tests.conftest import PASSAGES
@@ -129,6 +130,32 @@ def test_a_passage_whose_open_copy_is_gone_is_no_longer_remembered_by_others(eng
     assert key_of(engine, SECRET) in engine.store
 
 
+@pytest.mark.parametrize("meanwhile", ["forgotten", "restricted"])
+@pytest.mark.parametrize("how", ["enriched", "captured"])
+def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, meanwhile: str
+) -> None:
+    """Its entry is written when the passage is gone already, by a server in another thread, say."""
+    with DiskStore(tmp_path / "kv") as store, DiskStore(tmp_path / "kv") as beside:
+        engine, server = FusionEngine(llama, store), FusionEngine(llama, beside)
+        engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], bases=(FRAMED,))
+        framed, put = {entry.address for entry in store.entries()}, store.put
+
+        def put_late(*given: Any, **options: Any) -> None:
+            if meanwhile == "forgotten":
+                server.forget("vault")
+            else:
+                server.sources.restrict("vault", "board")
+            put(*given, **options)
+
+        monkeypatch.setattr(store, "put", put_late)
+        if how == "enriched":
+            engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
+        else:
+            engine.capture([[SECRET, PASSAGES[0]]])
+        assert {entry.address for entry in store.entries()} <= framed
+
+
 def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     sources = ["a", "vault"]
     engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})
@@ -201,3 +228,13 @@ def test_the_manifest_decides_as_the_rule_does(
     for _, source, tag in pairs:
         engine.sources.restrict(source, tag or None)
     assert (key_of(engine, PASSAGES[0]) in engine.store) == may_remember(own, other)
+
+
+def test_a_document_has_the_tag_of_whichever_piece_has_one() -> None:
+    board, open_, silent = {"group": "board"}, {"group": ""}, {"page": 1}
+    assert tags_of([("a", board), ("a", silent), ("b", open_), (None, board)], "group") == {"a": "board", "b": None}
+    assert tags_of([("a", open_), ("a", board), ("a", open_)], "group") == {"a": "board"}
+    assert tags_of([("a", silent)], "group") == {}, "nothing is said of it: it keeps what it had"
+    assert tags_of([("a", board)], None) is None
+    with pytest.raises(ValueError, match="different tags under 'group'"):
+        tags_of([("a", board), ("a", {"group": "staff"})], "group")

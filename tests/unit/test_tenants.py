@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, MemoryStore, Miss, StoreError, open_store
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Miss, StoreError, open_store
+from qcfuse_rag.store.control import lookup
 from qcfuse_rag.store.key import tenant_prefix
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.tenant import TenantStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from qcfuse_rag.store.tiered import TieredStore
+from tests.conftest import PASSAGES
 from tests.unit.test_tiered_store import PATIENCE_S, Watched
 
 SECRET = bytes(range(32))
@@ -208,3 +210,27 @@ def test_closing_a_view_that_was_opened_with_its_store_writes_what_waits(tmp_pat
             alice.put(example_key(number), example_chunk(number))
     with open_store(tmp_path, **options) as alice:  # type: ignore[arg-type]
         assert all(example_key(number) in alice for number in range(20))
+
+
+def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: TenantStore) -> None:
+    bob.put(KEY, example_chunk())
+    assert lookup(alice, [bob.address(KEY)]) == {bob.address(KEY): None}
+    assert lookup(bob, [KEY]) == {bob.address(KEY): "disk"}
+
+
+def test_a_tenant_does_not_count_what_others_have_or_restrict(
+    shared: DiskStore, alice: TenantStore, bob: TenantStore, llama: LanguageModel
+) -> None:
+    one, other = FusionEngine(llama, alice), FusionEngine(llama, bob)
+    one.warm(PASSAGES[:1], sources=["a"])
+    asking = [("user", "Hello!")]
+    before = one.plain(asking).note
+    other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
+    assert one.plain(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
+    assert (one.sources.restricted, other.sources.restricted) == (False, True)
+
+
+def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:
+    """Its token would be what lies in the clear beside an encrypted store."""
+    with pytest.raises(StoreError, match="no tenant can be called 'qcfuse-rag proof'"):
+        TenantStore(shared, "qcfuse-rag proof", SECRET)

@@ -424,6 +424,25 @@ def test_what_is_discarded_while_it_is_read_does_not_come_back() -> None:
     assert KEY not in store
 
 
+def test_what_is_discarded_while_it_waits_and_is_read_does_not_come_back(far: Gated) -> None:
+    far.gate.set()
+    near = MemoryStore()
+    with TieredStore(near, far, write_behind_bytes=100 * SIZE) as store:
+        far.gate.clear()
+        put(store, 0)
+        near.discard(KEY)  # as if it had been evicted
+        keep = near.put
+
+        def lose_and_keep(key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+            far.gate.set()
+            store.discard(key)
+            keep(key, chunk, saved_ms=saved_ms)
+
+        near.put = lose_and_keep  # type: ignore[method-assign]
+        assert isinstance(store.get(KEY), ChunkKV), "the reader had it already"
+        assert KEY not in store
+
+
 def test_a_far_store_that_is_away_is_told_of_and_does_not_stop_what_suffices_near() -> None:
     far = MemoryStore(limit_bytes=1)
     store = TieredStore(MemoryStore(), far, near_suffices=True)

@@ -183,7 +183,8 @@ engine = FusionEngine.load(sys.argv[1], store=open_store(sys.argv[2]), device="c
 def die(done, total):
     if done * 2 > total:
         os.kill(os.getpid(), signal.SIGKILL)
-engine.warm([f"Passage number {i} about boats." for i in range(20)], batch_tokens=60, progress=die)
+texts = [f"Passage number {i} about boats." for i in range(20)]
+engine.warm(texts, sources=["boats.md"] * 20, batch_tokens=60, progress=die)
 """
 
 
@@ -197,6 +198,19 @@ def test_a_job_that_was_killed_goes_on_where_it_was(
         summary = engine.warm([f"Passage number {i} about boats." for i in range(20)])
         assert 0 < summary.present < 20
         assert summary.present + summary.warmed == 20
+        engine.forget("boats.md")
+        assert sum(1 for _ in engine.store.entries()) == 1, "the prompt's head"
+
+
+def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: FusionEngine) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.warm(MANY, sources=["a"] * len(MANY), batch_tokens=1, progress=stop)
+    before = {entry.address for entry in engine.store.entries()}
+    assert engine.forget("a") == 1
+    assert len(before) - sum(1 for _ in engine.store.entries()) == 1, "all but the prompt's head"
 
 
 def test_a_summary_is_plain_data(engine: FusionEngine) -> None:

@@ -196,7 +196,8 @@ class ChatQCFuse(BaseChatModel):
             replace: the documents are all there is of their sources: what those had besides is removed, unless another
                 source has it.
             access_key: metadata key that says who may read a document's source, so that no cache of a passage remembers
-                what its readers may not see; those without it are everybody's. None: nothing is said of that.
+                what its readers may not see; sources without it are as they were, new ones everybody's. None: nothing
+                is said of that.
         """
         given = list(documents)
         texts, sources = [d.page_content for d in given], [source_of(d, source_key) for d in given]

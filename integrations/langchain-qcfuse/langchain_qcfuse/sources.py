@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from langchain_core.documents import Document
 
+from qcfuse_rag import tags_of
+
 Access = dict[str, str | None]
 
 SOURCE_KEY = "source"
@@ -20,12 +22,5 @@ def source_of(document: Document, source_key: str | None) -> str | None:
 
 
 def access_of(documents: Iterable[Document], sources: Iterable[str | None], key: str | None) -> Access | None:
-    """Return who may read each source by a metadata key of its documents; None if no key is given.
-
-    A source whose documents do not have the key may be read by everybody.
-    """
-    if key is None:
-        return None
-    pairs = zip(sources, documents, strict=True)
-    tags = ((source, document.metadata.get(key)) for source, document in pairs if source is not None)
-    return {source: None if tag in (None, "") else str(tag) for source, tag in tags}
+    """Return who may read each source by a metadata key of its documents; see `qcfuse_rag.tags_of`."""
+    return tags_of(zip(sources, (document.metadata for document in documents), strict=True), key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from itertools import repeat
 from typing import Any
 
 from langchain_core.documents import Document
@@ -66,6 +67,7 @@ class QCFuseVectorStore(VectorStore):
         ids: list[str] | None = None,
         chat: ChatQCFuse,
         vector_store_class: type[VectorStore] = InMemoryVectorStore,
+        access_key: str | None = None,
         **kwargs: Any,
     ) -> QCFuseVectorStore:
         """Make a vector store of texts, and warm them.
@@ -77,11 +79,14 @@ class QCFuseVectorStore(VectorStore):
             ids: of each text; drawn if not given.
             chat: the chat model that will answer.
             vector_store_class: what to wrap.
+            access_key: metadata key that says who may read a text; see `ChatQCFuse.warm`.
             **kwargs: of its `from_texts`.
         """
-        ids = ids or [str(uuid.uuid4()) for _ in texts]
-        store = cls(vector_store_class.from_texts(texts, embedding, metadatas=metadatas, ids=ids, **kwargs), chat)
-        chat.engine.warm(texts, sources=ids)
+        ids = [name or str(uuid.uuid4()) for name in ids or [""] * len(texts)]
+        inner = vector_store_class.from_texts(texts, embedding, metadatas=metadatas, ids=ids, **kwargs)
+        store = cls(inner, chat, access_key)
+        given = [Document(text, metadata=about) for text, about in zip(texts, metadatas or repeat({}), strict=False)]
+        store._warm_added(given, ids, ids)
         return store
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:

@@ -116,11 +116,14 @@ async def test_a_retriever_that_prefetches(
     assert sorted(begun[0]) == sorted(PASSAGES)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, wrapped: bool) -> None:
+@pytest.mark.parametrize("how", ["warmed", "added", "made of documents"])
+def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, how: str) -> None:
     chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()))
     given = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
-    if wrapped:
+    if how == "made of documents":
+        store = QCFuseVectorStore.from_documents(given, EMBED, chat=chat, access_key="group")
+        store.add_documents([Document(PASSAGES[0], id="0")])  # which takes nothing back
+    elif how == "added":
         store = QCFuseVectorStore(InMemoryVectorStore(EMBED), chat, access_key="group")
         store.add_documents(given)
     else:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
+from qcfuse_rag import tags_of
+
 
 def passage_of(node: BaseNode) -> str:
     """Return a node's text as the model is shown it, hence as it is stored."""
@@ -18,11 +20,5 @@ def source_of(node: BaseNode) -> str:
 
 
 def access_of(nodes: Iterable[BaseNode], key: str | None) -> dict[str, str | None] | None:
-    """Return who may read each document by a metadata key of its nodes; None if no key is given.
-
-    A document whose nodes do not have the key may be read by everybody.
-    """
-    if key is None:
-        return None
-    tags = ((source_of(node), node.metadata.get(key)) for node in nodes)
-    return {source: None if tag in (None, "") else str(tag) for source, tag in tags}
+    """Return who may read each document by a metadata key of its nodes; see `qcfuse_rag.tags_of`."""
+    return tags_of(((source_of(node), node.metadata) for node in nodes), key)

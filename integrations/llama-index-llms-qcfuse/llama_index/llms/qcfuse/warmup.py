@@ -40,7 +40,7 @@ class QCFuseWarmup(TransformComponent):
     access_key: str | None = Field(
         default=None,
         description="Metadata key that says who may read a document, so that no cache of a passage remembers what its "
-        "readers may not see; documents without it are everybody's. None: nothing is said of that.",
+        "readers may not see; documents without it are as they were, new ones everybody's. None: nothing is said.",
     )
     fingerprint: str = Field(
         default="", description="Changes with what is stored, so that the pipeline's own cache lets nodes pass again."
