@@ -43,7 +43,7 @@ from qcfuse_rag.profile.pickup import find_profile
 from qcfuse_rag.profile.profile import Profile
 from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.rendered import Rendered
+from qcfuse_rag.prompt.rendered import Rendered, written
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.report.fusion import FusionReport
@@ -388,19 +388,27 @@ class FusionEngine:
         history: Sequence[Turn] = (),
         tools: Sequence[Tool] = (),
     ) -> Prompt:
-        """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called."""
-        self._require_short(question, *passages, *(str(turn) for turn in history))
+        """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called.
+
+        Raises:
+            InvalidTemplate: if the tokenizer's chat template does not take the history or shows no tools.
+            PromptTooLong: if it is far beyond the context window; what exceeds it by less is refused by `prefill`.
+        """
+        self._require_short(question, *passages, *history, *tools)
         return self.prompts.build(question, passages, history, tools)
 
-    def _require_short(self, *texts: str) -> None:
+    def _require_short(self, *given: object) -> None:
         """Refuse what no tokenizer could make short enough, before it has taken seconds and gigabytes to find out.
 
         Raises:
-            PromptTooLong: if there are more characters than a window of the longest tokens has.
+            PromptTooLong: if there are more characters, all counted that a template may write, than a window of the
+                longest tokens has.
         """
-        count, window = sum(map(len, texts)), self.lm.window.tokens
+        count, window = sum(map(written, given)), self.lm.window.tokens
         if count > max(window * self.prompts.longest_token, QUICKLY_READ):
-            raise PromptTooLong(f"a prompt of {count:,} characters cannot fit a context window of {window:,} tokens")
+            raise PromptTooLong(
+                f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"
+            )
 
     def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
@@ -415,10 +423,12 @@ class FusionEngine:
 
         Raises:
             InvalidTemplate: if the tokenizer's chat template does not take the messages or shows no tools.
+            PromptTooLong: if it is far beyond the context window; what exceeds it by less is refused by `prefill`.
         """
+        self._require_short(conversation, *tools)
         finished = isinstance(conversation, str)
         rendered = Rendered(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
-        self._require_short(rendered.text)
+        self._require_short(rendered.text)  # to which the template has added
         found, note = [], "no warmed passage was found in the text"
         try:
             found = self.located.find(rendered.text)

@@ -6,6 +6,7 @@ tokenised apart and no boundary is ever searched for in tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,8 @@ TEMPLATE_DATE = "01 Jan 2025"
 STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
 MARKERS = ("context", "question")
+NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
+"""Of markers that a conversation or a tool speaks of."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,8 @@ class PromptBuilder:
 
     def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, Rendered]]:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
-        said = str(history)
-        number = next(n for n in count() if f"[[qcfuse:{n}:" not in said)
+        taken = set(NUMBERS.findall(f"{history}{tools}"))
+        number = next(number for number in map(str, count()) if number not in taken)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
         # The wording of the prompt is the developer's, and special tokens in it are meant.
         spelling = Spelling(self._special, map(_as_mapping, history), tools)

@@ -7,6 +7,7 @@ its gaps, so that with the atoms of the text it can be put together again as it 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,10 @@ class Found:
     text: str
 
 
+ByLength = dict[int, dict[str, Traits]]
+"""Passages by how many atoms they have, and by name."""
+
+
 def traits(text: str, seed: int) -> Traits | None:
     """Return what to recognise a passage by; None if it is too short.
 
@@ -61,9 +66,9 @@ def traits(text: str, seed: int) -> Traits | None:
         return None
     edges = [0, *(edge for _, start, stop in atoms for edge in (start, stop)), len(text)]
     gaps = [text[edges[i] : edges[i + 1]] for i in range(0, len(edges), 2)]
-    words = [word for word, _, _ in atoms]
+    joined, starts = _joined(atoms)
     packed = zlib.compress(SEPARATOR.join(gaps).encode(), 9)
-    return Traits(_anchor(words[:ANCHOR], seed), len(words), _name(words), packed)
+    return Traits(_anchor(joined[: starts[ANCHOR] - 1], seed), len(atoms), digest(joined), packed)
 
 
 def locate(
@@ -74,20 +79,24 @@ def locate(
     Args:
         text: anything.
         seed: of the anchors' hashes.
-        known: the passages of an anchor; called for every place in the text.
+        known: the passages of an anchor; called for every place in the text, but once for an anchor that has some.
         name: turns a digest into the name that `known` gives passages.
     """
     atoms = list(_atoms(text))
-    words, found, at = [word for word, _, _ in atoms], list[Found](), 0
-    while at + ANCHOR <= len(words):
-        candidates = sorted(known(_anchor(words[at : at + ANCHOR], seed)), key=lambda one: -one.atoms)
-        match = next((one for one in candidates if name(_name(words[at : at + one.atoms])) == one.name), None)
+    joined, starts = _joined(atoms)
+    found, at, alike = list[Found](), 0, dict[int, ByLength]()
+    while at + ANCHOR <= len(atoms):
+        anchor = _anchor(joined[starts[at] : starts[at + ANCHOR] - 1], seed)
+        candidates = alike.get(anchor) or _by_length(known(anchor))
+        if candidates:
+            alike[anchor] = candidates
+        match = _longest(joined, starts, at, candidates, name) if candidates else None
         if match is None:
             at += 1
             continue
         last = at + match.atoms
         gaps = zlib.decompress(match.gaps).decode().split(SEPARATOR)
-        warmed = gaps[0] + "".join(word + gap for word, gap in zip(words[at:last], gaps[1:], strict=True))
+        warmed = gaps[0] + "".join(atom[0] + gap for atom, gap in zip(atoms[at:last], gaps[1:], strict=True))
         found.append(Found(atoms[at][1], atoms[last - 1][2], warmed))
         at = last
     return found
@@ -105,10 +114,33 @@ def _atoms(text: str) -> Iterator[tuple[str, int, int]]:
     return ((piece[0], piece.start(), piece.end()) for piece in PIECES.finditer(text) if piece[1] is None)
 
 
-def _anchor(words: list[str], seed: int) -> int:
-    unsigned = xxhash.xxh3_64_intdigest(SEPARATOR.join(words).encode("utf-8", "surrogatepass"), seed)
-    return unsigned - (1 << 63)  # as SQLite counts
+def _joined(atoms: list[tuple[str, int, int]]) -> tuple[bytes, list[int]]:
+    """Return atoms as they are hashed, and where in it each begins; at the end, where one more would."""
+    words = [word.encode("utf-8", "surrogatepass") for word, _, _ in atoms]
+    return SEPARATOR.encode().join(words), list(accumulate((len(word) + 1 for word in words), initial=0))
 
 
-def _name(words: list[str]) -> str:
-    return digest(SEPARATOR.join(words).encode("utf-8", "surrogatepass"))
+def _anchor(joined: bytes, seed: int) -> int:
+    return xxhash.xxh3_64_intdigest(joined, seed) - (1 << 63)  # as SQLite counts
+
+
+def _by_length(passages: Iterable[Traits]) -> ByLength:
+    """Return passages by how many atoms they have, the shortest first, and by their names; of equal ones the first."""
+    found: ByLength = {}
+    for one in sorted(passages, key=lambda one: one.atoms):
+        found.setdefault(one.atoms, {}).setdefault(one.name, one)
+    return found
+
+
+def _longest(
+    joined: bytes, starts: list[int], at: int, candidates: ByLength, name: Callable[[str], str]
+) -> Traits | None:
+    """Return the longest passage that stands at an atom. However many there are, the text is hashed once."""
+    state, begin, digests = hashlib.blake2b(digest_size=16), starts[at], list[tuple[str, dict[str, Traits]]]()
+    for atoms, named in candidates.items():
+        if at + atoms >= len(starts):
+            break
+        state.update(joined[begin : starts[at + atoms] - 1])
+        begin = starts[at + atoms] - 1
+        digests.append((state.hexdigest(), named))  # as `digest` of all so far
+    return next((named[one] for told, named in reversed(digests) if (one := name(told)) in named), None)

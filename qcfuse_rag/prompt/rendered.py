@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from qcfuse_rag.errors import InvalidTemplate
@@ -18,6 +19,9 @@ RARE = (range(0x13000, 0x13430), range(0x20000, 0x2A6E0))
 
 They are printable: a template that prints a list or a dictionary writes them as they are.
 """
+
+INDENT = 4
+"""Spaces by which some chat templates indent each level of a tool, one line for each of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,8 @@ class Spelling:
         self._mark = ""
         if self._spelt is not None:
             said += "\0".join(_strings(others))
-            self._mark = next((chr(one) for some in RARE for one in some if chr(one) not in said), "")
+            taken = set(said)
+            self._mark = next((sign for sign in map(chr, chain(*RARE)) if sign not in taken), "")
             roles = [str(turn["role"]) for turn in self._turns]
             if not self._mark or any(map(self._spelt.search, roles)):
                 raise InvalidTemplate(f"special tokens in messages that cannot be told apart, of roles {set(roles)}")
@@ -119,10 +124,26 @@ class Spelling:
         return value
 
 
+def written(value: Any) -> int:
+    """Return how many characters a text has, or about how many a chat template may write of messages or tools."""
+    return sum(INDENT * depth + len(str(leaf)) for leaf, depth in _leaves(value))
+
+
 def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for pair in value.items() for inner in pair for text in _strings(inner))
-    elif isinstance(value, list | tuple):
-        yield from (text for inner in value for text in _strings(inner))
+    return (leaf for leaf, _ in _leaves(value) if isinstance(leaf, str))
+
+
+def _leaves(value: Any) -> Iterator[tuple[Any, int]]:
+    """Yield all that holds nothing else, names and empty lists too, and how deep it is; in no order.
+
+    In one pass however deep that is: generators within generators hand each leaf up through all levels.
+    """
+    left = [(value, 0)]
+    while left:
+        one, depth = left.pop()
+        if isinstance(one, Mapping) and one:
+            left += [(inner, depth + 1) for pair in one.items() for inner in pair]
+        elif isinstance(one, list | tuple) and one:
+            left += [(inner, depth + 1) for inner in one]
+        else:
+            yield one, depth

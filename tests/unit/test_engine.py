@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from qcfuse_rag import (
     FRAMED,
     DiskStore,
     FusionEngine,
+    InvalidTemplate,
     KVStore,
     LanguageModel,
     MemoryStore,
@@ -31,6 +34,7 @@ from tests import references
 from tests.conftest import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
+ONE_MESSAGE = PromptTemplate(messages=(("user", "{context}{question}"),))
 
 
 def full_logits(engine: FusionEngine, ids: tuple[int, ...]) -> torch.Tensor:
@@ -111,6 +115,42 @@ def test_a_prompt_beyond_the_context_window_is_one_clear_error(engine: FusionEng
     prompt = engine.prompt(QUESTION, PASSAGES * 8)
     with pytest.raises(PromptTooLong, match=r"1,\d\d\d prompt tokens and 256 for the answer exceed .* of 512"):
         engine.generate(prompt)
+
+
+def nested(value: Any, depth: int) -> Any:
+    return nested([value], depth - 1) if depth else value
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x" * 2_000_000}, {"enum": [1] * 100_000}, {"enum": nested(["x"] * 10_000, 100)}],
+    ids=["a long text", "many numbers", "what a template may indent"],
+)
+def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
+    engine: FusionEngine, parameters: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+        engine.prompt(QUESTION, PASSAGES, tools=[tool])
+    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+        engine.plain([("user", QUESTION)], [tool])
+
+
+def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_rendered(llama: LanguageModel) -> None:
+    tokenizer = copy.deepcopy(llama.tokenizer)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if messages | length == 3 %}{{ raise_exception('rendered') }}{% endif %}"
+        "{% if messages | length == 4 %}{{ 'x' * 2000000 }}{% endif %}"
+    )
+    engine = FusionEngine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
+    with pytest.raises(InvalidTemplate, match="rendered"):
+        engine.plain([("user", "Why?")] * 3)
+    with pytest.raises(PromptTooLong, match="characters cannot fit a context window of 512 tokens"):
+        engine.plain([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
+    with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds
+        engine.plain([("user", "Why?")] * 4)
+    with pytest.raises(PromptTooLong, match="of about 2,000,000 characters"):
+        engine.plain("x" * 2_000_000)
 
 
 def test_a_passage_beyond_the_context_window_is_reported_and_the_rest_is_stored(engine: FusionEngine) -> None:

@@ -28,7 +28,7 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.prompt.locate import ANCHOR, Found, Traits, locate, traits
+from qcfuse_rag.prompt.locate import ANCHOR, PIECES, Found, Traits, locate, traits
 from qcfuse_rag.store.chunk import RANKING, ChunkKV
 from qcfuse_rag.store.cut import cut
 from qcfuse_rag.store.numbers import compress
@@ -40,13 +40,36 @@ QCFUSE, ALL = make_method("qcfuse", ratio=0.3, base=FRAMED), make_method("random
 LINES = "Opening hours\n\n  Monday\t9-12\n  Tuesday\tclosed\n\nThe harbour office is in the old customs house."
 
 
-def find(text: str, passages: list[str]) -> list[Found]:
+def by_anchor(passages: list[str]) -> dict[int, list[Traits]]:
     known: dict[int, list[Traits]] = {}
     for passage in passages:
         one = traits(passage, SEED)
         if one is not None:
             known.setdefault(one.anchor, []).append(one)
+    return known
+
+
+def find(text: str, passages: list[str]) -> list[Found]:
+    known = by_anchor(passages)
     return locate(text, SEED, lambda anchor: known.get(anchor, []))
+
+
+def find_by_words(text: str, passages: list[str]) -> list[Found]:
+    """Find passages by comparing all their words at every place; of equally long ones the first given."""
+    atoms = [piece for piece in PIECES.finditer(text) if piece[1] is None]
+    said = [piece[0] for piece in atoms]
+    wanted = [[piece[0] for piece in PIECES.finditer(passage) if piece[1] is None] for passage in passages]
+    found, at = list[Found](), 0
+    while at < len(said):
+        fits = [i for i, one in enumerate(wanted) if len(one) >= ANCHOR and said[at : at + len(one)] == one]
+        if fits:
+            longest = max(fits, key=lambda i: len(wanted[i]))
+            last = at + len(wanted[longest])
+            found.append(Found(atoms[at].start(), atoms[last - 1].end(), passages[longest]))
+            at = last
+        else:
+            at += 1
+    return found
 
 
 def squeezed(text: str) -> str:
@@ -66,6 +89,54 @@ def test_what_is_found_is_the_text_but_for_whitespace(passages: list[str], betwe
         assert found.text in passages
         assert squeezed(text[found.start : found.stop]) == squeezed(found.text)
         at = found.stop
+
+
+HEADS = (
+    "Example Corporation: all rights reserved, copyright notice, page number",
+    " ".join("ab" * 7),
+    " ".join("a" * 13),
+)
+"""What many pages begin with, the last two also in the midst of it."""
+gaps = st.sampled_from([" ", "\n", "\\n  "])
+tails = st.lists(st.sampled_from(["a", "b", "é", ";"]), max_size=8).map(" ".join)
+pages = st.builds(lambda head, tail, gap: f"{head} {tail}".replace(" ", gap), st.sampled_from(HEADS), tails, gaps)
+
+
+@given(st.data())
+def test_of_pages_that_begin_alike_those_are_found_whose_every_word_stands_there(data: st.DataObject) -> None:
+    passages = data.draw(st.lists(pages, min_size=1, max_size=8))
+    text = data.draw(st.lists(st.one_of(st.sampled_from(passages), pages, tails), max_size=8).map(" ".join))
+    text = text[: data.draw(st.integers(0, len(text)))]
+    assert find(text, passages) == find_by_words(text, passages)
+
+
+def test_pages_that_begin_alike_are_not_tried_one_by_one() -> None:
+    passages = [f"{HEADS[0]} {number} " + "x " * (number % 3) for number in range(300)]
+    known, asked, named = by_anchor(passages), list[int](), list[str]()
+
+    def of(anchor: int) -> list[Traits]:
+        asked.append(anchor)
+        return known.get(anchor, [])
+
+    def name(digest: str) -> str:
+        named.append(digest)
+        return digest
+
+    text = f"{HEADS[0]} none.\n" * 5 + passages[7]
+    assert [found.text for found in locate(text, SEED, of, name)] == [passages[7]]
+    assert len(named) <= 6 * 3, "one for each length at each place"
+    assert [asked.count(anchor) for anchor in known] == [1]
+
+
+def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
+    own, other = (
+        traits(PASSAGES[0], SEED),
+        traits("Die Fähre 'Möwe' \\n läuft\tum 7 Uhr aus; 海港 liegt im Norden.\n", SEED),
+    )
+    assert own is not None
+    assert other is not None
+    assert (own.anchor, own.atoms, own.name) == (-1609495418946347143, 21, "b755c304999bc534f1a5df956494906c")
+    assert (other.anchor, other.atoms, other.name) == (5884275364728671247, 16, "8ba046f5c6aa6463e231e06b42069f1b")
 
 
 @given(passage=texts, before=st.sampled_from(["", "Context:\n", "- ", "['"]), behind=st.sampled_from(["", "\n", "']"]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import time
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,10 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, InvalidTemplate, Prompt, PromptTemplate, Role, Segment
 from qcfuse_rag.prompt.builder import PromptBuilder
 from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.rendered import RARE, Rendered
+from qcfuse_rag.prompt.rendered import RARE, Rendered, Spelling, written
 from qcfuse_rag.prompt.template import Turn
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
+from tests.tool_templates import LOOK_UP, teach
 
 
 @pytest.fixture
@@ -123,6 +126,32 @@ def test_every_rare_character_in_a_message_is_an_error_and_no_hang(builder: Prom
         builder.render([("user", f"{every}</s>")])
 
 
+def test_the_last_rare_character_that_is_free_is_found_in_one_pass() -> None:
+    every = "".join(chr(one) for some in RARE for one in some)
+    text = f"</s>{'a' * 6_000_000}{every[:-1]}"
+    began = time.perf_counter()
+    spelling = Spelling(["</s>"], [{"role": "user", "content": text}])
+    assert spelling.read(spelling.turns[0]["content"]) == Rendered(text, ((0, 4),))
+    assert time.perf_counter() - began < 5, "a search for each takes half a minute"
+
+
+def test_what_is_nested_deep_is_read_in_one_pass() -> None:
+    inner: list[Any] = ["a"] * 400_000
+    for _ in range(400):
+        inner = [inner]
+    began = time.perf_counter()
+    Spelling(["</s>"], [{"role": "user", "content": "</s>", "more": inner}])
+    assert time.perf_counter() - began < 5, "to hand each up through all levels takes many"
+
+
+def test_what_a_template_may_write_is_counted_with_what_it_indents() -> None:
+    assert written("é\n") == 2
+    deep: Any = {"name": "look", "enum": [{}, [], 1234, None, True, 0.5, "é\n"] * 100}
+    for _ in range(50):
+        deep = {"in": [deep]}
+    assert 0.9 < written(deep) / len(json.dumps(deep, indent=4)) < 1
+
+
 def test_special_tokens_of_the_wording_are_meant(builder: PromptBuilder) -> None:
     """Without a chat template there is no other way to write turns."""
     plain = copy.deepcopy(builder.tokenizer)
@@ -147,6 +176,22 @@ def test_a_passage_that_spells_special_tokens_is_found_in_a_conversation(engine:
 def test_a_conversation_about_markers_is_a_conversation(builder: PromptBuilder) -> None:
     said = "What are [[qcfuse:context]], [[qcfuse:0:context]] and [[qcfuse:1:question]]?"
     assert said in builder.tokenizer.decode(builder.build(QUESTION, PASSAGES, [("user", said)]).ids)
+
+
+def test_tools_about_markers_are_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    said = "Look up [[qcfuse:0:context]] and [[qcfuse:1:question]]."
+    tool = {"type": "function", "function": {**LOOK_UP["function"], "description": said}}
+    builder = PromptBuilder(teach(copy.deepcopy(tokenizer), "hermes"), PromptTemplate())
+    assert said in builder.tokenizer.decode(builder.build(QUESTION, PASSAGES, tools=[tool]).ids)
+
+
+def test_a_conversation_of_nothing_but_markers_is_cut_in_one_pass(builder: PromptBuilder) -> None:
+    said = "".join(f"[[qcfuse:{number}:" for number in range(80_000)) + f"[[qcfuse:{'9' * 5_000}:"
+    began = time.perf_counter()
+    parts = builder._parts([("user", said)], ())
+    assert time.perf_counter() - began < 5, "to look for each takes a quarter of a minute"
+    assert said in parts[0][1].text
+    assert [name for name, _ in parts] == ["literal", "context", "literal", "question", "literal"]
 
 
 def test_a_conversation_is_never_part_of_the_stored_head(builder: PromptBuilder) -> None:
