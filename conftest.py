@@ -26,6 +26,20 @@ def plain_default() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_kernels() -> Iterator[None]:
+    """Have kernels interpreted in less time."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        yield
+        return
+    from tests.interpreted import quickly
+
+    with quickly():
+        yield
+
+
 @pytest.fixture
 def real_default(monkeypatch: pytest.MonkeyPatch) -> Method:
     """Return the default method users get, in force during one test."""

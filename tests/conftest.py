@@ -68,6 +68,16 @@ def smollm2() -> LanguageModel:
 
 
 @pytest.fixture
+def loaded_once(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have everybody who loads the default model get the one that is there, as taking its file apart takes long."""
+    from qcfuse_rag.demo.assets import default_model
+
+    load = LanguageModel.load
+    quick = lambda name, **rest: smollm2 if name == default_model() else load(name, **rest)  # noqa: E731
+    monkeypatch.setattr(LanguageModel, "load", quick)
+
+
+@pytest.fixture
 def corpus_file(tmp_path: Path) -> Path:
     path = tmp_path / "harbour.md"
     path.write_text("\n\n".join(PASSAGES))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import METHODS, LanguageModel, Method
-from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag import METHODS, Method
+from qcfuse_rag.demo import assets
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,11 +26,19 @@ def test_the_readme_shows_the_examples_as_they_are(example: str) -> None:
 
 
 @pytest.fixture
-def loaded_once(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have everybody who loads the default model get the one that is there, as taking its file apart takes long."""
-    load = LanguageModel.load
-    quick = lambda name, **rest: smollm2 if name == default_model() else load(name, **rest)  # noqa: E731
-    monkeypatch.setattr(LanguageModel, "load", quick)
+def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the demonstration a few of its documents, with what the examples look for: prefilling takes the time."""
+    wanted = ("23-merrin-hospital.md", "05-thornskerry-lighthouse.md", "09-tarrowin-school.md", "24-weather.md")
+    few = {name: text for name, text in assets.corpus().items() if name in wanted}
+    monkeypatch.setattr(assets, "corpus", lambda: few)
+
+
+@pytest.fixture
+def short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the demonstration two questions and the beginnings of its documents, where nobody looks at answers."""
+    short, two = {name: text[:400] for name, text in assets.corpus().items()}, assets.questions()[:2]
+    monkeypatch.setattr(assets, "corpus", lambda: short)
+    monkeypatch.setattr(assets, "questions", lambda: two)
 
 
 @pytest.mark.real
@@ -43,6 +51,7 @@ def test_examples_run(
     capsys: pytest.CaptureFixture[str],
     real_default: Method,
     loaded_once: None,
+    few_documents: None,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -80,10 +89,16 @@ def test_the_readmes_commands_are_targets_of_the_makefile() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebooks_run_and_carry_their_outputs(
-    notebook: Path, monkeypatch: pytest.MonkeyPatch, real_default: Method, loaded_once: None
+    notebook: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    real_default: Method,
+    loaded_once: None,
 ) -> None:
-    if notebook.stem not in ("what_is_recomputed", "your_own_method") and os.environ.get("QCFUSE_STRESS") != "full":
-        pytest.skip("takes minutes, and the examples do the same: make drop-in")
+    if os.environ.get("QCFUSE_STRESS") != "full":
+        if notebook.stem not in ("what_is_recomputed", "your_own_method"):
+            pytest.skip("takes minutes, and the examples do the same: make drop-in")
+        request.getfixturevalue("short_documents")
     monkeypatch.setenv("MPLBACKEND", "agg")
     cells = [cell for cell in json.loads(notebook.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in cells)

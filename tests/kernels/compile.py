@@ -71,7 +71,8 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         table = KVTable.of([buffer, buffer], shapes, 64)
         plain: dict[str, Any] = {"scaling": 0.1}
         special = {**plain, "softcap": 30.0, "window": 100}
-        for how, sinks, splits in ((plain, None, 2), (special, torch.zeros(heads, dtype=dtype), 1)):
+        hows = ((special, torch.zeros(heads, dtype=dtype), 1), (plain, None, 2))
+        for how, sinks, splits in hows if name == "bf16" else hows[:1]:  # the first takes the most of a device
             attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **how)
             yield name, dim, partial(attending, splits=splits)
             several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()

@@ -73,32 +73,38 @@ def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: Fu
     """Mean divergence over questions falls from no recomputation to half, which is what the method is for."""
     from qcfuse_rag.bench.metrics import divergence
 
-    texts = list(corpus().values())[:5]
+    texts = list(corpus().values())[:4]
     engine.warm(texts, bases=(FRAMED,))
-    prompts = [engine.prompt(question.question, texts) for question in questions()[:6]]
+    prompts = [engine.prompt(question.question, texts) for question in questions()[:4]]
     exact = [engine.prefill(prompt, method=make_method("full")).logits for prompt in prompts]
     means = []
     for ratio in (0.0, 0.15, 0.5):
         method = make_method("qcfuse", ratio=ratio, base=FRAMED)
         pairs = zip(exact, prompts, strict=True)
-        means.append(sum(divergence(full, engine.prefill(prompt, method=method).logits) for full, prompt in pairs) / 6)
+        means.append(sum(divergence(full, engine.prefill(prompt, method=method).logits) for full, prompt in pairs) / 4)
     assert means[0] > means[1] > means[2], means
 
 
+def test_the_demonstration_asks_over_two_thousand_tokens_whichever_passages_it_finds(engine: FusionEngine) -> None:
+    shortest = sorted(len(engine.prompts.chunk_ids(text)) for text in corpus().values())[:8]
+    assert sum(shortest) + len(engine.prompts.frame) >= 2000
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # alone some 150 s
 def test_the_demonstration_prints_what_it_promises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loaded_once: None
 ) -> None:
     from qcfuse_rag.cli.app import main
 
-    monkeypatch.setattr(sys, "argv", ["qcfuse", "demo", "--json", "--repeats", "1", "--device", "cpu"])
+    few = {name: text for name, text in corpus().items() if "08" <= name[:2] <= "16"}  # prefilling takes the time
+    monkeypatch.setattr("qcfuse_rag.demo.run.corpus", lambda: few)
+    monkeypatch.setattr(sys, "argv", ["qcfuse", "demo", "--json", "--repeats", "1", "--top-k", "4", "--device", "cpu"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
     data = json.loads(capsys.readouterr().out)
     assert set(data) == {"model", "context_tokens", "methods", "setup_s", "warm_s"}
-    assert data["context_tokens"] >= 2000
+    assert data["context_tokens"] >= 1000
     keys = {"method", "ratio", "ttft_s", "ttft_full_s", "rows", "bytes_loaded", "kl", "answer", "fallback"}
     assert all(set(row) == keys for row in data["methods"])
     by_ratio = {(row["method"], row["ratio"]): row for row in data["methods"]}
