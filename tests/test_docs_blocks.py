@@ -35,6 +35,7 @@ from tests.families import build_model
 from tests.tool_templates import teach
 
 ROOT = Path(__file__).parent.parent
+SECRET = b"sixteen or more random bytes"
 LIBRARY = {f"report-{number}.pdf": text for number, text in enumerate(PASSAGES)}
 METHOD = make_method("qcfuse", ratio=0.3, base=FRAMED)
 Names = dict[str, Any]
@@ -76,6 +77,7 @@ def llama(lm: LanguageModel) -> Names:
         "llm": llama_qcfuse.QCFuseLLM.from_engine(FusionEngine(lm, MemoryStore(), method=METHOD), max_new_tokens=4),
         "embed": embed,
         "library": LIBRARY,
+        "secret": SECRET,
         "documents": documents,
     }
 
@@ -94,6 +96,7 @@ def langchain(lm: LanguageModel) -> Names:
         "embeddings": embeddings,
         "chat": langchain_qcfuse.ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore(), method=METHOD), max_tokens=4),
         "library": LIBRARY,
+        "secret": SECRET,
         "documents": documents,
     }
 
@@ -119,6 +122,8 @@ def test_the_blocks_of_a_page_run_in_order(
     names = presumed(page)(lm)
     for block in blocks(page):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
+    if "engine" in names:
+        names["engine"].close()  # ends what a page has left running
 
 
 def test_pages_are_among_those_that_run() -> None:

@@ -33,12 +33,19 @@ app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Model = Annotated[str | None, typer.Option(help="Hugging Face id, folder or GGUF file; SmolLM2-135M if not given.")]
-Store = Annotated[Path, typer.Option(help="Folder of the store.")]
+Library = Annotated[Path, typer.Option("--store", help="Folder of the library; its store is the folder kv in it.")]
+Store = Annotated[Path, typer.Option(help="Folder of a library, or of a store.")]
 EmbedderName = Annotated[str | None, typer.Option(help="sentence-transformers id or folder; MiniLM if not given.")]
 MethodName = Annotated[str | None, typer.Option(help="See `qcfuse methods`; auto at 0.05 if not given.")]
 Ratio = Annotated[float | None, typer.Option(help="Share of reused tokens to recompute, 0 to 1.")]
 BaseName = Annotated[
     str | None, typer.Option(help="Stored how: framed, primed, blind, begun or enriched; as the method reads.")
+]
+WarmBase = Annotated[
+    str | None,
+    typer.Option(
+        "--base", help="Caches to store: primed (if not given), blind, begun or enriched, and framed; or framed alone."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="Such as bfloat16; float32 on a CPU.")]
@@ -87,11 +94,11 @@ def demo(
 @warm_app.command("run")
 def warm_run(
     paths: Paths,
-    store: Store,
+    store: Library,
     reader: Reader = "files",
     model: Model = None,
     embedder: EmbedderName = None,
-    base: BaseName = None,
+    base: WarmBase = None,
     max_tokens: MaxTokens = 384,
     batch_tokens: BatchTokens = None,
     numbers: NumbersName = None,
@@ -124,10 +131,10 @@ def warm_run(
 @warm_app.command("plan")
 def warm_plan(
     paths: Paths,
-    store: Store,
+    store: Library,
     reader: Reader = "files",
     model: Model = None,
-    base: BaseName = None,
+    base: WarmBase = None,
     max_tokens: MaxTokens = 384,
     batch_tokens: BatchTokens = None,
     numbers: NumbersName = None,
@@ -147,7 +154,7 @@ def warm_plan(
 
 
 @warm_app.command("resume")
-def warm_resume(store: Store, as_json: Json = False) -> None:
+def warm_resume(store: Library, as_json: Json = False) -> None:
     """Go on with the last job of a store, with the options it had."""
     from qcfuse_rag.cli.warm import resume_warming
 
@@ -155,7 +162,7 @@ def warm_resume(store: Store, as_json: Json = False) -> None:
 
 
 @warm_app.command("status")
-def warm_status(store: Store, as_json: Json = False) -> None:
+def warm_status(store: Library, as_json: Json = False) -> None:
     """Say how far the last job of a store is."""
     from qcfuse_rag.cli.warm import show_status
 
@@ -214,12 +221,14 @@ def plan_command(
 @app.command("verify")
 def verify_command(
     model: Model = None,
-    store: Annotated[Path | None, typer.Option(help="Use its passages, and keep the verdict there.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Folder of a library, whose passages are used, or of a store; gets the verdict.")
+    ] = None,
     method: MethodName = None,
     ratio: Ratio = None,
     base: BaseName = None,
     size: Annotated[int, typer.Option(min=1, help="Prompts of each of three kinds.")] = 8,
-    tokens: Annotated[int, typer.Option(min=256, help="Length of the prompts with something hidden.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=512, help="Length of the prompts with something hidden.")] = 1024,
     kl: Annotated[float, typer.Option(min=0.0, help="Most mean divergence from full prefill, in nats.")] = 0.25,
     agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of equal first tokens.")] = 0.75,
     loss: Annotated[float, typer.Option(min=0.0, max=1.0, help="Most share of hidden answers lost.")] = 0.1,
@@ -242,7 +251,7 @@ def verify_command(
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
-    store: Store,
+    store: Library,
     model: Model = None,
     embedder: EmbedderName = None,
     method: MethodName = None,
@@ -279,7 +288,7 @@ def ask(
 @app.command()
 def explain(
     question: Annotated[str, typer.Argument(help="The question.")],
-    store: Store,
+    store: Library,
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("explain.html"),
     model: Model = None,
     embedder: EmbedderName = None,
@@ -307,7 +316,9 @@ def profile(
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Do without answers: leave passages out.")] = False,
     distractors: Annotated[int | None, typer.Option(min=0, help="Passages beside those needed; all of a file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the profile here.")] = None,
-    store: Annotated[Path | None, typer.Option(help="Keep the profile beside this store, which uses it.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Of a library or a store; the profile is kept there, for methods that read it.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the layers into this image.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -355,7 +366,7 @@ def models_check(
         OUT.print(f"  a decode step against the plain forward: {report['check']['step']:.2g}")
         OUT.print(f"  (largest logit difference in standard deviations; allowed {report['check']['tolerance']:g})")
     else:
-        ERR.print(f"[red]not supported[/red]: {report['reason']}", highlight=False)
+        ERR.print(f"[red]not supported[/red]: {escape(report['reason'])}", highlight=False)
     if not report["supported"]:
         raise typer.Exit(1)
 

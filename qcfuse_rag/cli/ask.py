@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, size
-from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, needing_extra, note_verdict, open_engine, open_kv
+from qcfuse_rag.cli.library import (
+    DEFAULT_EMBEDDER,
+    index_folder,
+    needing_extra,
+    note_verdict,
+    open_engine,
+    open_kv,
+    require_library,
+)
 from qcfuse_rag.demo.assets import default_embedder
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -34,6 +42,7 @@ def ask_library(
     with needing_extra():
         from qcfuse_rag.retrieve.embed import Embedder
 
+    require_library(library)
     if not library.is_dir():
         PassageIndex.load(index_folder(library), embedder or DEFAULT_EMBEDDER)  # says what is missing
     with open_kv(library, tenant=tenant) as store:
@@ -58,7 +67,7 @@ def ask_library(
         for piece in stream:
             OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
         OUT.print()
-        ERR.print(describe(stream.report), style="dim", highlight=False, soft_wrap=True)
+        ERR.print(describe(stream.report), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 def describe(report: FusionReport) -> str:

@@ -67,9 +67,14 @@ def bench_speed(
         str | None, typer.Option(help="Random weights instead: qwen3-8b, llama-3.1-8b, qwen3-32b, ...")
     ] = None,
     context: Annotated[str, typer.Option(help="Tokens of passages, with commas.")] = "4096",
-    methods: Annotated[str, typer.Option(help="With commas; parameters as epic[n_tokens=16].")] = "auto",
+    methods: Annotated[str, typer.Option(help=r"With commas; parameters as epic\[n_tokens=16].")] = "auto",
     ratios: Annotated[str, typer.Option(help="Shares to recompute, with commas.")] = "0.05,0.1,0.2",
-    tiers: Annotated[str, typer.Option(help="memory, device, pinned, disk, throttled; with commas.")] = "",
+    tiers: Annotated[
+        str,
+        typer.Option(
+            help="Of memory, device, pinned, disk, throttled; if not given memory,disk, on a GPU pinned,device,disk."
+        ),
+    ] = "",
     numbers: Annotated[str, typer.Option(help="Passages kept as model, int8, fp8; with commas.")] = "model",
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 512,
     requests: Annotated[str, typer.Option(help="Requests to decode together, with commas.")] = "1,4,8",
@@ -115,11 +120,16 @@ def bench_speed(
 
 @bench_app.command("quality")
 def bench_quality(
-    data_dir: Annotated[Path, typer.Option(help="Folder of DATASET.jsonl.")],
+    data_dir: Annotated[
+        Path, typer.Option(help="Folder of files DATASET.jsonl, in lines as `qcfuse profile --data` reads them.")
+    ],
     dataset: Annotated[list[str], typer.Option(help="Name, or several with commas; ruler_mv, ruler_mq, ruler_vt.")],
     out: Annotated[Path, typer.Option("--json", help="File of the result; table, plots and records go beside it.")],
     model: ModelName = None,
-    methods: Annotated[list[str] | None, typer.Option(help="With commas; parameters as epic[n_tokens=16].")] = None,
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(help=r"With commas, beside full; parameters as epic\[n_tokens=16]; auto if none is named."),
+    ] = None,
     baseline: Annotated[list[str] | None, typer.Option(help="Methods by the names of the QCFuse release.")] = None,
     ratios: Annotated[str | None, typer.Option(help="Shares to recompute, with commas; each method's own.")] = None,
     bases: Annotated[
@@ -153,7 +163,7 @@ def bench_quality(
         model=model or default_model(),
         data_dir=data_dir,
         datasets=tuple(split_names(",".join(dataset))),
-        methods=tuple(split_names(",".join([*(methods or ()), *(baseline or ())]))),
+        methods=tuple(split_names(",".join([*(methods or ()), *(baseline or ())]))) or ("auto",),
         out=out,
         ratios=tuple(float(ratio) for ratio in split_names(ratios or "")),
         bases=tuple(split_names(bases or "")),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from qcfuse_rag.cli.console import size
@@ -110,7 +111,7 @@ class StoreBench:
     def table(self) -> Table:
         """Return the figures as a table."""
         columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
-        table = Table(*columns, title=f"A store in {self.folder}, medians of {self.repeats}")
+        table = Table(*columns, title=f"A store in {escape(str(self.folder))}, medians of {self.repeats}")
         for one in self.rates:
             row = [size(one.entry_bytes), one.what, str(one.threads), f"{one.store_mb_s:,.0f}"]
             row += [f"{one.bare_mb_s:,.0f}", f"{one.ratio:.2f}"]

@@ -26,17 +26,22 @@ INDEX_SAVED_EVERY_S = 30.0
 def check_paths(options: WarmOptions, library: Path) -> None:
     """Complain of paths before a model is loaded.
 
+    A folder that is empty may be one that is not mounted: each is looked at by itself, since what is gone from one is
+    forgotten whatever the others hold.
+
     Raises:
-        QCFuseError: if there is nothing to read in them, or no such reader.
+        QCFuseError: if there is nothing to read in one of them, or no such reader.
     """
     with needing_extra():
         from qcfuse_rag.ingest.read import FILES, find_files, reader_named
 
     if options.reader != FILES:
         reader_named(options.reader)
-    elif not any(True for _ in find_files(Path(path) for path in options.paths)) and not options.allow_empty:
-        hint = "; if all were deleted, --allow-empty forgets them" if library.is_dir() else ""
-        raise QCFuseError(f"no text files in {', '.join(options.paths)}{hint}")
+        return
+    for path in options.paths:
+        if not any(True for _ in find_files([Path(path)])) and not options.allow_empty:
+            hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
+            raise QCFuseError(f"no text files in {path}{hint}")
 
 
 def read_documents(

@@ -43,10 +43,10 @@ def open_kv(
     encrypt: bool = False,
     remote: str | None = None,
 ) -> KVStore:
-    """Open a library's store; a secret comes from the environment variable QCFUSE_SECRET.
+    """Open a library's store, or a store by itself; a secret comes from the environment variable QCFUSE_SECRET.
 
     Args:
-        library: the library's folder.
+        library: the library's folder, or the store's own.
         numbers: see `open_store`.
         limit_gb: most bytes on disk, in units of 10^9.
         tenant: whose view to open.
@@ -58,7 +58,7 @@ def open_kv(
     """
     encrypted = encrypt or is_encrypted(library)
     return open_store(
-        library / KV_FOLDER,
+        kv_folder(library),
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
         numbers=numbers,
         secret=_secret() if encrypted or tenant is not None else None,
@@ -69,8 +69,8 @@ def open_kv(
 
 
 def is_encrypted(library: Path) -> bool:
-    """Return whether a library's store is there and encrypted."""
-    kept = kept_settings(library / KV_FOLDER)
+    """Return whether a library's store, or a store by itself, is there and encrypted."""
+    kept = kept_settings(kv_folder(library))
     return kept is not None and kept.encrypted
 
 
@@ -116,10 +116,28 @@ def disk_folder(folder: Path) -> Path:
     Raises:
         QCFuseError: if there is none.
     """
-    place = folder / KV_FOLDER if (folder / KV_FOLDER).is_dir() else folder
+    place = kv_folder(folder)
     if not (place / "objects").is_dir():
         raise QCFuseError(f"no store in {folder}; `qcfuse warm run` makes one")
     return place
+
+
+def kv_folder(folder: Path) -> Path:
+    """Return where a library's store is or will be; a folder that is a store itself is its own."""
+    return folder if _is_store(folder) else folder / KV_FOLDER
+
+
+def require_library(folder: Path) -> None:
+    """Complain of a folder that is a store itself, which has no passages to look in.
+
+    Raises:
+        QCFuseError: if it is one.
+    """
+    if not _is_store(folder):
+        return
+    whole = folder.resolve()
+    fix = f"say --store {whole.parent}" if whole.name == KV_FOLDER else f"move it to {whole.parent}/LIBRARY/{KV_FOLDER}"
+    raise QCFuseError(f"{folder} is a store, and this takes the library around it, where passages are: {fix}")
 
 
 def index_folder(library: Path, store: KVStore | None = None) -> Path:
@@ -140,10 +158,14 @@ def forget_passages(library: Path, store: KVStore, source: str) -> int:
     return count - len(index.passages)
 
 
+def text_folders(library: Path) -> list[Path]:
+    """Return the folders of a library that hold passages: everybody's, and each tenant's."""
+    return [one for one in library.iterdir() if one.is_dir() and TEXT_FOLDER.fullmatch(one.name)]
+
+
 def text_files(library: Path) -> list[Path]:
     """Return the files of a library that hold text and names, beside its store: passages, and the last job's record."""
-    folders = [one for one in library.iterdir() if one.is_dir() and TEXT_FOLDER.fullmatch(one.name)]
-    own = [path for folder in folders for name in INDEX_FILES for path in folder.glob(f"{name}*")]
+    own = [path for folder in text_folders(library) for name in INDEX_FILES for path in folder.glob(f"{name}*")]
     return [*own, *(library / name for name in (JOB_NAME, f"{JOB_NAME}.lock")), *library.glob(f"{JOB_NAME}.*.part")]
 
 
@@ -179,6 +201,10 @@ def needing_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
+
+
+def _is_store(folder: Path) -> bool:
+    return (folder / "objects").is_dir() and not (folder / KV_FOLDER).is_dir()
 
 
 def _secret() -> bytes:

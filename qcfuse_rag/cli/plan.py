@@ -47,6 +47,7 @@ def _print(
         f"({caches} caches of each, {found.kv_bytes_per_token / 1024:.0f} KiB a token), "
         f"{warming} of warming on one machine",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
     uses = found.break_even_uses

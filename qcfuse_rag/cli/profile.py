@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, status
-from qcfuse_rag.cli.library import KV_FOLDER
+from qcfuse_rag.cli.library import kv_folder
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -121,7 +121,7 @@ def _samples(options: ProfileOptions) -> list[Sample]:
 
 def _beside(folder: Path) -> Path:
     """Return where a library's store, or a store's folder itself, has its profile; it need not be there yet."""
-    return (folder if (folder / "objects").is_dir() else folder / KV_FOLDER) / NAME
+    return kv_folder(folder) / NAME
 
 
 def _plotting() -> Any:

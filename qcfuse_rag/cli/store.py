@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
 from qcfuse_rag.errors import QCFuseError
@@ -38,7 +39,10 @@ def stats(folder: Folder, as_json: Json = False) -> None:
     if as_json:
         print_json({**found.to_dict(), "settings": settings, "models": list(models.values())})
         return
-    OUT.print(f"{found.entries} chunks, {size(found.size_bytes)} of {size(found.limit_bytes or 0)}, in {store.folder}")
+    OUT.print(
+        f"{found.entries} chunks, {size(found.size_bytes)} of {size(found.limit_bytes or 0)}, in {store.folder}",
+        markup=False,
+    )
     about = {name: settings[name] for name in ("numbers", "eviction", "ttl_s", "encrypted")}
     OUT.print("  " + ", ".join(f"{name} {value}" for name, value in about.items()))
     for digest, fields in models.items():
@@ -68,7 +72,7 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
     else:
         OUT.print("[green]healthy[/green]" if ok else "[red]not healthy[/red]")
         for line in (*found.problems, *notes, *(() if far is None else far.problems)):
-            OUT.print(f"  {line}", highlight=False, soft_wrap=True)
+            OUT.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if not ok:
         raise typer.Exit(1)
 
@@ -87,7 +91,8 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
         OUT.print(f"{report.sound} of {report.checked} entries sound, {size(report.reclaimed_bytes)} reclaimed")
         OUT.print(f"  {report.found} files taken up, {report.lost} lost, {report.leftovers} leftovers removed")
         for address, reason in report.damaged:
-            ERR.print(f"[red]damaged[/red] {address}: {reason}, now in quarantine", highlight=False, soft_wrap=True)
+            said = f"[red]damaged[/red] {address}: {escape(reason)}, now in quarantine"
+            ERR.print(said, highlight=False, soft_wrap=True)
     if report.damaged:
         raise typer.Exit(1)
 
@@ -125,12 +130,15 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
 
     See docs/store.md for what that cannot promise. A remote behind it keeps what it has.
     """
-    from qcfuse_rag.cli.library import disk_folder, text_files
+    from qcfuse_rag.cli.library import disk_folder, text_files, text_folders
     from qcfuse_rag.store.repair import wipe as overwrite
 
     place = disk_folder(folder)
     _insist(yes, f"this destroys the store in {place}")
     files = overwrite(place, text_files(folder) if place != folder else ())
+    for emptied in text_folders(folder) if place != folder else ():
+        with suppress(OSError):  # somebody else's files are in it
+            emptied.rmdir()
     _report({"files": files}, as_json, f"{files} files overwritten and removed")
 
 
@@ -159,7 +167,7 @@ def sources(folder: Folder, tenant: Tenant = None, remote: Remote = None, as_jso
         return
     for name, count in counts.items():
         absent = f", {missing[name]} not stored" if name in missing else ""
-        OUT.print(f"{name}: {count} chunks{absent}", highlight=False, soft_wrap=True)
+        OUT.print(f"{name}: {count} chunks{absent}", highlight=False, markup=False, soft_wrap=True)
 
 
 @store_app.command()
@@ -209,12 +217,13 @@ def pin(
     source: SourceName = None,
     off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
     tenant: Tenant = None,
+    remote: Remote = None,
     as_json: Json = False,
 ) -> None:
     """Keep entries from being evicted."""
     from qcfuse_rag.cli.library import open_manifest
 
-    with open_manifest(folder, tenant) as (store, manifest):
+    with open_manifest(folder, tenant, remote) as (store, manifest):
         chosen = _chosen(manifest, addresses, source)
         count = sum(store.pin(address, pinned=not off) for address in chosen)
     if not count:
@@ -297,4 +306,4 @@ def _report(data: dict[str, Any], as_json: bool, text: str) -> None:
     if as_json:
         print_json(data)
     else:
-        OUT.print(text, highlight=False, soft_wrap=True)
+        OUT.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, progress_bar
-from qcfuse_rag.cli.library import index_folder, open_engine, open_kv
-from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.cli.library import disk_folder, index_folder, open_engine, open_kv
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.retrieve.index import PASSAGES, read_passages
 from qcfuse_rag.store.memory import MemoryStore
@@ -33,9 +32,12 @@ def run_verify(
 
     Returns:
         Whether every check passed.
+
+    Raises:
+        QCFuseError: if there is no store in the folder.
     """
-    if store is not None and not store.is_dir():
-        raise QCFuseError(f"no library in {store}; `qcfuse warm run` makes one, or leave --store out")
+    if store is not None:
+        disk_folder(store)  # a name that is misspelt is not a new library
     with MemoryStore() if store is None else open_kv(store, tenant=tenant) as kept:
         place = None if store is None else index_folder(store, kept)
         texts = [one.text for one in read_passages(place)] if place is not None and (place / PASSAGES).exists() else []
@@ -62,4 +64,4 @@ def _print(verdict: Verdict, saved: Path | None) -> None:
         table.add_row(check.name, f"{check.value:.3g}", bound, state, check.detail)
     OUT.print(table)
     if saved is not None:
-        OUT.print(f"kept in {saved}", highlight=False, soft_wrap=True)
+        OUT.print(f"kept in {saved}", highlight=False, markup=False, soft_wrap=True)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
@@ -19,6 +20,7 @@ from qcfuse_rag.cli.library import (
     is_encrypted,
     open_engine,
     open_kv,
+    require_library,
 )
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.demo.assets import default_model
@@ -35,6 +37,7 @@ from qcfuse_rag.store.settings import kept_settings
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Say what warming would take, without storing anything."""
+    require_library(library)
     check_paths(options, library)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     exists = (library / KV_FOLDER).is_dir()
@@ -66,7 +69,9 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; what a job that stopped has done is not done again."""
+    require_library(library)
     check_paths(options, library)
+    _require_dtype(options)
     paths = [str(Path(path).resolve()) if Path(path).exists() else path for path in options.paths]
     remote = options.remote and lasting_url(options.remote)
     record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
@@ -134,9 +139,10 @@ def show_status(library: Path, *, as_json: bool) -> None:
         left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
         OUT.print(f"{record.tokens_per_s:,.0f} tokens a second, {duration(left)} left", highlight=False)
     if record.error:
-        OUT.print(record.error, highlight=False, soft_wrap=True)
+        OUT.print(record.error, highlight=False, markup=False, soft_wrap=True)
     if record.actual_state not in ("running", "finished"):
-        OUT.print(f"`qcfuse warm resume --store {library}` goes on where it stopped", highlight=False, soft_wrap=True)
+        command = f"qcfuse warm resume --store {library}"
+        OUT.print(f"`{command}` goes on where it stopped", highlight=False, markup=False, soft_wrap=True)
 
 
 def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, Any]:
@@ -183,6 +189,21 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
     return {"documents": len(documents), "passages": len(texts), "unread": unread, **summary.to_dict()}
 
 
+def _require_dtype(options: WarmOptions) -> None:
+    """Complain of workers on GPUs that would be told to compute in what a machine without one computes in.
+
+    Raises:
+        QCFuseError: if a dtype has to be named.
+    """
+    here = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpus = options.ray is not None and options.gpus_per_worker > 0
+    if on_gpus and options.dtype is None and not here.startswith("cuda"):
+        raise QCFuseError(
+            "the workers have GPUs and this machine computes in float32 on a CPU, as they would then: "
+            "name the --dtype of who will answer, such as bfloat16"
+        )
+
+
 def _workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWorkers | None:
     """Return the workers that were asked for; each opens the store as this process did."""
     if options.ray is None:
@@ -223,7 +244,7 @@ def _ids(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
 
 def _print_failed(failed: Any) -> None:
     for index, reason in failed:
-        ERR.print(f"[yellow]not stored[/yellow] passage {index}: {reason}", highlight=False, soft_wrap=True)
+        ERR.print(f"[yellow]not stored[/yellow] passage {index}: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
 def _print_unread(unread: list[str]) -> None:

@@ -84,7 +84,10 @@ def run_demo(
 
         from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
     except ImportError as error:
-        raise QCFuseError(f"the demo needs LlamaIndex ({error.name}); run `pip install 'qcfuse-rag[demo]'`") from error
+        raise QCFuseError(
+            f"the demo needs LlamaIndex ({error.name}); run `pip install -e integrations/llama-index-llms-qcfuse "
+            "llama-index-embeddings-huggingface` in a clone of the repository"
+        ) from error
 
     asked = question or QUESTION
     started = time.perf_counter()
@@ -115,7 +118,7 @@ def run_demo(
             response_synthesizer=QCFuseSynthesizer(llm, streaming=True),
         )
         if not as_json:
-            ERR.print(f"\n[bold]{asked}[/bold]", highlight=False)
+            ERR.print(f"\n{asked}", style="bold", highlight=False, markup=False)
         response = queries.query(asked)
         pieces = []
         for piece in response.response_gen:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
-
 from qcfuse_rag.report.fusion import FusionReport
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+except ImportError as error:
+    raise ImportError("metrics need prometheus-client: run `pip install 'qcfuse-rag[telemetry]'`") from error
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)

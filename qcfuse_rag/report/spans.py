@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 
-from opentelemetry import trace
-from opentelemetry.trace import Status, StatusCode, TracerProvider
-
 from qcfuse_rag.report.fusion import FusionReport
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.trace import Status, StatusCode, TracerProvider
+except ImportError as error:
+    raise ImportError("spans need OpenTelemetry: run `pip install 'qcfuse-rag[telemetry]'`") from error
 
 NANOSECONDS = 1_000_000_000
 

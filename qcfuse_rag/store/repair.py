@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 
 BLOCK_BYTES = 1 << 20
 FOLDERS = ("objects", "tmp", "quarantine", "models", "index", "verdicts")
-FILES = ("store.json", "sources.db", "costs-")
+FILES = ("store.json", "sources.db", "costs-", "profile.json")
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
 from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fuse.probe import QuestionProbe
 from qcfuse_rag.generate.unused import warn_caller
 from qcfuse_rag.model.fingerprint import digest
 from qcfuse_rag.model.language_model import LanguageModel
@@ -88,9 +89,12 @@ class Verdict:
 def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
     """Return what stands for all that a method does: its parts, the layers it goes by, how numbers are stored.
 
-    Parts are frozen data, so their words say all.
+    Parts are frozen data, so their words say all but which layers are critical; of those a new profile tells others.
     """
-    return digest(f"{method!r} {lm.critical_layers} {store.numbers}".encode())
+    probe = method.probe
+    unread = probe is None or (isinstance(probe, QuestionProbe) and probe.layers != "critical")
+    layers = () if unread else lm.critical_layers
+    return digest(f"{method!r} {layers} {store.numbers}".encode())
 
 
 def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:

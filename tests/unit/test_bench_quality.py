@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
 from qcfuse_rag.bench.configurations import configurations
 from qcfuse_rag.bench.prepare import prepare
 from qcfuse_rag.bench.tables import terminal_tables
@@ -365,6 +365,12 @@ def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) 
     error = bench.fails("--methods", "full", dataset="squad")
     assert "no dataset 'squad'" in error
     assert "harbour" in error
+
+
+def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(
+    bench: Bench, real_default: Method
+) -> None:
+    assert {record["method"] for record in bench("--size", 1)["records"]} == {"full", "auto"}
 
 
 def test_the_help_names_every_base_there_is(run: Run) -> None:

@@ -57,6 +57,13 @@ def test_sources_and_lookup(run: Run, folder: Path) -> None:
     assert "boats: 2 chunks" in run.text("store", "sources", folder)
 
 
+@pytest.mark.parametrize("name", ["report[final].pdf", "notes [/old].txt"])
+def test_a_document_is_listed_by_the_name_it_has(run: Run, folder: Path, name: str) -> None:
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        sources.replace(name, [example_key(3)])
+    assert f"{name}: 1 chunks" in run.text("store", "sources", folder)
+
+
 def test_forget_takes_what_nobody_else_has(run: Run, folder: Path) -> None:
     assert run.json("store", "forget", folder, "boats")["removed"] == 1
     with DiskStore(folder) as store:
@@ -70,6 +77,14 @@ def test_pin_and_unpin(run: Run, folder: Path) -> None:
     assert run.json("store", "pin", folder, *addresses(0), "--off")["entries"] == 1
     with DiskStore(folder) as store:
         assert [entry.address for entry in store.entries() if entry.pinned] == addresses(1)
+
+
+def test_what_names_documents_takes_the_remotes_password(run: Run, folder: Path, tmp_path: Path) -> None:
+    remote = ("--remote", f"file://{tmp_path / 'bucket'}")
+    assert list(run.json("store", "sources", folder, *remote)["sources"]) == ["boats", "mills"]
+    assert len(run.json("store", "lookup", folder, "boats", *remote)["chunks"]) == 2
+    assert run.json("store", "pin", folder, "--source", "boats", *remote)["entries"] == 2
+    assert run.json("store", "forget", folder, "boats", *remote)["removed"] == 1
 
 
 def test_compress(run: Run, folder: Path) -> None:
@@ -121,6 +136,7 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     index = PassageIndex("M", [Passage("boats", "It floats."), Passage("mills", "It turns.")], np.eye(2, dtype="f4"))
     index.save(library / "passages")
     (library / "warm.json").write_text("{}")
+    (folder / "profile.json").write_text("{}")
     (library / "mine.txt").write_text("mine")
     (library / "passages_of_mine").mkdir()
     (library / "passages_of_mine" / "passages.jsonl").write_text("mine")
@@ -128,6 +144,7 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
     run.json("store", "wipe", library, "--yes")
     assert {path.name for path in library.rglob("*") if path.is_file()} == {"mine.txt", "passages.jsonl"}
+    assert not (library / "passages").exists()
 
 
 def test_tenants_are_looked_after_one_by_one(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

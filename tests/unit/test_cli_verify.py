@@ -38,6 +38,11 @@ def test_a_verdict_on_a_librarys_own_passages_is_kept_and_spares_the_note(
     assert "verified" not in noted
 
 
+def test_prompts_too_short_for_what_is_hidden_in_them_are_refused_before_a_model_is_loaded(run: Run) -> None:
+    code, _, error = run("verify", "--model", "no/such-model", "--tokens", 511)
+    assert (code, "--tokens" in error, "512" in error) == (2, True, True)
+
+
 @pytest.mark.parametrize("wrong", [("--size", 0), ("--tokens", 10), ("--method", "nope")])
 def test_what_cannot_be_is_refused(run: Run, model_folder: str, wrong: tuple[str, object]) -> None:
     code, _, error = run("verify", "--model", model_folder, *wrong)

@@ -88,10 +88,35 @@ def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     for path in documents.iterdir():
         path.unlink()
     code, _, err = run("warm", "run", *options)
-    assert (code, "if all were deleted, --allow-empty forgets them" in err) == (1, True), "or is it not mounted?"
+    assert (code, "if all were deleted, `warm run --allow-empty` forgets them" in err) == (1, True), "or not mounted?"
     assert run.json("warm", "run", *options, "--allow-empty")["documents"] == 0
     assert run.json("store", "sources", store)["sources"] == {}
     assert PassageIndex.load(store / "passages").passages == []
+
+
+def test_a_folder_that_is_not_mounted_is_not_forgotten_beside_one_that_is(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store, mounted = tmp_path / "s", tmp_path / "mounted"
+    mounted.mkdir()
+    (mounted / "far.txt").write_text("What lies on another machine's disk.")
+    options = (documents, mounted, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options)
+    (mounted / "far.txt").unlink()
+    code, _, err = run("warm", "run", *options)
+    assert (code, f"no text files in {mounted}; " in err, "--allow-empty" in err) == (1, True, True)
+    assert len(run.json("store", "sources", store)["sources"]) == 4, "nothing was forgotten"
+    run.json("warm", "run", *options, "--allow-empty")
+    assert len(run.json("store", "sources", store)["sources"]) == 3
+
+
+def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    code, _, err = run("warm", "run", *options, "--ray", "auto", "--gpus-per-worker", 1)
+    assert (code, "name the --dtype" in err, err.count("\n")) == (1, True, 1)
+    assert not (tmp_path / "s").exists(), "before anything is loaded or made"
 
 
 def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
+import sys
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -32,6 +34,16 @@ def exported() -> tuple[TracerProvider, InMemorySpanExporter]:
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return provider, exporter
+
+
+@pytest.mark.parametrize(("missing", "module"), [("prometheus_client", "metrics"), ("opentelemetry", "spans")])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
+    missing: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"qcfuse_rag.report.{module}")
+    with pytest.raises(ImportError, match=r"qcfuse-rag\[telemetry\]"):
+        importlib.import_module(f"qcfuse_rag.report.{module}")
 
 
 def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:

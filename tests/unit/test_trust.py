@@ -114,6 +114,15 @@ def test_a_verdict_is_found_again_by_model_method_and_numbers(kept: FusionEngine
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
+@pytest.mark.parametrize("method", [make_method("auto"), make_method("epic")], ids=lambda method: method.name)
+def test_a_profile_leaves_the_verdict_on_a_method_that_does_not_read_it(
+    kept: FusionEngine, tmp_path: Path, method: Method
+) -> None:
+    saved = verdict(kept, method)
+    saved.save(tmp_path)
+    assert find_verdict(replace(kept.lm, critical_layers=(0,)), kept.store, method) == saved
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 99}', '{"version": 1, "checks": 3, "passed": true}'])
 def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: str) -> None:
     path = verdict(kept, QCFUSE).save(tmp_path)
