@@ -217,9 +217,7 @@ def test_an_index_that_names_files_outside_is_made_again(
     assert thesis.exists()
 
 
-@pytest.mark.parametrize(
-    ("tag", "name"), [(WRITING, "{file}"), (QUARANTINE, "{file}"), (WRITING, "../x.part")]
-)
+@pytest.mark.parametrize(("tag", "name"), [(WRITING, "{file}"), (QUARANTINE, "{file}"), (WRITING, "../x.part")])
 def test_what_the_index_names_outside_while_the_store_is_open_is_an_error(
     store: DiskStore, thesis: Path, tag: str, name: str
 ) -> None:
