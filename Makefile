@@ -45,7 +45,8 @@ stress: setup
 
 # The comparisons with HuggingFaceLLM and ChatHuggingFace over 30 questions, and all notebooks; some 15 minutes.
 drop-in: setup
-	QCFUSE_STRESS=full $(BIN)/python -m pytest -k "drop_in or notebooks or structured" integrations tests/test_docs.py
+	QCFUSE_STRESS=full $(BIN)/python -m pytest --timeout=1800 -k "drop_in or notebooks or structured" \
+		integrations tests/test_docs.py
 
 # Warming and serving on a Ray cluster of two nodes on this machine, workers and replicas killed; some 5 minutes.
 ray: setup
