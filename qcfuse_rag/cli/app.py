@@ -173,7 +173,7 @@ def warm_status(store: Library, as_json: Json = False) -> None:
 def serve_command(
     store: Store,
     model: Model = None,
-    name: Annotated[str | None, typer.Option(help="The model's name to clients; its folder's if not given.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name to clients; the last part of --model if none.")] = None,
     host: Annotated[str, typer.Option(help="Beyond loopback, QCFUSE_TOKEN has to be set.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Where to listen.")] = 8000,
     method: MethodName = None,

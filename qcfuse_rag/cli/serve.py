@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.cli.console import ERR, status
-from qcfuse_rag.cli.library import KV_FOLDER, disk_folder, is_encrypted, note_verdict, open_engine, open_kv
+from qcfuse_rag.cli.library import disk_folder, is_encrypted, kv_folder, note_verdict, open_engine, open_kv
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method
@@ -65,12 +65,12 @@ def serve_library(library: Path, method: Method, options: ServeOptions) -> None:
 
 
 def _serve_here(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
-    import uvicorn
-
     from qcfuse_rag.generate.scheduler import SchedulerSettings
     from qcfuse_rag.generate.served import ServedEngine
     from qcfuse_rag.serve.app import make_app
     from qcfuse_rag.serve.backend import EngineBackend
+    from qcfuse_rag.serve.guard import LOOPBACK
+    from qcfuse_rag.serve.listen import make_server
 
     if options.remote is None:
         disk_folder(library)  # a name that is misspelt is not a new library
@@ -83,15 +83,16 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         for what, refusal in (("fused passes", engine.passes.refusal), ("decode steps", engine.step.refusal)):
             if engine.lm.device.type == "cuda" and refusal is not None:
                 ERR.print(f"{what} are launched kernel by kernel: {refusal}", highlight=False)
-        served = ServedEngine.of(engine, SchedulerSettings(waiting=options.waiting))
-        backend = EngineBackend(served, name, most_tokens=options.most_tokens)
-        app = make_app(backend, token=token, metrics=_metrics(engine), closing=backend.close)
+        requests = options.waiting + SchedulerSettings().active
+        served = ServedEngine.of(engine, SchedulerSettings(waiting=requests))
+        backend = EngineBackend(served, name, most_tokens=options.most_tokens, requests=requests)
+        hosts = (*LOOPBACK, options.host)
+        app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), closing=backend.close)
         _say(options, name, token)
         # uvicorn hands on the signal that ended it, which would end this before the store is closed.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=60))
         with suppress(KeyboardInterrupt):
-            server.run(sockets=[listening])
+            make_server(app, requests=requests).run(sockets=[listening])
         signal.signal(signal.SIGTERM, before)
 
 
@@ -101,9 +102,10 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
     if is_encrypted(library):
         raise QCFuseError("secrets do not leave this machine: an encrypted store is served without --ray")
     connect(options.ray or "auto")
+    from qcfuse_rag.serve.guard import LOOPBACK
     from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
 
-    shared: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve()), "remote": options.remote}
+    shared: dict[str, Any] = {"folder": str(kv_folder(library).resolve()), "remote": options.remote}
     replica = RayWorkers(
         model=options.model or default_model(),
         store=shared,
@@ -123,6 +125,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         name,
         method=method,
         token=token,
+        hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
         queued=options.waiting,
         autoscaling=scale,

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.errors import InvalidGrammar, UnsupportedModel
 from qcfuse_rag.generate.constrain import closed, compact
 from qcfuse_rag.prompt.template import Tool
 
@@ -127,11 +127,18 @@ class CallSyntax:
         return f"start: {' '.join(parts)}\ncall: %json {json.dumps(compact({**call, '$defs': definitions}))}"
 
     def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a call; what its parameters define goes to `definitions`, under a name of its own."""
+        """Return the schema of a call; what its parameters define goes to `definitions`, under a name of its own.
+
+        Raises:
+            InvalidGrammar: if what they define is no object.
+        """
         parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
         own: dict[str, str] = {}
         for place in ("$defs", "definitions"):
-            for name, one in parameters.pop(place, {}).items():
+            found = parameters.pop(place, {})
+            if not isinstance(found, Mapping):
+                raise InvalidGrammar(f"{place} in the parameters of {function['name']} has to be an object")
+            for name, one in found.items():
                 own[f"#/{place}/{name}"] = f"{function['name']}.{name}"
                 definitions[f"{function['name']}.{name}"] = one
         for name in own.values():

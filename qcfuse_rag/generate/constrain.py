@@ -39,7 +39,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
             copy[key] = {name: closed(one) if isinstance(one, Mapping) else one for name, one in value.items()}
         elif isinstance(value, Mapping):
             copy[key] = value if key in ("const", "default") else closed(value)
-        elif key in ("anyOf", "oneOf", "prefixItems"):
+        elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, (list, tuple)):
             copy[key] = [closed(one) if isinstance(one, Mapping) else one for one in value]
         else:
             copy[key] = value

@@ -19,9 +19,14 @@ REMEMBERED = 2048
 """Passages remembered of a replica; some of them it will not have any more."""
 
 
+def hashed(text: str) -> int:
+    """Return a number for a text, be it no Unicode either: what cannot be answered has to be routed all the same."""
+    return xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
 def homes(passage: str, replicas: Iterable[str]) -> list[str]:
     """Return the replicas that a passage is at home in, the first one first."""
-    ranked = sorted(replicas, key=lambda name: xxhash.xxh64_intdigest(f"{name}\0{passage}".encode()), reverse=True)
+    ranked = sorted(replicas, key=lambda name: hashed(f"{name}\0{passage}"), reverse=True)
     return ranked[:CHOICES]
 
 
@@ -49,7 +54,7 @@ class Affinity:
             del self._asked[gone]
         if not passages:
             return sorted(replicas)
-        names = [xxhash.xxh64_intdigest(passage.encode()) for passage in passages]
+        names = [hashed(passage) for passage in passages]
         lead = {home: CHOICES - place for place, home in enumerate(homes(passages[0], replicas))}
 
         def fit(replica: str) -> tuple[int, int, str]:
@@ -62,7 +67,7 @@ class Affinity:
         """Note which replica answers a request."""
         asked = self._asked.setdefault(replica, OrderedDict())
         for passage in passages:
-            name = xxhash.xxh64_intdigest(passage.encode())
+            name = hashed(passage)
             asked[name] = None
             asked.move_to_end(name)
         while len(asked) > self._remembered:

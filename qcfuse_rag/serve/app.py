@@ -5,43 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.serve.backend import Backend, Event
+from qcfuse_rag.serve.failure import error_body, failure
+from qcfuse_rag.serve.guard import Guard, Limits
 from qcfuse_rag.serve.request import ChatRequest
 
-RETRY_AFTER_S = 1
 LOOK_S = 0.2
 """Seconds between two looks whether a client who waits for an answer is still there."""
-OPEN = ("/healthz",)
-"""Paths that need no token: they say nothing of what is served."""
 
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may be.
-
-    Attributes:
-        body_bytes: most bytes of a body.
-        documents: most documents.
-    """
-
-    body_bytes: int = 8 << 20
-    documents: int = 256
 
 
 def make_app(
@@ -49,6 +33,7 @@ def make_app(
     *,
     token: str | None = None,
     limits: Limits | None = None,
+    hosts: Collection[str] | None = None,
     metrics: Callable[[], bytes] | None = None,
     closing: Callable[[], None] = lambda: None,
 ) -> FastAPI:
@@ -58,6 +43,7 @@ def make_app(
         backend: what answers.
         token: that clients give as `Authorization: Bearer ...`; None lets everybody ask.
         limits: of requests.
+        hosts: names to be asked by where there is no token, see `Guard`; None takes any.
         metrics: returns metrics in Prometheus' text format; None has no `/metrics`.
         closing: called when the server has answered its last request.
     """
@@ -70,7 +56,7 @@ def make_app(
 
     app = FastAPI(title="qcfuse-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
 
-    app.add_middleware(Guard, token=token, limits=bounds)
+    app.add_middleware(Guard, token=token, limits=bounds, hosts=hosts)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
@@ -83,7 +69,8 @@ def make_app(
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return failure(400, f"{'.'.join(str(part) for part in first['loc'] if part != 'body')}: {first['msg']}")
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        return failure(400, f"{place or 'the body'}: {first['msg']}")
 
     @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> Response:
@@ -112,11 +99,16 @@ def make_app(
             return failure(404, f"no model {asked.model!r} here; there is {backend.name!r}")
         if len(asked.documents or ()) > bounds.documents:
             return failure(400, f"{len(asked.documents or ())} documents, and at most {bounds.documents} are taken")
+        try:
+            asked.refuse_unanswerable()
+        except QCFuseError as error:
+            return failure(400, str(error))
         events = backend.answer(asked)
         first = await first_of(events, request)
         if first is None:
             return Response(status_code=499)
         if first.error is not None:
+            await events.aclose()  # type: ignore[attr-defined]
             return failure(first.status, first.error)
         about = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": backend.name}
         if asked.stream:
@@ -124,38 +116,6 @@ def make_app(
         return await whole(first, events, about, request)
 
     return app
-
-
-class Guard:
-    """Lets in who has the token, with bodies that are not too large; says so before anything of a body is read.
-
-    Args:
-        app: what is behind it.
-        token: None lets everybody in.
-        limits: of requests.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None, limits: Limits) -> None:
-        self._app, self._token, self._limits = app, token, limits
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = dict(scope["headers"])
-        if self._token is not None and scope["path"] not in OPEN:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not secrets.compare_digest(given, self._token.encode()):
-                return failure(401, "a bearer token is needed, and this is not it")
-        length = headers.get(b"content-length", b"")
-        if scope["method"] == "POST" and not length.isdigit():
-            return failure(411, "say the body's length in Content-Length")
-        most = self._limits.body_bytes
-        if length.isdigit() and int(length) > most:
-            return failure(413, f"the body has {int(length)} bytes, and this server reads at most {most}")
-        return None
 
 
 async def first_of(events: AsyncIterator[Event], request: Request) -> Event | None:
@@ -221,18 +181,3 @@ async def stream(
         yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
     finally:
         await events.aclose()  # type: ignore[attr-defined]
-
-
-def failure(status: int, message: str) -> Response:
-    """Return an error as OpenAI's clients read it."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
-    if status == 401:
-        headers = {"WWW-Authenticate": "Bearer"}
-    return JSONResponse(error_body(status, message), status, headers)
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import json
 import logging
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import Busy, QCFuseError
-from qcfuse_rag.generate.answer_form import AnswerReader
+from qcfuse_rag.generate.answer_form import AnswerForm, AnswerReader
 from qcfuse_rag.generate.call_syntax import ToolReply
 from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import SamplingParams
@@ -19,10 +22,11 @@ from qcfuse_rag.generate.scheduled import ScheduledAnswer
 from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.serve.request import ChatRequest
+from qcfuse_rag.serve.told import told
 
 LOG = logging.getLogger(__name__)
-PREPARING = 32
-"""Requests that are tokenised at a time."""
+PREPARING = 8
+"""Requests that are tokenised at a time, which takes memory; the others wait for their turn."""
 
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 
@@ -71,32 +75,31 @@ class EngineBackend:
     """Answers with an engine in this process.
 
     Args:
-        served: the engine behind its scheduler.
+        served: the engine behind its scheduler, which lets as many requests wait as there may be.
         name: how clients call the model.
         most_tokens: of an answer.
+        requests: most requests at a time, waiting ones included; one more is refused. None leaves that to whoever asks.
     """
 
-    def __init__(self, served: ServedEngine, name: str, *, most_tokens: int = 4096) -> None:
+    def __init__(
+        self, served: ServedEngine, name: str, *, most_tokens: int = 4096, requests: int | None = None
+    ) -> None:
         self.name, self._served, self._most_tokens = name, served, most_tokens
-        self._preparing = 0
+        self._requests, self._taken = requests, 0
+        self._preparers = ThreadPoolExecutor(PREPARING, thread_name_prefix="qcfuse-prepare")
 
     def ready(self) -> str | None:
         """Return why nothing can be answered, or None. Trouble with the store is not a reason: see `qcfuse store`."""
         return None if self._served.scheduler.alive else "the scheduler has ended"
 
     async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
-        """Answer a request; what is wrong with it is an event too."""
+        """Answer a request that `refuse_unanswerable` let pass; what else is wrong with it is an event too."""
+        if self._requests is not None and self._taken >= self._requests:
+            yield Event(status=429, error=f"{self._taken} requests are answered or waiting already; ask again later")
+            return
+        self._taken += 1
         try:
-            request.refuse_unanswerable()
-            form, sampling = request.form, request.sampling(self._most_tokens)
-
-            def asked(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
-                prompt = request.prompt(engine)
-                room = max(1, engine.lm.window.tokens - len(prompt))
-                most = sampling.max_new_tokens if request.says_how_long else min(room, sampling.max_new_tokens)
-                return prompt, form.sampling(replace(sampling, max_new_tokens=most), engine.lm.tokenizer)
-
-            answer = await self._ask(asked)
+            form, answer = await self._ask(request)
             try:
                 reader = AnswerReader(self._served.engine.lm.tokenizer, form)
                 async for piece in answer:
@@ -105,7 +108,10 @@ class EngineBackend:
             finally:
                 answer.cancel()
             assert answer.generation is not None
-            yield last_event(*reader.end(answer.generation), answer.generation)
+            rest, reply = reader.end(answer.generation)
+            if request.parallel_tool_calls is False:
+                reply = replace(reply, calls=reply.calls[:1])
+            yield last_event(rest, reply, answer.generation)
         except Busy as error:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
@@ -113,21 +119,48 @@ class EngineBackend:
         except Exception as error:
             LOG.exception("a request failed")
             yield Event(status=500, error=f"the server failed: {type(error).__name__}")
-
-    async def _ask(self, asked: AnswerRequest) -> ScheduledAnswer:
-        """Queue a request; one that cannot even be tokenised for others is refused."""
-        if self._preparing >= PREPARING:
-            raise Busy(f"{self._preparing} requests are being prepared already; ask again later")
-        self._preparing += 1
-        try:
-            return await self._served.ask_aside(asked)
         finally:
-            self._preparing -= 1
+            self._taken -= 1
+
+    async def _ask(self, request: ChatRequest) -> tuple[AnswerForm, ScheduledAnswer]:
+        """Queue a request when it has been prepared; return what its answer will be.
+
+        Raises:
+            QCFuseError: if there is something wrong with it.
+        """
+        try:
+            form, sampling = request.form, request.sampling(self._most_tokens)
+
+            def asked(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
+                prompt = request.prompt(engine)
+                room = max(1, engine.lm.window.tokens - len(prompt))
+                most = sampling.max_new_tokens if request.says_how_long else min(room, sampling.max_new_tokens)
+                return prompt, form.sampling(replace(sampling, max_new_tokens=most), engine.lm.tokenizer)
+
+            return form, await self._prepared(asked)
+        except RecursionError as error:
+            raise QCFuseError("something in the body is nested too deep") from error
+
+    async def _prepared(self, asked: AnswerRequest) -> ScheduledAnswer:
+        """Have a request prepared and queued; one whose asker goes gives up its turn."""
+        preparing = self._preparers.submit(contextvars.copy_context().run, self._served.ask, asked)
+        try:
+            return await asyncio.wrap_future(preparing)
+        except asyncio.CancelledError:
+            preparing.add_done_callback(_cancel)  # if it has begun, it cannot be stopped before it is queued
+            raise
 
     def close(self) -> None:
         """Finish what is being answered, then let go of the engine."""
+        self._preparers.shutdown(cancel_futures=True)
         self._served.scheduler.close(drain=True)
         self._served.close()
+
+
+def _cancel(prepared: Future[ScheduledAnswer]) -> None:
+    """Cancel a request whose asker has gone."""
+    if not prepared.cancelled() and prepared.exception() is None:
+        prepared.result().cancel()
 
 
 def last_event(rest: str, reply: ToolReply, generation: Generation) -> Event:
@@ -153,5 +186,5 @@ def last_event(rest: str, reply: ToolReply, generation: Generation) -> Event:
             "total_tokens": usage.input_tokens + usage.output_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        report=generation.report.to_dict(),
+        report=told(generation.report),
     )

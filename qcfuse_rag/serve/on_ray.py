@@ -7,6 +7,7 @@ request whose replica is lost goes to another one, unless a part of its answer h
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,8 +33,9 @@ from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.generate.scheduler import SchedulerSettings
 from qcfuse_rag.generate.served import ServedEngine
 from qcfuse_rag.serve.affinity import Affinity
-from qcfuse_rag.serve.app import Limits, make_app
+from qcfuse_rag.serve.app import make_app
 from qcfuse_rag.serve.backend import EngineBackend, Event
+from qcfuse_rag.serve.guard import Limits
 from qcfuse_rag.serve.request import ChatRequest
 from qcfuse_rag.store.open import open_store
 
@@ -59,6 +61,7 @@ class Fleet:
         method: what to reuse and recompute.
         token: that clients give; None lets everybody ask.
         limits: of requests.
+        hosts: names to be asked by where there is no token, see `Guard`; None takes any.
         most_tokens: of an answer.
         ongoing: requests that a replica takes at a time.
         queued: requests that wait for a replica; one more is refused with 429.
@@ -72,6 +75,7 @@ class Fleet:
     method: Method | None = None
     token: str | None = field(default=None, repr=False)
     limits: Limits = field(default_factory=Limits)
+    hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
     ongoing: int = 16
     queued: int = 64
@@ -189,7 +193,8 @@ class Door:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application, in the process where it runs."""
-        return make_app(self._backend, token=self._fleet.token, limits=self._fleet.limits)
+        fleet = self._fleet
+        return make_app(self._backend, token=fleet.token, limits=fleet.limits, hosts=fleet.hosts)
 
 
 class FleetBackend:
@@ -233,7 +238,8 @@ class FleetBackend:
                 yield Event(status=500, error=f"a replica failed: {type(error).__name__}")
                 return
             finally:
-                events.cancel()
+                with suppress(Exception):  # Serve raises here again what kept the request from a replica
+                    events.cancel()
             for event in held:
                 yield event
             return

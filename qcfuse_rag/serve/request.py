@@ -6,6 +6,7 @@ https://platform.openai.com/docs/api-reference/chat
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,22 +16,15 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generate.answer_form import AnswerForm
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.serve.unsupported import WITHOUT_EFFECT
 
 MOST_TOKENS = 1024
 """Tokens of an answer that does not say how many it may have, as far as they fit."""
 
 MOST_STOPS, LONGEST_STOP = 16, 256
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "top_logprobs": (None, 0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-}
-"""Fields that would change the answer, as this server does not, and the values by which they do not."""
+DEEPEST = 100
+TOO_DEEP = f"the body is nested too deep: at most {DEEPEST} levels are taken"
+"""What copies it, shows it or sends it to a replica ends at some depth or other, and not in a clear error."""
 
 COLDEST = 0.01
 """Lower temperatures than this, other than 0, overflow."""
@@ -139,7 +133,10 @@ class ChatRequest(BaseModel):
     Attributes:
         documents: retrieved passages in order, as they were warmed; put before the last user message by the RAG prompt.
             Without the field, warmed passages are found in the messages.
+        parallel_tool_calls: False for one call at most.
     """
+
+    model_config = ConfigDict(extra="allow")  # for `refuse_unanswerable` to look at
 
     model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
@@ -155,34 +152,35 @@ class ChatRequest(BaseModel):
     tools: list[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     n: int | None = None
-    logprobs: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    top_logprobs: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
     def refuse_unanswerable(self) -> None:
-        """Refuse what this server does not do.
+        """Refuse what this server does not do, and let go of what is passed over.
 
         Raises:
             QCFuseError: with the field's name.
         """
-        for name, usual in WITHOUT_EFFECT.items():
-            if getattr(self, name) not in usual:
+        others = self.model_extra or {}
+        for name, value in others.items():
+            if value not in WITHOUT_EFFECT.get(name, (value,)):
                 raise QCFuseError(f"{name} is not supported; leave it out")
+        others.clear()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
             raise QCFuseError(f"stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
         try:
-            json.dumps(self.model_dump(), ensure_ascii=False).encode()
+            plain = self.model_dump()
+            json.dumps(plain, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise QCFuseError(f"there is text that is no Unicode: {error.reason}") from error
         except (RecursionError, ValueError) as error:
-            raise QCFuseError("the body is nested too deep") from error
+            raise QCFuseError(TOO_DEEP) from error
+        level: list[Any] = [plain]
+        for _ in range(DEEPEST):
+            level = [inner for one in level for inner in _inside(one)]
+        if level:
+            raise QCFuseError(TOO_DEEP)
         if self.n not in (None, 1):
             raise QCFuseError(f"n is {self.n}, and only one answer is given; ask again for another")
 
@@ -221,3 +219,7 @@ class ChatRequest(BaseModel):
         if self.documents is not None and all(message.role != "user" for message in self.messages):
             raise QCFuseError("documents need a user's message that asks about them")
         return self.form.prompt(engine, [message.turn() for message in self.messages], self.documents)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

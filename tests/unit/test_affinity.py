@@ -115,6 +115,15 @@ def test_a_replica_that_goes_moves_only_what_was_at_home_there(passage: str, gon
     assert [one for one in before if one != gone] == after[: len(before) - (gone in before)]
 
 
+def test_text_that_is_no_unicode_is_routed_like_any_other() -> None:
+    """A router that raises would never answer the request, nor whoever waits behind it."""
+    affinity = Affinity()
+    for _ in range(2):
+        (chosen,) = affinity.choose(["\ud800"], REPLICAS[:2])
+        affinity.note(["\ud800"], chosen)
+    assert homes("\ud800", REPLICAS) != homes("\ud801", REPLICAS)
+
+
 def test_homes_are_even() -> None:
     counts = Counter(name for number in range(4000) for name in homes(f"passage {number}", REPLICAS))
     assert set(counts) == set(REPLICAS)

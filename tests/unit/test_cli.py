@@ -11,14 +11,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
 
 from qcfuse_rag import DiskStore, FusionEngine, make_method, open_store
-from qcfuse_rag.cli.app import main
+from qcfuse_rag.cli.app import app, main
+from qcfuse_rag.cli.library import open_kv
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
@@ -202,6 +205,80 @@ def test_a_library_that_is_not_there_is_not_served(run: Run, tmp_path: Path) -> 
     assert (code, "no store in" in err, (tmp_path / "misspelt").exists()) == (1, True, False)
 
 
+def test_the_demonstration_without_llama_index_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_index.core", None)
+    code, _, err = run("demo")
+    assert (code, "pip install -e integrations/llama-index-llms-qcfuse" in err, err.count("\n")) == (1, True, 1)
+
+
+@pytest.fixture
+def made_in_python(model: str, tmp_path: Path) -> Path:
+    """Return a store in a folder of its own, as `FusionEngine.load(..., store=FOLDER)` makes it."""
+    folder = tmp_path / "st"
+    with FusionEngine.load(model, store=folder, device="cpu", verdict="ignore") as engine:
+        engine.warm(PASSAGES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ask", "Who?"), ("explain", "Who?"), ("warm", "run", "."), ("warm", "plan", ".")],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_what_takes_passages_names_the_library_to_give_instead_of_a_store(
+    run: Run, made_in_python: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(made_in_python.rglob("*"))
+    library = made_in_python.parent / "LIBRARY" / "kv"
+    code, _, err = run(*command, "--store", made_in_python)
+    assert (code, f"move it to {library}" in err, err.count("\n")) == (1, True, 1)
+    assert sorted(made_in_python.rglob("*")) == before
+    library.parent.mkdir()
+    made_in_python.rename(library)
+    monkeypatch.chdir(library)
+    code, _, err = run(*command, "--store", ".")
+    assert (code, f"say --store {library.parent}" in err) == (1, True)
+
+
+def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(run: Run, made_in_python: Path, model: str) -> None:
+    loose = ("--kl", 100, "--agreement", 0, "--loss", 1, "--size", 1, "--tokens", 1200, "--device", "cpu")
+    assert run("verify", "--store", made_in_python, "--model", model, *loose, "--json")[0] == 0
+    assert not (made_in_python / "kv").exists()
+    with FusionEngine.load(model, store=made_in_python, device="cpu", verdict="require") as engine:
+        assert engine.verdict is not None
+    code, _, err = run("verify", "--store", made_in_python.parent, "--model", model, *loose)
+    assert (code, "no store in" in err, (made_in_python.parent / "kv").exists()) == (1, True, False)
+
+
+def test_a_store_by_itself_is_opened_as_a_librarys_is(made_in_python: Path) -> None:
+    with open_kv(made_in_python) as store:
+        assert store.folder == made_in_python
+        assert list(store.entries())
+    with open_kv(made_in_python.parent) as store:
+        assert store.folder == made_in_python.parent / "kv"
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In help, words in brackets are styles unless they are escaped."""
+    monkeypatch.setenv("COLUMNS", "400")
+    bracketed = 0
+    for path, command in commands(get_command(app)):
+        texts = [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+        shown = " ".join(run(*path, "--help")[1].split())
+        for text in (" ".join(text.replace("\\[", "[").split()) for text in texts if "[" in text):
+            bracketed += 1
+            assert text in shown, path
+    assert bracketed >= 2
+
+
 @pytest.mark.enable_socket
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
 def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:
@@ -230,6 +307,9 @@ def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Pa
             except urllib.error.URLError:
                 assert server.poll() is None, server.communicate()[1]
                 time.sleep(0.1)
+        rebound = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Host": f"page.example:{port}"})
+        with pytest.raises(urllib.error.HTTPError, match="421"):
+            urllib.request.urlopen(rebound)
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
     with open_store(tmp_path / "lib" / "kv") as store:

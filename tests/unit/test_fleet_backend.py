@@ -12,9 +12,11 @@ pytest.importorskip("ray")
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from qcfuse_rag import RayWorkers
 from qcfuse_rag.serve.backend import Event
-from qcfuse_rag.serve.on_ray import TRIES, FleetBackend
+from qcfuse_rag.serve.on_ray import TRIES, Door, Fleet, FleetBackend
 from qcfuse_rag.serve.request import ChatRequest
+from tests.unit.serving import ask, client, error
 
 WHOLE = [Event("The "), Event("mill."), Event(finish="stop", usage={}, report={})]
 
@@ -24,6 +26,7 @@ class Answers:
 
     def __init__(self, *ends: tuple[int, BaseException | None]) -> None:
         self.ends, self.asked, self.cancelled = list(ends), 0, 0
+        self.unrouted: BaseException | None = None
 
     def options(self, *, stream: bool) -> Answers:
         assert stream
@@ -39,10 +42,14 @@ class Answers:
         return self
 
     def cancel(self) -> None:
+        """Raise, as Serve does, what a call failed with before it was at a replica."""
         self.cancelled += 1
+        if self.unrouted is not None:
+            raise self.unrouted
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         count, error = self.ends.pop(0)
+        self.unrouted = None if count else error
         for event in WHOLE[:count]:
             yield event.to_dict()
         if error is not None:
@@ -77,6 +84,24 @@ async def test_a_request_is_not_asked_for_ever() -> None:
 async def test_a_full_line_is_429() -> None:
     (only,) = await events(Answers((0, BackPressureError(9, 8))), stream=True)
     assert only.status == 429
+    app = Door(Fleet(RayWorkers("model", {}), "tiny"), Answers((0, BackPressureError(9, 8)))).__serve_build_asgi_app__()
+    async with client(app) as http:
+        assert (await ask(http)).headers["retry-after"] == "1"
+
+
+async def test_what_no_replica_could_answer_is_refused_at_the_door() -> None:
+    answers = Answers()
+    app = Door(Fleet(RayWorkers("model", {}), "tiny"), answers).__serve_build_asgi_app__()
+    async with client(app) as http:
+        for refused in ({"documents": ["\ud800"]}, {"guided_json": {"type": "object"}}, {"stop": ["x"] * 17}):
+            assert (await ask(http, **refused)).status_code == 400
+    assert answers.asked == 0
+
+
+async def test_the_door_of_this_machine_goes_by_its_names() -> None:
+    fleet = Fleet(RayWorkers("model", {}), "tiny", hosts=("localhost",))
+    async with client(Door(fleet, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
+        assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))
 
 
 async def test_what_a_replica_raises_is_not_told_to_clients() -> None:

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, ServedEngine
-from qcfuse_rag.serve.app import Limits, make_app
-from qcfuse_rag.serve.backend import EngineBackend, Event
+from qcfuse_rag import (
+    AnswerReader,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    SamplingParams,
+    SchedulerSettings,
+    ServedEngine,
+    ToolCall,
+)
+from qcfuse_rag.generate.call_syntax import ToolReply
+from qcfuse_rag.serve.app import make_app
+from qcfuse_rag.serve.backend import PREPARING, EngineBackend, Event
 from qcfuse_rag.serve.request import ChatRequest
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 from tests.tool_templates import LOOK_UP, teach
 from tests.unit.cli import Run
-
-JSON = {"content-type": "application/json"}
-ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
+from tests.unit.serving import ASKED, JSON, ask, client, error
 
 
 @pytest.fixture(scope="module")
@@ -37,30 +46,16 @@ def engine() -> FusionEngine:
 
 @pytest.fixture
 def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    backend = EngineBackend(ServedEngine.of(engine, SchedulerSettings(waiting=2, active=1)), "tiny", most_tokens=600)
+    served = ServedEngine.of(engine, SchedulerSettings(waiting=3, active=1))
+    backend = EngineBackend(served, "tiny", most_tokens=600, requests=3)
     yield backend
     backend.close()
-
-
-def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", headers=headers)
 
 
 @pytest.fixture
 async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
     async with client(make_app(backend)) as http:
         yield http
-
-
-async def ask(http: httpx.AsyncClient, **changes: Any) -> httpx.Response:
-    return await http.post("/v1/chat/completions", content=json.dumps({**ASKED, **changes}), headers=JSON)
-
-
-def error(response: httpx.Response) -> str:
-    body = response.json()["error"]
-    assert set(body) == {"message", "type", "param", "code"}
-    message: str = body["message"]
-    return message
 
 
 async def test_documents_are_reused_and_the_answer_is_the_engines(
@@ -119,6 +114,24 @@ async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
     assert json.loads(text)["green"] in (True, False)
 
 
+def schema(wanted: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": wanted}}}
+
+
+def nested(inner: Any, depth: int, key: str | None = None) -> Any:
+    for _ in range(depth):
+        inner = [inner] if key is None else {key: inner}
+    return inner
+
+
+def defining(types: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"$defs": types}}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "message"),
     [
@@ -131,6 +144,19 @@ async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
         ({"top_logprobs": 5}, 400, "top_logprobs is not supported"),
         ({"top_k": 40}, 400, "top_k is not supported"),
         ({"min_p": 0.1}, 400, "min_p is not supported"),
+        ({"logit_bias": {"\ud800": 1}}, 400, "logit_bias is not supported"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
+        ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs is not supported"),
+        ({"stop_token_ids": [2]}, 400, "stop_token_ids is not supported"),
+        ({"min_tokens": 5}, 400, "min_tokens is not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos is not supported"),
+        ({"best_of": 2}, 400, "best_of is not supported"),
+        ({"functions": [LOOK_UP["function"]]}, 400, "functions is not supported"),
+        ({"function_call": {"name": "look_up"}}, 400, "function_call is not supported"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs is not supported"),
+        ({"truncate_prompt_tokens": 9}, 400, "truncate_prompt_tokens is not supported"),
+        ({"add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities is not supported"),
         ({"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
         ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
         ({"temperature": 1e308}, 400, "temperature: Input should be less"),
@@ -147,6 +173,15 @@ async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
             400,
             "response_format has to be",
+        ),
+        (schema({"anyOf": 5}), 400, "anyOf must be an array"),
+        (schema({"properties": {"x": {"prefixItems": 5}}}), 400, "prefixItems must be an array"),
+        (schema(nested({"type": "object"}, 150, "items")), 400, "at most 100 levels"),
+        ({"tools": [defining(5)], "tool_choice": "required"}, 400, "$defs in the parameters of f has to be an object"),
+        (
+            {"messages": [called("[" * 100_000), {"role": "user", "content": "x"}]},
+            400,
+            "something in the body is nested",
         ),
         ({"response_format": {"type": "json_object"}, "tools": [LOOK_UP]}, 400, "ask for tools or for JSON"),
         ({"tool_choice": "required"}, 400, "there are no tools to call"),
@@ -165,9 +200,22 @@ async def test_bad_requests_say_what_is_wrong(
     assert (response.status_code, message in error(response)) == (status, True), response.text
 
 
+@pytest.mark.parametrize(("depth", "status"), [(80, 200), (120, 400), (480, 400), (900, 400), (100_000, 400)])
+async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
+    http: httpx.AsyncClient, depth: int, status: int
+) -> None:
+    """Without documents messages are compared, and on Ray they are sent: each ends at a depth of its own."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x", "more": "deep"}], "max_tokens": 1})
+    deep = body.replace('"deep"', "[" * depth + "]" * depth)
+    assert (await http.post("/v1/chat/completions", content=deep, headers=JSON)).status_code == status
+
+
 async def test_unknown_and_neutral_fields_are_passed_over(http: httpx.AsyncClient) -> None:
     absent = {"stream": None, "stream_options": None, "model": None, "tools": None}
     neutral = {**absent, "n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
+    neutral |= {"repetition_penalty": 1.0, "modalities": ["text"], "guided_json": None, "chat_template_kwargs": {}}
+    neutral |= {"min_tokens": 0, "echo": False, "function_call": "auto", "truncate_prompt_tokens": -1}
+    neutral |= {"priority": nested(["\ud800"], 500), "prediction": {"type": "content", "content": "No."}}
     assert (await ask(http, **neutral)).json()["choices"] == (await ask(http)).json()["choices"]
     assert (await ask(http, temperature=1e-45)).status_code == 200
 
@@ -186,6 +234,15 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: 
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
         assert (await http.get("/metrics")).text == "qcfuse_prefills_total 1\n"
         assert (await ask(http)).status_code == 200
+
+
+async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that may call tools as it likes may call several."""
+    two = ToolReply("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
+    monkeypatch.setattr(AnswerReader, "end", lambda *_: ("", two))
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
+        assert len(choice["message"]["tool_calls"]) == count
 
 
 async def test_a_host_header_does_not_pass_for_the_health_check(backend: EngineBackend) -> None:
@@ -232,15 +289,67 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
     await running
 
 
-async def test_bodies_are_bounded(backend: EngineBackend) -> None:
-    async with client(make_app(backend, limits=Limits(body_bytes=1000))) as http:
-        response = await ask(http, documents=["x" * 2000])
-        assert (response.status_code, "at most 1000" in error(response)) == (413, True)
+async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may wait do; only so many at a time take the memory that tokenising does."""
+    at_once, most, plan = 0, 0, engine.prompt
+    lock = threading.Lock()
 
-        async def endless() -> AsyncIterator[bytes]:
-            yield b"{"
+    def counting(*given: Any, **options: Any) -> Any:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.002)
+        with lock:
+            at_once -= 1
+        return plan(*given, **options)
 
-        assert (await http.post("/v1/chat/completions", content=endless())).status_code == 411
+    monkeypatch.setattr(engine, "prompt", counting)
+    count = 5 * PREPARING
+    served = ServedEngine.of(engine, SchedulerSettings(waiting=count))
+    backend = EngineBackend(served, "tiny", requests=count)
+    async with client(make_app(backend)) as http:
+        responses = await asyncio.gather(*(ask(http, max_tokens=1) for _ in range(count + 3)))
+    backend.close()
+    assert Counter(one.status_code for one in responses) == {200: count, 429: 3}
+    assert 1 < most <= PREPARING
+
+
+async def test_who_goes_before_being_queued_is_not_answered(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, plan, prepared = threading.Event(), engine.prompt, []
+
+    def slow(question: str, *given: Any, **options: Any) -> Any:
+        prepared.append(question)
+        go_on.wait(20)
+        return plan(question, *given, **options)
+
+    served, queued = ServedEngine.of(engine), []
+    monkeypatch.setattr(engine, "prompt", slow)
+    monkeypatch.setattr(served, "ask", lambda request, ask=served.ask: queued.append(ask(request)) or queued[-1])
+    backend = EngineBackend(served, "tiny", requests=PREPARING + 1)
+
+    async def outcome(tokens: int = 1) -> str | None:
+        return [event async for event in backend.answer(ChatRequest(**{**ASKED, "max_tokens": tokens}))][-1].finish
+
+    begun = [asyncio.create_task(outcome(300 if number == 0 else 1)) for number in range(PREPARING)]
+    while len(prepared) < PREPARING:
+        await asyncio.sleep(0.001)
+    late = asyncio.create_task(outcome())
+    await asyncio.sleep(0.01)
+    for one in (late, begun[0]):
+        one.cancel()
+    await asyncio.wait({late, begun[0]})
+    assert late.cancelled()
+    assert begun[0].cancelled()
+    go_on.set()
+    assert await asyncio.gather(*begun[1:]) == ["length"] * (PREPARING - 1)
+    assert await outcome() == "length", "both have left their places to others"
+    backend.close()
+    assert len(prepared) == PREPARING + 1, "the late one was not even prepared"
+    (gone,) = [answer for answer in queued if answer.params.max_new_tokens == 300]
+    assert gone.generation is None or gone.generation.finish_reason == "cancelled"
 
 
 async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
@@ -264,7 +373,8 @@ async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
         responses = await asyncio.gather(*asked)
     refused = [one for one in responses if one.status_code == 429]
     assert len(refused) == 5
-    assert all(one.headers["retry-after"] == "1" and "waiting already" in error(one) for one in refused)
+    assert {one.headers["retry-after"] for one in refused} == {"1"}
+    assert {error(one) for one in refused} == {"3 requests are answered or waiting already; ask again later"}
     assert [one.status_code for one in responses if one not in refused] == [200] * 3
 
 
