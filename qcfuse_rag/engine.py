@@ -36,7 +36,7 @@ from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
 from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
-from qcfuse_rag.ingest.warm import Progress, Stale, WarmJob, with_first_pass
+from qcfuse_rag.ingest.warm import Ledger, Progress, Stale, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile
@@ -267,8 +267,9 @@ class FusionEngine:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else self.bases
         stale: Stale | None = None
+        ledger: Ledger | None = None
         if any(base.enriched for base in chosen):
-            chunks = list(chunks)
+            chunks, ledger = list(chunks), self._company.ledger()
             neighbours = self._company.neighbours(
                 chunks, others, given=neighbours, vectors=vectors, retrievals=retrievals
             )
@@ -284,7 +285,7 @@ class FusionEngine:
             others=others,
             primer=self.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS],
             batch_tokens=batch_tokens,
-            ledger=self._company,
+            ledger=ledger,
             stale=stale,
         )
 
@@ -318,7 +319,7 @@ class FusionEngine:
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
         job = CaptureJob(
-            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, ledger=self._company
+            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, ledger=self._company.ledger()
         )
         return job.run(self._company.rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
@@ -581,7 +582,7 @@ class FusionEngine:
         if len(self._company.rememberable([*given, answer])) <= len(given):
             return Kept(None, reason="it was given over a passage that not all who may read it may read")
         return keep_generated(
-            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, ledger=self._company
+            self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, ledger=self._company.ledger()
         )
 
     def generate_verified(

@@ -93,7 +93,10 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
         for address, reason in report.damaged:
             said = f"[red]damaged[/red] {address}: {escape(reason)}, now in quarantine"
             ERR.print(said, highlight=False, soft_wrap=True)
-    if report.damaged:
+        for address, reason in report.unread:
+            said = f"[red]not read[/red] {address}: {escape(reason)}, left where it is"
+            ERR.print(said, highlight=False, soft_wrap=True)
+    if report.damaged or report.unread:
         raise typer.Exit(1)
 
 

@@ -200,7 +200,7 @@ def _require_dtype(options: WarmOptions) -> None:
     if on_gpus and options.dtype is None and not here.startswith("cuda"):
         raise QCFuseError(
             "the workers have GPUs and this machine computes in float32 on a CPU, as they would then: "
-            "name the --dtype of who will answer, such as bfloat16"
+            "give `qcfuse warm run` the --dtype of who will answer, such as bfloat16"
         )
 
 

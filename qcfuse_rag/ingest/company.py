@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,13 +91,13 @@ class Company:
             if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
         ]
 
-    def made_of(self, key: ChunkKey, passages: Sequence[Ids]) -> None:
-        """Have an entry go with any of the passages it is made of."""
-        self._sources().derive(key, [self._key(ids) for ids in passages if ids])
+    def ledger(self) -> JobLedger:
+        """Return where a job that is being planned notes what its entries are made of.
 
-    def written(self, key: ChunkKey, passages: Sequence[Ids]) -> bool:
-        """Return whether an entry that is written by now may stay; remove it if a passage it is made of is gone."""
-        return not any(passages) or self._sources().confirm(key)
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        return JobLedger(self._sources, self._key, self._sources().losses)
 
     def _readers(self, ids: Ids) -> frozenset[str]:
         return self._sources().readers(self._key(ids)) if ids else frozenset()
@@ -106,3 +107,26 @@ class Company:
 
     def _key(self, ids: Ids) -> ChunkKey:
         return FRAMED.key(self._lm.fingerprint, self._frame, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class JobLedger:
+    """Has the entries of a job go with any of the passages they are made of, be it lost while the job runs.
+
+    Attributes:
+        sources: of the store.
+        key_of: a passage's key.
+        losses: how many passages had been lost when the job was planned, see `Sources.losses`.
+    """
+
+    sources: Callable[[], Sources]
+    key_of: Callable[[Ids], ChunkKey]
+    losses: int
+
+    def made_of(self, key: ChunkKey, passages: Sequence[Ids]) -> None:
+        """Note what an entry is made of, before it is written."""
+        self.sources().derive(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
+
+    def written(self, key: ChunkKey) -> bool:
+        """Return whether an entry that is written by now may stay; remove it if a passage it is made of is gone."""
+        return self.sources().confirm(key)

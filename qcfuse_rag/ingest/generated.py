@@ -112,7 +112,7 @@ def keep_generated(
     if ledger is not None:
         ledger.made_of(key, given)
     store.put(key, chunk)
-    if ledger is not None and not ledger.written(key, given):
+    if given and ledger is not None and not ledger.written(key):
         return Kept(None, reason="a passage it was given over has been forgotten meanwhile")
     return Kept(key, len(ids), len(ids) - known)
 

@@ -159,12 +159,16 @@ class CaptureJob:
 
     @contextmanager
     def _noted(self, key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> Iterator[None]:
-        """Write an entry that goes with the passages it is made of, even if one goes meanwhile."""
+        """Write an entry that goes with the passages it is made of.
+
+        Raises:
+            LookupError: if one of them went meanwhile, and the entry with it.
+        """
         if self._ledger is not None:
             self._ledger.made_of(key, made_of)
         yield
-        if self._ledger is not None:
-            self._ledger.written(key, made_of)
+        if self._ledger is not None and not self._ledger.written(key):
+            raise LookupError("a passage was forgotten meanwhile")
 
     def _used(self, slot: Slot) -> float:
         """Return how often a slot was used, as far as the store knows."""

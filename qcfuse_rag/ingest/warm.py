@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
@@ -39,7 +41,7 @@ REFRESH_ABOVE = 0.5
 
 
 class Ledger(Protocol):
-    """Knows which passages an entry is made of, so that it goes with any of them."""
+    """Knows which passages the entries of a job are made of, so that each goes with any of them."""
 
     def made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
         """Note it, before the entry is written: whatever happens then, it is known.
@@ -49,8 +51,8 @@ class Ledger(Protocol):
             passages: token ids of those it is made of.
         """
 
-    def written(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> bool:
-        """Look again once it is written; return whether it may stay, and remove it if a passage is gone by now."""
+    def written(self, key: ChunkKey) -> bool:
+        """Look again once it is written; return whether it may stay, and remove it if a passage has gone meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +185,9 @@ class WarmJob:
         Raises:
             StoreError: if the store cannot be written.
         """
-
-        def prefill(batches: Iterable[Batch], head: ChunkKV | None) -> Iterable[Done]:
-            for batch in batches:
-                done = self._prefiller.run(batch, head)
-                self._look_again([batch])
-                yield done
-
-        return self._run(progress, prefill)
+        return self._run(
+            progress, lambda batches, head: (self._prefiller.run(batch, head) for batch in batches), in_order=True
+        )
 
     def on_ray(self, workers: RayWorkers, progress: Progress | None = None) -> WarmSummary:
         """Prefill and store what is missing in workers of a Ray cluster; what is stored is the same, bit for bit.
@@ -206,28 +203,35 @@ class WarmJob:
         """
         from qcfuse_rag.cluster.prefill import prefill_on_ray
 
-        def prefill(batches: Iterable[Batch], _: ChunkKV | None) -> Iterable[Done]:
-            sent: list[Batch] = []
-            try:
-                yield from prefill_on_ray(workers, self._lm, self._frame, self._primer, _noting(batches, sent))
-            finally:  # they are done in any order
-                self._look_again(sent)
+        return self._run(
+            progress,
+            lambda batches, _: prefill_on_ray(workers, self._lm, self._frame, self._primer, batches),
+            in_order=False,
+        )
 
-        return self._run(progress, prefill)
-
-    def _run(self, progress: Progress | None, compute: Compute) -> WarmSummary:
+    def _run(self, progress: Progress | None, compute: Compute, *, in_order: bool) -> WarmSummary:
         started = time.perf_counter()
         sorted_ = self._sort_out(self._store.limit_bytes)
         head = self._prefiller.head() if self._pending else None
         total = sum(len(one.ids) for one in sorted_.work)
         all_done: list[Done] = []
-        # Enriched chunks are made from framed ones, so these come first.
-        for enriched in (False, True):
-            own = [one for one in sorted_.work if one.base.enriched is enriched]
-            for done in compute(map(self._noted, self._batches(own)), head) if own else ():
-                all_done.append(done)
-                if progress is not None:
-                    progress(sum(one.tokens for one in all_done), total)
+        begun: list[ChunkKey] = []  # enriched chunks that may be written by now
+        try:
+            # Enriched chunks are made from framed ones, so these come first.
+            for enriched in (False, True):
+                own = [one for one in sorted_.work if one.base.enriched is enriched]
+                batches = (self._noted(batch, begun) for batch in self._batches(own))
+                for done in compute(batches, head) if own else ():
+                    all_done.append(done)
+                    if in_order:
+                        self._look_again(begun)
+                    if progress is not None:
+                        progress(sum(one.tokens for one in all_done), total)
+        except BaseException:
+            with suppress(StoreError):  # there is an error already
+                self._look_again(begun)
+            raise
+        self._look_again(begun)
         self._store.flush()
         elapsed = time.perf_counter() - started
         return WarmSummary(
@@ -244,27 +248,24 @@ class WarmJob:
             stalest=sorted_.stalest,
         )
 
-    def _noted(self, batch: Batch) -> Batch:
+    def _noted(self, batch: Batch, begun: list[ChunkKey]) -> Batch:
         """Note what enriched chunks will be made of, before they are; until then they are missing.
 
         On Ray that is as many batches ahead as the driver hands over at a time.
         """
-        if self._ledger is not None:
-            for key, met in self._enriched(batch):
+        if batch.base.enriched and self._ledger is not None:
+            for ids, met in zip(batch.chunks, batch.met, strict=True):
+                key = batch.base.key(self._lm.fingerprint, self._frame, ids)
                 self._store.discard(key)  # what it is made of is forgotten now
                 self._ledger.made_of(key, met)
+                begun += [key] if any(met) else []
         return batch
 
-    def _look_again(self, batches: Iterable[Batch]) -> None:
+    def _look_again(self, begun: list[ChunkKey]) -> None:
         """Take enriched chunks back of which a neighbour was forgotten while they were computed."""
-        for key, met in (one for batch in batches for one in self._enriched(batch)):
-            if self._ledger is not None:
-                self._ledger.written(key, met)
-
-    def _enriched(self, batch: Batch) -> Iterable[tuple[ChunkKey, tuple[tuple[int, ...], ...]]]:
-        """Yield the key of every enriched chunk in a batch, and the neighbours it is made of."""
-        for ids, met in zip(batch.chunks, batch.met, strict=True) if batch.base.enriched else ():
-            yield batch.base.key(self._lm.fingerprint, self._frame, ids), met
+        while begun and self._ledger is not None:
+            self._ledger.written(begun[-1])
+            begun.pop()
 
     def _sort_out(self, limit: int | None) -> SortedOut:
         """Tell what to prefill from what is there, has no room, or cannot be stored."""
@@ -353,13 +354,6 @@ def with_first_pass(bases: Iterable[Base]) -> tuple[Base, ...]:
     if last and FRAMED not in first:
         first.append(FRAMED)
     return (*first, *last)
-
-
-def _noting(batches: Iterable[Batch], seen: list[Batch]) -> Iterable[Batch]:
-    """Yield batches; the enriched ones are in `seen` then."""
-    for batch in batches:
-        seen += [batch] if batch.base.enriched else []
-        yield batch
 
 
 def _too_long(length: int, window: int) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 from qcfuse_rag.report.fusion import FusionReport, Lookup, describe_misses
 
+UNSOUGHT = "no passages were looked for"
+"""How the reason begins why nothing was looked for in a text."""
+
 PLAIN = ("absent:", "anchors disagree:", "fix overhead")
 """How reasons begin that are this library's words to their end."""
 
@@ -20,12 +23,15 @@ def told(report: FusionReport) -> dict[str, Any]:
     There a file system names its folders and a remote its hosts, which are no client's business.
     """
     lookups = [brief(one) for one in report.lookups]
+    fallback = report.fallback
+    if fallback == describe_misses(list(report.lookups)):
+        fallback = describe_misses(lookups)
+    elif fallback is not None and fallback.startswith(UNSOUGHT):
+        fallback = UNSOUGHT
     withheld = {one.reason for one in report.lookups} - {one.reason for one in lookups}
-    if not withheld:
-        return report.to_dict()
-    LOG.error("passages were not read: %s", "; ".join(sorted(map(str, withheld))))
-    missed = report.fallback == describe_misses(list(report.lookups))
-    fallback = describe_misses(lookups) if missed else report.fallback
+    withheld |= {report.fallback} - {fallback} if fallback == UNSOUGHT else set()
+    if withheld:
+        LOG.error("passages were not read: %s", "; ".join(sorted(map(str, withheld))))
     return replace(report, lookups=tuple(lookups), fallback=fallback).to_dict()
 
 

@@ -107,10 +107,6 @@ class StoreFiles:
         self.write_json(target.with_suffix(".json"), {"address": address, "reason": reason})
         return target
 
-    def quarantined_of(self, address: str) -> list[Path]:
-        """Return what is in quarantine of an entry; earlier versions kept every copy that was found damaged."""
-        return list(self.quarantined.glob(f"{self.path(address).stem}*{ENDING}"))
-
     def remove_quarantined(self, name: str) -> None:
         """Remove a file from quarantine, and the reason beside it.
 

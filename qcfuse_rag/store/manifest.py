@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS derived (
     address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
+CREATE TABLE IF NOT EXISTS lost (number INTEGER PRIMARY KEY AUTOINCREMENT, passage TEXT);
 CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY AUTOINCREMENT, address TEXT);
 """
 

@@ -88,9 +88,8 @@ class RemoteStore(KVStore):
         hidden = f"{QUARANTINE}/{_name(key)}"
         try:
             if reason is None:
-                found = self._delete(_name(key))
-                self._delete(hidden)
-                return found
+                self._delete(hidden)  # first: who finds the entry gone does not try again
+                return self._delete(_name(key))
             found = self._ask(lambda: self._blobs.rename(_name(key), hidden))
         except StoreError:
             return False

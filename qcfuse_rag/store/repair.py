@@ -31,6 +31,7 @@ class CheckReport:
         checked: entries read from the first byte to the last.
         sound: those that are what they should be.
         damaged: address and reason of those moved to quarantine.
+        unread: address and reason of those left where they are: under another secret, or on a disk that fails.
         found: files the index did not know, taken up.
         lost: rows of the index whose files are gone, removed.
         leftovers: files that writers left behind, removed.
@@ -40,6 +41,7 @@ class CheckReport:
     checked: int = 0
     sound: int = 0
     damaged: list[tuple[str, str]] = field(default_factory=list)
+    unread: list[tuple[str, str]] = field(default_factory=list)
     found: int = 0
     lost: int = 0
     leftovers: int = 0
@@ -48,7 +50,7 @@ class CheckReport:
     @property
     def clean(self) -> bool:
         """Whether nothing was amiss."""
-        return not (self.damaged or self.found or self.lost or self.leftovers)
+        return not (self.damaged or self.unread or self.found or self.lost or self.leftovers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -80,7 +82,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
             report.checked += 1
             report.sound += reason is None
             if reason is not None:
-                report.damaged.append((address, reason))
+                (report.unread if store.files.path(address).exists() else report.damaged).append((address, reason))
             if progress is not None:
                 progress(done, len(addresses))
     except INDEX_FAILURES as error:
@@ -167,7 +169,7 @@ def _room(store: DiskStore) -> Room:
 
 
 def _damage(store: DiskStore, address: str) -> str | None:
-    """Read an entry whole; return what is wrong with it, which has then been moved to quarantine."""
+    """Read an entry whole; return what is wrong with it. What is damaged has then been moved to quarantine."""
     found = store.open(address)
     if isinstance(found, Miss):
         return None if found.reason in ("absent", "expired") else found.reason

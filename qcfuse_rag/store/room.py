@@ -147,19 +147,21 @@ class Room:
     def remove(self, address: str) -> bool:
         """Remove an entry and what is in quarantine of it; files first: one without a row would still be found."""
         with self.index.transact():
-            for path in self._files.quarantined_of(address):
-                self._files.remove_quarantined(path.name)
-                self.index.delete(path.name)
+            damaged = self._files.path(address).name
+            self._files.remove_quarantined(damaged)
+            self.index.delete(damaged)
             found = self._files.remove(address)
             return self.index.delete(address) or found
 
     def quarantine(self, address: str, reason: str) -> bool:
         """Move an entry into quarantine, where it stays until the room is needed."""
         with self.index.transact():
-            moved, row = self._files.quarantine(address, reason), self.index.get(address)
+            row = self.index.get(address)
             found = self.index.delete(address)
+            expires = row[1] if row is not None else time.time() if found else None  # what has expired is no row to get
+            moved = self._files.quarantine(address, reason)
             if moved is not None:
-                self._index_quarantined(moved, reason, None if row is None else row[1])
+                self._index_quarantined(moved, reason, expires)
             return found or moved is not None
 
     def note_use(self, address: str) -> None:

@@ -18,7 +18,7 @@ from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.manifest import opened
 
 REMEMBERED = 100_000
-"""Removed addresses that are kept for processes which hold their chunks in memory."""
+"""Removed addresses that are kept for processes which hold their chunks in memory, and lost passages for jobs."""
 
 WANTED = """
 SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
@@ -29,6 +29,16 @@ INSERT OR IGNORE INTO unwanted SELECT ?1, 0 WHERE NOT EXISTS (SELECT 1 FROM chun
 MADE_OF_NOBODYS = """
 INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
 WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
+"""
+MADE_OF_LOST = """
+INSERT OR REPLACE INTO unwanted SELECT ?1, 1
+WHERE EXISTS (SELECT 1 FROM lost WHERE number > ?2 AND passage IN (SELECT origin FROM derived WHERE address = ?1))
+"""
+STILL_WANTED = """
+SELECT 1 FROM derived WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1) LIMIT 1
+"""
+LOST = """
+INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
 
 
@@ -109,7 +119,14 @@ class Sources:
             rows = self._rows("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
         return frozenset(row[0] for row in rows)
 
-    def derive(self, key: ChunkKey, origins: Iterable[ChunkKey]) -> None:
+    @property
+    def losses(self) -> int:
+        """How many times a passage lost its last source; for `derive`."""
+        with self._lock:
+            [(count,)] = self._rows("SELECT coalesce(max(number), 0) FROM lost")
+        return int(count)
+
+    def derive(self, key: ChunkKey, origins: Iterable[ChunkKey], *, since: int | None = None) -> None:
         """Say which passages an entry was made of, instead of what was said before.
 
         It is removed when one of them loses its last source, whether the entry has a source itself or not: what it
@@ -118,6 +135,7 @@ class Sources:
         Args:
             key: of the entry, about to be written anew.
             origins: a key of each passage, under any base.
+            since: what `losses` was when they were chosen; the entry is not wanted if one has been lost since.
 
         Raises:
             StoreError: if the manifest cannot be written.
@@ -128,6 +146,8 @@ class Sources:
             database.execute("DELETE FROM derived WHERE address = ?", (address,))
             database.executemany("INSERT INTO derived VALUES (?, ?, ?)", rows)
             database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+            if since is not None:
+                database.execute(MADE_OF_LOST, (address, since))
             access.note_overstepping(database, [self.passage(key)])
 
     def confirm(self, key: ChunkKey) -> bool:
@@ -141,10 +161,10 @@ class Sources:
         """
         address = self._store.address(key)
         with self.writing():  # not while somebody is removing it
-            known = bool(self._rows("SELECT 1 FROM derived WHERE address = ? LIMIT 1", address))
-            if not known:
+            wanted = bool(self._rows(STILL_WANTED, address))
+            if not wanted:
                 self._store.discard(address)
-        return known
+        return wanted
 
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
         """Say that a source no longer has these chunks; return how many it had alone and that are removed.
@@ -279,6 +299,8 @@ class Sources:
         database.executemany(NOBODYS, [(address,) for address in gone])
         lost = {had[address] for address in gone}
         database.executemany(MADE_OF_NOBODYS, [(passage,) for passage in lost])
+        database.executemany(LOST, [(passage,) for passage in lost])
+        database.execute("DELETE FROM lost WHERE number <= (SELECT max(number) FROM lost) - ?", (REMEMBERED,))
         access.note_overstepping(database, lost)  # those left may be fewer readers
 
     def passage(self, key: ChunkKey) -> str:

@@ -81,7 +81,6 @@ def test_what_is_removed_is_gone_from_quarantine_too(store: DiskStore, folder: P
     put(store, 0, 1)
     for number in (0, 1):
         store.discard(example_key(number), "looks odd")
-    (folder / "quarantine" / f"{KEY.address}-0a1b2c3d.kv").write_bytes(b"as earlier versions named it")
     assert not store.discard(KEY), "an entry it was not any more"
     assert {path.stem for path in (folder / "quarantine").iterdir()} == {example_key(1).address}
     assert store.stats()[0].size_bytes == taken(folder) == ENTRY

@@ -281,3 +281,20 @@ def test_wiping_leaves_what_is_not_the_stores(tmp_path: Path) -> None:
     wipe(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_entry_under_another_secret_is_told_of_and_left_alone(tmp_path: Path) -> None:
+    secret = bytes(range(32))
+    one, other = (DiskStore(tmp_path / name, seal=Seal(key)) for name, key in (("a", secret), ("b", secret[::-1])))
+    with one, other:
+        for number in (0, 1):
+            one.put(example_key(number), example_chunk(number))
+        other.put(KEY, example_chunk())
+        ours, theirs = (store.files.path(KEY.address) for store in (one, other))
+        ours.write_bytes(theirs.read_bytes())
+        for _ in range(2):
+            report = fsck(one)
+            reason = "cannot be decrypted: changed, or written under another secret"
+            assert (report.unread, report.damaged, report.sound) == ([(KEY.address, reason)], [], 1)
+            assert not report.clean
+            assert ours.exists()

@@ -55,3 +55,15 @@ def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(
         put(store, 2)
         assert list((folder / "quarantine").iterdir()) == []
         assert store.stats()[0].size_bytes == taken(folder) == ENTRY
+
+
+def test_what_was_over_when_it_was_found_damaged_makes_room_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        later(monkeypatch, 61.0)
+        store.discard(KEY, "looks odd")
+        later(monkeypatch, 62.0)
+        put(store, 1)
+        assert list((folder / "quarantine").iterdir()) == []

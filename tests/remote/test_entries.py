@@ -81,6 +81,18 @@ def test_what_is_removed_is_gone_from_quarantine_too(blobs: Blobs) -> None:
     assert [name for name, _ in blobs.names("quarantine")] == [f"quarantine/{example_key(1).address}.kv"]
 
 
+def test_what_is_in_quarantine_goes_before_the_entry(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds the entry gone does not try again."""
+    store = RemoteStore(blobs)
+    store.put(example_key(), example_chunk())
+    store.discard(example_key(), "looks odd")
+    store.put(example_key(), example_chunk())
+    deleted, delete = list[str](), blobs.delete
+    monkeypatch.setattr(blobs, "delete", lambda name: (deleted.append(name), delete(name))[1])
+    assert store.discard(example_key())
+    assert deleted == [f"quarantine/{NAME}", NAME]
+
+
 def test_a_planted_pickle_is_refused_and_not_executed(blobs: Blobs, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
 

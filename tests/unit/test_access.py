@@ -156,6 +156,28 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
         assert {entry.address for entry in store.entries()} <= framed
 
 
+@pytest.mark.parametrize("how", ["enriched", "captured", "as a difference"])
+def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(engine: FusionEngine, how: str) -> None:
+    """A job is planned at once and may run for hours."""
+    engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], bases=(FRAMED,))
+    ids, secret = (engine.prompts.chunk_ids(text) for text in (PASSAGES[0], SECRET))
+    if how == "enriched":
+        job = engine.warm_job([ids], bases=(ENRICHED,), neighbours=[[1]], others=[secret])
+        engine.forget("vault")
+        job.run()
+        assert key_of(engine, PASSAGES[0]) not in engine.store
+        return
+
+    def groups() -> Iterator[list[str]]:
+        engine.forget("vault")
+        yield [SECRET, PASSAGES[0]]
+
+    before = sum(1 for _ in engine.store.entries())
+    summary = engine.capture(groups(), keep=("variant",) if how == "captured" else ("difference",))
+    assert summary.failed == ((0, "a passage was forgotten meanwhile"),)
+    assert sum(1 for _ in engine.store.entries()) == before - 1, "the secret's own"
+
+
 def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     sources = ["a", "vault"]
     engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag import BLIND, ChunkKey, FusionEngine, LanguageModel, MemoryStore, Miss, ServedEngine
+from qcfuse_rag import BLIND, ChunkKey, FusionEngine, LanguageModel, MemoryStore, Miss, ServedEngine, StoreError
 from qcfuse_rag.serve.app import make_app
 from qcfuse_rag.serve.backend import EngineBackend
 from tests.conftest import PASSAGES
@@ -47,3 +47,18 @@ async def test_what_is_not_stored_is_told_as_it_is(engine: FusionEngine, caplog:
     backend.close()
     assert report["fallback"] == "3 of 3 passages computed in full: absent; absent: stored blind, not framed"
     assert not caplog.records
+
+
+async def test_clients_are_not_told_where_a_manifest_is(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(text: str) -> None:
+        raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
+
+    monkeypatch.setattr(engine.located, "find", away)
+    backend = EngineBackend(ServedEngine.of(engine), "tiny")
+    async with client(make_app(backend)) as http:
+        response = await ask(http, documents=None)
+    backend.close()
+    assert response.json()["fusion"]["fallback"] == "no passages were looked for"
+    assert "/srv/kv/sources.db" in caplog.text
