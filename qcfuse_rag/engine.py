@@ -34,9 +34,10 @@ from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.company import Company
 from qcfuse_rag.ingest.generated import Kept, keep_generated
 from qcfuse_rag.ingest.keep import CaptureJob, CaptureSummary
+from qcfuse_rag.ingest.ledger import Ledger
 from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingest.summary import WarmSummary
-from qcfuse_rag.ingest.warm import Ledger, Progress, Stale, WarmJob, with_first_pass
+from qcfuse_rag.ingest.warm import Progress, Stale, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.profile.pickup import find_profile

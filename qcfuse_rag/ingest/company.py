@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.ingest.base import FRAMED
 from qcfuse_rag.ingest.enrich import NEIGHBOURS
+from qcfuse_rag.ingest.ledger import Ledger
 from qcfuse_rag.ingest.neighbours import first_of, nearest, permitted, retrieved_together, token_vectors
 from qcfuse_rag.ingest.warm import Stale
 from qcfuse_rag.model.language_model import LanguageModel
@@ -91,13 +91,13 @@ class Company:
             if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
         ]
 
-    def ledger(self) -> JobLedger:
+    def ledger(self) -> Ledger:
         """Return where a job that is being planned notes what its entries are made of.
 
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        return JobLedger(self._sources, self._key, self._sources().losses)
+        return Ledger(self._sources, self._key, self._sources().losses)
 
     def _readers(self, ids: Ids) -> frozenset[str]:
         return self._sources().readers(self._key(ids)) if ids else frozenset()
@@ -107,26 +107,3 @@ class Company:
 
     def _key(self, ids: Ids) -> ChunkKey:
         return FRAMED.key(self._lm.fingerprint, self._frame, ids)
-
-
-@dataclass(frozen=True, slots=True)
-class JobLedger:
-    """Has the entries of a job go with any of the passages they are made of, be it lost while the job runs.
-
-    Attributes:
-        sources: of the store.
-        key_of: a passage's key.
-        losses: how many passages had been lost when the job was planned, see `Sources.losses`.
-    """
-
-    sources: Callable[[], Sources]
-    key_of: Callable[[Ids], ChunkKey]
-    losses: int
-
-    def made_of(self, key: ChunkKey, passages: Sequence[Ids]) -> None:
-        """Note what an entry is made of, before it is written."""
-        self.sources().derive(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
-
-    def written(self, key: ChunkKey) -> bool:
-        """Return whether an entry that is written by now may stay; remove it if a passage it is made of is gone."""
-        return self.sources().confirm(key)

@@ -17,7 +17,7 @@ from qcfuse_rag.fuse.prefill import Prefilled
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.ingest.anchors import order_by_key_norm
 from qcfuse_rag.ingest.base import Base
-from qcfuse_rag.ingest.warm import Ledger
+from qcfuse_rag.ingest.ledger import Ledger
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.model.rope import angles, rotate
 from qcfuse_rag.prompt.builder import PromptBuilder

@@ -16,7 +16,8 @@ from qcfuse_rag.fuse.variants import expected_overhead, worth_by_mending
 from qcfuse_rag.ingest.base import FRAMED
 from qcfuse_rag.ingest.capture import capture_chunks
 from qcfuse_rag.ingest.context import TURN, Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
-from qcfuse_rag.ingest.warm import Ledger, WarmJob
+from qcfuse_rag.ingest.ledger import Ledger
+from qcfuse_rag.ingest.warm import WarmJob
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.store.birth import Context
 from qcfuse_rag.store.chunk import ChunkKV

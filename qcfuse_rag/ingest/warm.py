@@ -7,13 +7,14 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.ingest.anchors import instruction_ids
 from qcfuse_rag.ingest.base import FRAMED, Base
 from qcfuse_rag.ingest.batch import batches_by_length
 from qcfuse_rag.ingest.enrich import Before, what_fits
+from qcfuse_rag.ingest.ledger import Ledger
 from qcfuse_rag.ingest.prefiller import Batch, Done, Prefiller
 from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
 from qcfuse_rag.model.language_model import LanguageModel
@@ -38,21 +39,6 @@ Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[Done]]
 
 REFRESH_ABOVE = 0.5
 """Share of neighbours a stored enriched passage may not have met before it is prefilled anew."""
-
-
-class Ledger(Protocol):
-    """Knows which passages the entries of a job are made of, so that each goes with any of them."""
-
-    def made_of(self, key: ChunkKey, passages: Sequence[tuple[int, ...]]) -> None:
-        """Note it, before the entry is written: whatever happens then, it is known.
-
-        Args:
-            key: of the entry.
-            passages: token ids of those it is made of.
-        """
-
-    def written(self, key: ChunkKey) -> bool:
-        """Look again once it is written; return whether it may stay, and remove it if a passage has gone meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
