@@ -115,7 +115,7 @@ def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
 ) -> None:
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     code, _, err = run("warm", "run", *options, "--ray", "auto", "--gpus-per-worker", 1)
-    assert (code, "name the --dtype" in err, err.count("\n")) == (1, True, 1)
+    assert (code, "the --dtype of who will answer" in err, err.count("\n")) == (1, True, 1)
     assert not (tmp_path / "s").exists(), "before anything is loaded or made"
 
 
