@@ -47,7 +47,7 @@ from qcfuse_rag.prompt.flat import flat_prompt
 from qcfuse_rag.prompt.rendered import Rendered, written
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
-from qcfuse_rag.report.fusion import FusionReport
+from qcfuse_rag.report.fusion import UNSOUGHT, FusionReport
 from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.located import Located
@@ -436,7 +436,7 @@ class FusionEngine:
             found = self.located.find(rendered.text)
             note += f", of {self.located.count:,} that are known"
         except StoreError as error:
-            note = f"no passages were looked for: {error}"
+            note = f"{UNSOUGHT}: {error}"
         prompt = flat_prompt(self.prompts, rendered, found, begin=finished)
         return prompt if prompt.chunks else replace(prompt, note=note)
 

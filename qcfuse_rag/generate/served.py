@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self
 
@@ -137,7 +138,7 @@ class ServedEngine:
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.add_done_callback(_cancel)  # the thread cannot be stopped before it has submitted
+            asking.add_done_callback(cancel_answer)  # the thread cannot be stopped before it has submitted
             raise
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -214,7 +215,7 @@ def _absent() -> FusionEngine:
     )
 
 
-def _cancel(asked: asyncio.Future[ScheduledAnswer]) -> None:
+def cancel_answer(asked: asyncio.Future[ScheduledAnswer] | Future[ScheduledAnswer]) -> None:
     """Cancel a request whose asker has gone."""
     if not asked.cancelled() and asked.exception() is None:
         asked.result().cancel()

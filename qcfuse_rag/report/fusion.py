@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+UNSOUGHT = "no passages were looked for"
+"""How a fallback begins where nothing was looked for in a text; why follows a colon."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:

@@ -8,7 +8,7 @@ import json
 import logging
 import uuid
 from collections.abc import AsyncIterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from qcfuse_rag.generate.call_syntax import ToolReply
 from qcfuse_rag.generate.decode import Generation
 from qcfuse_rag.generate.sampling import SamplingParams
 from qcfuse_rag.generate.scheduled import ScheduledAnswer
-from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
+from qcfuse_rag.generate.served import AnswerRequest, ServedEngine, cancel_answer
 from qcfuse_rag.prompt.segments import Prompt
 from qcfuse_rag.serve.request import ChatRequest
 from qcfuse_rag.serve.told import told
@@ -147,7 +147,7 @@ class EngineBackend:
         try:
             return await asyncio.wrap_future(preparing)
         except asyncio.CancelledError:
-            preparing.add_done_callback(_cancel)  # if it has begun, it cannot be stopped before it is queued
+            preparing.add_done_callback(cancel_answer)  # if it has begun, it cannot be stopped before it is queued
             raise
 
     def close(self) -> None:
@@ -155,12 +155,6 @@ class EngineBackend:
         self._preparers.shutdown(cancel_futures=True)
         self._served.scheduler.close(drain=True)
         self._served.close()
-
-
-def _cancel(prepared: Future[ScheduledAnswer]) -> None:
-    """Cancel a request whose asker has gone."""
-    if not prepared.cancelled() and prepared.exception() is None:
-        prepared.result().cancel()
 
 
 def last_event(rest: str, reply: ToolReply, generation: Generation) -> Event:

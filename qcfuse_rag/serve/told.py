@@ -6,10 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from qcfuse_rag.report.fusion import FusionReport, Lookup, describe_misses
-
-UNSOUGHT = "no passages were looked for"
-"""How the reason begins why nothing was looked for in a text."""
+from qcfuse_rag.report.fusion import UNSOUGHT, FusionReport, Lookup, describe_misses
 
 PLAIN = ("absent:", "anchors disagree:", "fix overhead")
 """How reasons begin that are this library's words to their end."""
