@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.model.gguf_header import header_read_once
 
 
 def load_pretrained(
@@ -32,9 +34,10 @@ def load_pretrained(
     _check_device(device)
     source, options = _source(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
+        with header_read_once() if options else nullcontext():
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotFound(f"cannot load {name!r}: {_first_line(error)}") from error
     if not tokenizer.is_fast:
