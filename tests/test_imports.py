@@ -26,6 +26,11 @@ def test_the_core_imports_no_framework() -> None:
     assert loaded & others == set()
 
 
+def test_looking_after_a_store_does_not_wait_for_models_to_be_imported() -> None:
+    imports = "import qcfuse_rag.cli.store, qcfuse_rag.cli.library, qcfuse_rag.cli.job"
+    assert modules_after(imports) & {"transformers", "sentence_transformers"} == set()
+
+
 def test_every_public_name_exists_and_is_listed_once() -> None:
     assert all(getattr(qcfuse_rag, name) is not None for name in qcfuse_rag.__all__)
     assert set(qcfuse_rag.__all__) == set(qcfuse_rag._HOMES)

@@ -164,7 +164,7 @@ def warm_resume(store: Library, as_json: Json = False) -> None:
 @warm_app.command("status")
 def warm_status(store: Library, as_json: Json = False) -> None:
     """Say how far the last job of a store is."""
-    from qcfuse_rag.cli.warm import show_status
+    from qcfuse_rag.cli.job import show_status
 
     show_status(store, as_json=as_json)
 

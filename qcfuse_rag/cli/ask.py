@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, size
+from qcfuse_rag.cli.engine import note_verdict, open_engine
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     index_folder,
     needing_extra,
-    note_verdict,
-    open_engine,
     open_kv,
     require_library,
 )

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
+from qcfuse_rag.cli.console import OUT, duration, print_json
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.files import is_gone, place
 from qcfuse_rag.store.whole import write_whole
@@ -147,3 +148,25 @@ def only_job(library: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def show_status(library: Path, *, as_json: bool) -> None:
+    """Say how far a library's last job is.
+
+    Raises:
+        QCFuseError: if there was none.
+    """
+    record = JobRecord.load(library)
+    data = {**record.to_dict(), "state": record.actual_state, "tokens_per_s": record.tokens_per_s}
+    if as_json:
+        print_json(data)
+        return
+    OUT.print(f"{record.actual_state}: {record.done_tokens:,} of {record.total_tokens:,} tokens", highlight=False)
+    if record.actual_state == "running" and record.done_tokens:
+        left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
+        OUT.print(f"{record.tokens_per_s:,.0f} tokens a second, {duration(left)} left", highlight=False)
+    if record.error:
+        OUT.print(record.error, highlight=False, markup=False, soft_wrap=True)
+    if record.actual_state not in ("running", "finished"):
+        command = f"qcfuse warm resume --store {library}"
+        OUT.print(f"`{command}` goes on where it stopped", highlight=False, markup=False, soft_wrap=True)

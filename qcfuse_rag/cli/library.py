@@ -8,14 +8,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from rich.markup import escape
-
-from qcfuse_rag.cli.console import ERR, status
 from qcfuse_rag.cli.job import NAME as JOB_NAME
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.retrieve.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
 from qcfuse_rag.retrieve.log import NAME as LOG_NAME
 from qcfuse_rag.store.contract import KVStore
@@ -24,7 +18,6 @@ from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.settings import kept_settings
 from qcfuse_rag.store.sources import Sources
-from qcfuse_rag.trust.verdict import find_verdict, objection
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
@@ -167,31 +160,6 @@ def text_files(library: Path) -> list[Path]:
     """Return the files of a library that hold text and names, beside its store: passages, and the last job's record."""
     own = [path for folder in text_folders(library) for name in INDEX_FILES for path in folder.glob(f"{name}*")]
     return [*own, *(library / name for name in (JOB_NAME, f"{JOB_NAME}.lock")), *library.glob(f"{JOB_NAME}.*.part")]
-
-
-def open_engine(
-    store: KVStore, model: str | None, method: Method, device: str | None, dtype: str | None
-) -> FusionEngine:
-    """Load a model, SmolLM2-135M if none is named, onto an open store."""
-    with status("loading the model"):
-        engine = FusionEngine.load(
-            model or default_model(), store=store, method=method, device=device, dtype=dtype, verdict="ignore"
-        )
-    note_profile(engine)
-    return engine
-
-
-def note_verdict(engine: FusionEngine) -> None:
-    """Say on standard error if the engine's method has not been verified on its model."""
-    reason = objection(find_verdict(engine.lm, engine.store, engine.method), engine.method)
-    if engine.store.folder is not None and reason is not None:
-        ERR.print(f"[yellow]note:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
-
-
-def note_profile(engine: FusionEngine) -> None:
-    """Say on standard error why the profile beside the store is not used, if there is one that is not."""
-    if engine.profile_ignored is not None:
-        ERR.print(f"[yellow]note:[/yellow] {escape(engine.profile_ignored)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.cli.console import ERR, status
-from qcfuse_rag.cli.library import disk_folder, is_encrypted, kv_folder, note_verdict, open_engine, open_kv
+from qcfuse_rag.cli.engine import note_verdict, open_engine
+from qcfuse_rag.cli.library import disk_folder, is_encrypted, kv_folder, open_kv
 from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fuse.method import Method

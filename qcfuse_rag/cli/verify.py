@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, progress_bar
-from qcfuse_rag.cli.library import disk_folder, index_folder, open_engine, open_kv
+from qcfuse_rag.cli.engine import open_engine
+from qcfuse_rag.cli.library import disk_folder, index_folder, open_kv
 from qcfuse_rag.fuse.method import Method
 from qcfuse_rag.retrieve.index import PASSAGES, read_passages
 from qcfuse_rag.store.memory import MemoryStore

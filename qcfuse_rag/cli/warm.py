@@ -1,4 +1,4 @@
-"""`qcfuse warm plan|run|resume|status`: documents in, caches kept."""
+"""`qcfuse warm plan|run|resume`: documents in, caches kept."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
 from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
+from qcfuse_rag.cli.engine import open_engine
 from qcfuse_rag.cli.job import JobRecord, WarmOptions, only_job
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     KV_FOLDER,
     index_folder,
     is_encrypted,
-    open_engine,
     open_kv,
     require_library,
 )
@@ -121,28 +121,6 @@ def resume_warming(library: Path, *, as_json: bool) -> None:
             f"cannot read the record of the last job ({error}); start it with `qcfuse warm run`"
         ) from error
     run_warming(library, options, as_json=as_json)
-
-
-def show_status(library: Path, *, as_json: bool) -> None:
-    """Say how far a library's last job is.
-
-    Raises:
-        QCFuseError: if there was none.
-    """
-    record = JobRecord.load(library)
-    data = {**record.to_dict(), "state": record.actual_state, "tokens_per_s": record.tokens_per_s}
-    if as_json:
-        print_json(data)
-        return
-    OUT.print(f"{record.actual_state}: {record.done_tokens:,} of {record.total_tokens:,} tokens", highlight=False)
-    if record.actual_state == "running" and record.done_tokens:
-        left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
-        OUT.print(f"{record.tokens_per_s:,.0f} tokens a second, {duration(left)} left", highlight=False)
-    if record.error:
-        OUT.print(record.error, highlight=False, markup=False, soft_wrap=True)
-    if record.actual_state not in ("running", "finished"):
-        command = f"qcfuse warm resume --store {library}"
-        OUT.print(f"`{command}` goes on where it stopped", highlight=False, markup=False, soft_wrap=True)
 
 
 def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, Any]:

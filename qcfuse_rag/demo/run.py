@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qcfuse_rag.bench.metrics import divergence
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
-from qcfuse_rag.cli.library import note_profile
+from qcfuse_rag.cli.engine import note_profile
 from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
 from qcfuse_rag.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError

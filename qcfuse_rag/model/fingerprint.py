@@ -6,13 +6,15 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.model.rope import LayerRope
+
+if TYPE_CHECKING:  # a store knows models by their fingerprints, and is opened where there is none
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Fields of a configuration that say where a model came from or how it is run, not what it computes.
 NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}

@@ -13,7 +13,8 @@ from qcfuse_rag.fuse import attention
 from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
-from qcfuse_rag.model.rope import KVShape, LayerRope, measure_rope
+from qcfuse_rag.model.measured_rope import measure_rope
+from qcfuse_rag.model.rope import KVShape, LayerRope
 from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows, stock_attention_name
 from qcfuse_rag.model.vocabulary import grammar_vocabulary
 

@@ -1,12 +1,9 @@
-"""Rotary position embedding (RoPE): how each layer of a model rotates its keys, and doing the same.
+"""Rotary position embedding (RoPE): rotating keys as a model does.
 
 Stored keys are *unrotated*: as they would be at position 0. RoPE is a rotation by an angle linear in the position, so
 one rotation moves a stored key to any place in a prompt. Where a model scales its keys as well (yarn), the factor is
-the same at every position and stays inside the stored key.
-
-Which layers rotate, with which frequencies, and which channels are paired is measured, not looked up: a token that sees
-only itself has the same hidden states at every position, so the keys of one token at two positions differ by the
-rotation alone, at every layer (source: Su et al., RoFormer, arXiv 2104.09864, eq. 34).
+the same at every position and stays inside the stored key (source: Su et al., RoFormer, arXiv 2104.09864, eq. 34).
+How a model rotates is measured, see `model.measured_rope`.
 """
 
 from __future__ import annotations
@@ -15,12 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-
-from qcfuse_rag.errors import UnsupportedModel
-
-PROBE_POSITIONS = (0, 1, 37, 911)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,66 +123,3 @@ def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interlea
     unrotated = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(unrotated, sin)
-
-
-@torch.inference_mode()
-def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
-    """Find each layer's rotation and cache sizes by running one token at four positions.
-
-    Args:
-        model: a decoder-only model as transformers loads it, with its own attention.
-        max_position: highest position the model accepts.
-
-    Raises:
-        UnsupportedModel: if a layer keeps no keys, or moves them by anything but a known rotation.
-    """
-    device = model.get_input_embeddings().weight.device
-    positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
-    token = model.get_input_embeddings().num_embeddings // 2
-    ids = torch.full((len(positions), 1), token, device=device)
-    cache = Cache(layer_class_to_replicate=DynamicLayer)
-    model.get_decoder()(input_ids=ids, position_ids=positions[:, None], past_key_values=cache, use_cache=True)
-
-    n_layers = model.config.get_text_config().num_hidden_layers
-    if len(cache.layers) != n_layers or any(not layer.is_initialized for layer in cache.layers):
-        raise UnsupportedModel(f"{len(cache.layers)} of {n_layers} layers keep keys and values of their own")
-    candidates = [LayerRope(None), *_candidates(model)]
-    ropes, shapes = [], []
-    for index, layer in enumerate(cache.layers):
-        keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
-        ropes.append(_match(keys, positions, candidates, index))
-        shapes.append(KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
-    return tuple(ropes), tuple(shapes)
-
-
-def _candidates(model: PreTrainedModel) -> list[LayerRope]:
-    """List every rotation the model's rotary modules could mean: each frequency table, in both pairings."""
-    found: list[LayerRope] = []
-    for name, table in model.named_buffers():
-        if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
-            frequencies = table.detach().to(torch.float32)
-            found += [LayerRope(frequencies, interleaved) for interleaved in (False, True)]
-    return found
-
-
-def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: int) -> LayerRope:
-    """Return the candidate under which the keys at position 0 become those at the other positions."""
-    tolerance = 1e-3 if keys.dtype == torch.float32 else 3e-2
-    at_zero = keys[:, :1].expand_as(keys).to(torch.float32)
-    size = at_zero.abs().amax().clamp_min(1e-12)
-    best, best_error = candidates[0], float("inf")
-    for rope in candidates:
-        if rope.inv_freq is not None and 2 * len(rope.inv_freq) > keys.shape[-1]:
-            continue
-        moved = at_zero
-        if rope.inv_freq is not None:
-            moved = rotate(at_zero, *angles(rope.inv_freq, positions), interleaved=rope.interleaved)
-        error = float((moved - keys.to(torch.float32)).abs().amax() / size)
-        if error < best_error:
-            best, best_error = rope, error
-    if best_error > tolerance:
-        raise UnsupportedModel(
-            f"layer {layer} does not move its keys by a rotation this library knows (closest one is off by "
-            f"{best_error:.1%}), so stored keys could not be placed anywhere else"
-        )
-    return best
