@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fuse.dense import causal_attention
 from qcfuse_rag.fuse.kernels.support import kernels_take
+from qcfuse_rag.fuse.rectangles import attend_in_rectangles, rectangles_take
 from qcfuse_rag.fuse.rows import ROWS_PER_BLOCK, RowBlock, RowsPlan
 from qcfuse_rag.fuse.step import StepPlan
 from qcfuse_rag.fuse.table_plan import TablePlan
@@ -100,12 +101,15 @@ def rows_attention(
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     plain = softcap is None and s_aux is None
-    if visible is None and len(fusion.rows) < fusion.length and kernels_take(query, value):
+    fewer = len(fusion.rows) < fusion.length
+    if visible is None and fewer and kernels_take(query, value):
         from qcfuse_rag.fuse.kernels.attention import sparse_attention
 
         return sparse_attention(
             query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
         ), None
+    if plain and fewer and (window is None or window >= fusion.length) and rectangles_take(query, key, value):
+        return attend_in_rectangles(query, key, value, fusion.rectangles(layer), scaling), None
     outputs = []
     for block in fusion.blocks(layer, window):
         q = query[:, :, block.start : block.stop]

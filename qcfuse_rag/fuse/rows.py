@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qcfuse_rag.fuse.rectangles import Rectangle, rectangles, with_masks
+
 ROWS_PER_BLOCK = 128
 KEPT_MASK_BYTES = 4 << 20
 
@@ -75,6 +77,7 @@ class RowsPlan:
     windows: Sequence[int | None] | None = None
     on_host: Tensor | None = None
     _blocks: dict[tuple[int, int | None], list[RowBlock]] = field(default_factory=dict)
+    _rectangles: dict[int, list[Rectangle]] = field(default_factory=dict)
     _visible: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -134,6 +137,17 @@ class RowsPlan:
             there, host = self.visible_at(layer), None if visible is None else visible.cpu()
             self._blocks[key] = split_rows(self.rows, self.length, there, window, self.on_host, host)
         return self._blocks[key]
+
+    def rectangles(self, layer: int) -> list[Rectangle]:
+        """Cut what the rows see for `attend_in_rectangles`, in a layer without a window; shared like blocks."""
+        visible = None if self.visible is None else self.visible[layer]
+        key = 0 if visible is None else id(visible)
+        if key not in self._rectangles:
+            listed = (self.rows if self.on_host is None else self.on_host).tolist()
+            keys = range(self.length) if visible is None else visible.tolist()
+            ends = [bisect_right(keys, row) for row in listed]
+            self._rectangles[key] = with_masks(rectangles(ends), ends)
+        return self._rectangles[key]
 
 
 Observer = Callable[[int, Tensor, Tensor, float, "float | None", "int | None"], None]
