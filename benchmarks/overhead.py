@@ -4,8 +4,9 @@
 
 Linear layers, attention and the probe's scores, which are attention weights, are timed where they are called, in the
 very prefills that are timed as a whole; medians of the rounds after one that warms up. `loading` is finding stored
-caches and putting them where they belong. Beside it stands transformers' own prefill of as many tokens as there were
-rows, with none before them, by which to judge how much of the rest is the model's own code.
+caches and putting them where they belong. Beside it stand the same with attention by masks instead of rectangles, and
+transformers' own prefill of as many tokens as there were rows, with none before them, by which to judge how much of the
+rest is the model's own code.
 """
 
 from __future__ import annotations
@@ -116,7 +117,12 @@ def main() -> None:
             lm.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         return 0.0
 
-    sides: dict[str, Side] = {"fused": (nullcontext, fused), "transformers": (partial(stock_attention, lm), stock)}
+    by_masks = partial(mock.patch.object, attention, "rectangles_take", lambda *_: False)
+    sides: dict[str, Side] = {
+        "fused": (nullcontext, fused),
+        "by masks": (by_masks, fused),
+        "transformers": (partial(stock_attention, lm), stock),
+    }
     found: dict[str, Any] = {
         "model": lm.name,
         "tokens": len(prompt),
@@ -128,10 +134,11 @@ def main() -> None:
     if given.json:
         print(json.dumps(found, indent=1))
         return
-    ours, theirs = found["seconds"]["fused"], found["seconds"]["transformers"]
-    table = Table("spent on", "fused", "share", f"transformers, {rows} tokens alone")
+    ours, masked, theirs = found["seconds"].values()
+    table = Table("spent on", "fused", "share", "by masks", f"transformers, {rows} tokens alone")
     for kind, seconds in ours.items():
-        table.add_row(kind, f"{seconds:.3f} s", f"{seconds / ours['all']:.1%}", f"{theirs[kind]:.3f} s")
+        others = (f"{one[kind]:.3f} s" for one in (masked, theirs))
+        table.add_row(kind, f"{seconds:.3f} s", f"{seconds / ours['all']:.1%}", *others)
     console = Console()
     console.print(table)
     console.print(
