@@ -112,7 +112,7 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
     grouped = query.view(batch, kv_heads, heads // kv_heads, n_rows, dim)
     # The order in which a model's layers want it: heads of a row side by side.
     out = query.new_empty(batch, n_rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-    logs = query.new_full(out.shape[:-1], float("-inf"))
+    logs = query.new_empty(out.shape[:-1])
     for one in cut:
         given, keys, values = (
             grouped[:, :, :, one.start : one.stop],

@@ -144,8 +144,8 @@ class RowsPlan:
         key = 0 if visible is None else id(visible)
         if key not in self._rectangles:
             listed = (self.rows if self.on_host is None else self.on_host).tolist()
-            keys = range(self.length) if visible is None else visible.tolist()
-            ends = [bisect_right(keys, row) for row in listed]
+            keys = None if visible is None else visible.tolist()
+            ends = [row + 1 if keys is None else bisect_right(keys, row) for row in listed]
             self._rectangles[key] = with_masks(rectangles(ends), ends)
         return self._rectangles[key]
 
