@@ -1,8 +1,8 @@
 """Attention of rows on a CPU in rectangles: some rows, and a range of keys that all of them see.
 
-Rows at ascending positions see a staircase of keys. Cut in halves again and again, nearly all of it is rectangles,
-which need no mask, waste nothing on keys a row does not see, and let all heads that share a key have one product with
-it. What is left is the stairs themselves. A row's rectangles are joined by the logarithms of their sums, as split keys
+Rows at ascending positions see a staircase of keys. Cut in halves again and again, most of it is rectangles, where
+there are more than `LEAF_ROWS` rows: they need no mask, waste nothing on keys a row does not see, and let all heads that
+share a key have one product with it. What is left is the stairs themselves. A row's rectangles are joined by the logarithms of their sums, as split keys
 are (FlashAttention-2, arXiv 2307.08691, section 2.3; FlashDecoding).
 """
 
@@ -17,6 +17,9 @@ from torch import Tensor
 
 LEAF_ROWS = 64
 """Rows whose stairs are not cut further: products of fewer reach less of a processor's rate."""
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+"""Torch's fused attention, which alone hands out the logarithms of the sums."""
 
 Seen = Literal["all", "stairs", "causal"]
 
@@ -74,7 +77,7 @@ def rectangles(ends: Sequence[int]) -> list[Rectangle]:
         cut(start, stop, first)
 
     if ends[0] < 1:
-        raise ValueError("the first row sees no key, not even its own")
+        raise ValueError("the first row sees no key at all, not even its own")
     share(0, len(ends), 0)
     return found
 
@@ -85,9 +88,15 @@ def with_masks(cut: Sequence[Rectangle], ends: Sequence[int]) -> list[Rectangle]
 
 
 def rectangles_take(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `attend_in_rectangles` computes attention of these; others are not faster by it, or not exact."""
+    """Return whether `attend_in_rectangles` computes attention of these; others are not faster by it, or not exact.
+
+    Its logarithms have no gradient, and torch's own function for them, which is not a public one, reads channels side
+    by side whether they are or not.
+    """
     return (
         query.device.type == "cpu"
+        and hasattr(torch.ops.aten, FLASH)
+        and not (torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)))
         and query.dtype == key.dtype == value.dtype == torch.float32
         and query.shape[-1] == value.shape[-1]
         and all(one.stride(-1) == 1 for one in (query, key, value))
@@ -98,7 +107,7 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
     """Attend with rows to the keys they see.
 
     Args:
-        query: `[B, Hq, R, D]` float32, on a CPU.
+        query: `[B, Hq, R, D]` float32, on a CPU, channels side by side; keys and values likewise.
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, D]`.
         cut: what the rows see, from `with_masks`.
@@ -132,7 +141,7 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
 
 def _one(query: Tensor, key: Tensor, value: Tensor, one: Rectangle, scaling: float) -> tuple[Tensor, Tensor]:
     """Return `[B, Hkv, G, R, D]` of one rectangle, and the logarithms of the sums `[B, Hkv, G, R]`."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which alone hands out the logarithms
+    flash = getattr(torch.ops.aten, FLASH)
     batch, kv_heads, groups, n_rows, dim = query.shape
     if one.seen == "all":  # the heads of a group become rows, and share a reading
         out, sums = flash(query.reshape(batch, kv_heads, -1, dim), key, value, 0.0, False, scale=scaling)

@@ -21,7 +21,8 @@ _ONE_AT_A_TIME = threading.Lock()
 def header_read_once() -> Iterator[None]:
     """Have `gguf` remember what it has just read, until the block ends; blocks of other threads wait for that.
 
-    A thread that uses `gguf` for something else meanwhile is given what is remembered too, which is the same.
+    A thread that reads with `gguf` meanwhile is given what is remembered too. `GGUFReader` is a function until then:
+    what asks whether something is one, or derives from it, must not be run or imported meanwhile.
     """
     import gguf
 
