@@ -1,9 +1,9 @@
 """Attention of rows on a CPU in rectangles: some rows, and a range of keys that all of them see.
 
 Rows at ascending positions see a staircase of keys. Cut in halves again and again, most of it is rectangles, where
-there are more than `LEAF_ROWS` rows: they need no mask, waste nothing on keys a row does not see, and let all heads that
-share a key have one product with it. What is left is the stairs themselves. A row's rectangles are joined by the logarithms of their sums, as split keys
-are (FlashAttention-2, arXiv 2307.08691, section 2.3; FlashDecoding).
+there are more than `LEAF_ROWS` rows: they need no mask, waste nothing on keys a row does not see, and let all heads
+that share a key have one product with it. What is left is the stairs themselves. A row's rectangles are joined by the
+logarithms of their sums, as split keys are (FlashAttention-2, arXiv 2307.08691, section 2.3; FlashDecoding).
 """
 
 from __future__ import annotations
