@@ -1,4 +1,4 @@
-"""SmolLM2 as a folder, from which it loads in a second; taking a GGUF file apart takes ten."""
+"""SmolLM2 as a folder, from which it loads in a second; taking a GGUF file apart takes ten seconds."""
 
 from __future__ import annotations
 

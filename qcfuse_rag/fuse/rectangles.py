@@ -9,7 +9,7 @@ logarithms of their sums, as split keys are (FlashAttention-2, arXiv 2307.08691,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -43,11 +43,12 @@ class Rectangle:
     mask: Tensor | None = None
 
 
-def rectangles(ends: Sequence[int]) -> list[Rectangle]:
-    """Cut what rows see; those of one row follow one another in the order of its keys.
+def rectangles(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[Rectangle]:
+    """Cut what rows see; the rectangles of one row follow one another in the order of its keys.
 
     Args:
         ends: of each row, how many keys it sees, one at least; ascending.
+        leaf_rows: rows whose stairs are not cut further.
 
     Raises:
         ValueError: if the first row sees none.
@@ -56,35 +57,30 @@ def rectangles(ends: Sequence[int]) -> list[Rectangle]:
 
     def cut(start: int, stop: int, first: int) -> None:
         """Cut what rows see from key `first` on, which all of them see."""
-        last = ends[stop - 1]
-        if all(end == first + row + 1 for row, end in enumerate(ends[start:stop])):
-            found.append(Rectangle(start, stop, first, last, "causal" if stop - start > 1 else "all"))
-        elif ends[start] == last:
-            found.append(Rectangle(start, stop, first, last, "all"))
-        elif stop - start <= LEAF_ROWS:
-            found.append(Rectangle(start, stop, first, last, "stairs"))
+        own = ends[start:stop]
+        if all(end == first + row + 1 for row, end in enumerate(own)):
+            found.append(Rectangle(start, stop, first, own[-1], "causal" if len(own) > 1 else "all"))
+        elif own[0] == own[-1]:
+            found.append(Rectangle(start, stop, first, own[-1], "all"))
+        elif len(own) <= leaf_rows:
+            found.append(Rectangle(start, stop, first, own[-1], "stairs", _stairs(own, first)))
         else:
             middle = (start + stop) // 2
             cut(start, middle, first)
-            share(middle, stop, first)
+            cut_shared(middle, stop, first)
 
-    def share(start: int, stop: int, first: int) -> None:
-        """Cut off what all rows see but one key, so that no row is left without."""
-        common = ends[start] - 1
-        if first < common < ends[stop - 1] - 1:
-            found.append(Rectangle(start, stop, first, common, "all"))
-            first = common
+    def cut_shared(start: int, stop: int, first: int) -> None:
+        """Cut off what all rows see but one key, so that no row is left without; then cut what is left."""
+        shared = ends[start] - 1
+        if first < shared < ends[stop - 1] - 1:
+            found.append(Rectangle(start, stop, first, shared, "all"))
+            first = shared
         cut(start, stop, first)
 
     if ends[0] < 1:
         raise ValueError("the first row sees no key at all, not even its own")
-    share(0, len(ends), 0)
+    cut_shared(0, len(ends), 0)
     return found
-
-
-def with_masks(cut: Sequence[Rectangle], ends: Sequence[int]) -> list[Rectangle]:
-    """Give stairs their masks."""
-    return [one if one.seen != "stairs" else replace(one, mask=_stairs(one, ends)) for one in cut]
 
 
 def rectangles_take(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -96,10 +92,10 @@ def rectangles_take(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
         query.device.type == "cpu"
         and hasattr(torch.ops.aten, FLASH)
-        and not (torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value)))
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
         and query.dtype == key.dtype == value.dtype == torch.float32
         and query.shape[-1] == value.shape[-1]
-        and all(one.stride(-1) == 1 for one in (query, key, value))
+        and all(each.stride(-1) == 1 for each in (query, key, value))
     )
 
 
@@ -110,7 +106,7 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
         query: `[B, Hq, R, D]` float32, on a CPU, channels side by side; keys and values likewise.
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, D]`.
-        cut: what the rows see, from `with_masks`.
+        cut: what the rows see, from `rectangles`.
         scaling: factor on scores.
 
     Returns:
@@ -122,36 +118,32 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
     # The order in which a model's layers want it: heads of a row side by side.
     out = query.new_empty(batch, n_rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     logs = query.new_empty(out.shape[:-1])
-    for one in cut:
-        given, keys, values = (
-            grouped[:, :, :, one.start : one.stop],
-            *(side[:, :, one.first_key : one.last_key] for side in (key, value)),
-        )
-        fresh, sums = _one(given, keys, values, one, scaling)
-        rows = slice(one.start, one.stop)
-        joined, before = out[:, :, :, rows], logs[:, :, :, rows]
-        if one.first_key == 0:  # the first that these rows have
-            joined.copy_(fresh)
-            before.copy_(sums)
+    for part in cut:
+        rows, keys = slice(part.start, part.stop), slice(part.first_key, part.last_key)
+        attended, part_logs = _attend(grouped[:, :, :, rows], key[:, :, keys], value[:, :, keys], part, scaling)
+        joined, joined_logs = out[:, :, :, rows], logs[:, :, :, rows]
+        if part.first_key == 0:  # the first that these rows have
+            joined.copy_(attended)
+            joined_logs.copy_(part_logs)
         else:
-            joined.lerp_(fresh, torch.sigmoid(sums - before)[..., None])
-            torch.logaddexp(before, sums, out=before)
+            joined.lerp_(attended, torch.sigmoid(part_logs - joined_logs)[..., None])
+            torch.logaddexp(joined_logs, part_logs, out=joined_logs)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _one(query: Tensor, key: Tensor, value: Tensor, one: Rectangle, scaling: float) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, part: Rectangle, scaling: float) -> tuple[Tensor, Tensor]:
     """Return `[B, Hkv, G, R, D]` of one rectangle, and the logarithms of the sums `[B, Hkv, G, R]`."""
     flash = getattr(torch.ops.aten, FLASH)
     batch, kv_heads, groups, n_rows, dim = query.shape
-    if one.seen == "all":  # the heads of a group become rows, and share a reading
-        out, sums = flash(query.reshape(batch, kv_heads, -1, dim), key, value, 0.0, False, scale=scaling)
+    if part.seen == "all":  # the heads of a group become rows, and share a reading
+        out, logs = flash(query.reshape(batch, kv_heads, -1, dim), key, value, 0.0, False, scale=scaling)
     else:  # key heads take the place of sequences, and keys are the same for a group without being repeated
         shared = [each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value)]
-        causal = one.seen == "causal"
-        out, sums = flash(query.flatten(0, 1), *shared, 0.0, causal, attn_mask=one.mask, scale=scaling)
-    return out.reshape(query.shape), sums.reshape(batch, kv_heads, groups, n_rows)
+        causal = part.seen == "causal"
+        out, logs = flash(query.flatten(0, 1), *shared, 0.0, causal, attn_mask=part.mask, scale=scaling)
+    return out.reshape(query.shape), logs.reshape(batch, kv_heads, groups, n_rows)
 
 
-def _stairs(one: Rectangle, ends: Sequence[int]) -> Tensor:
-    seen = torch.tensor(ends[one.start : one.stop])[:, None] > torch.arange(one.first_key, one.last_key)
+def _stairs(ends: Sequence[int], first: int) -> Tensor:
+    seen = torch.tensor(ends)[:, None] > torch.arange(first, ends[-1])
     return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fuse.rectangles import Rectangle, rectangles, with_masks
+from qcfuse_rag.fuse.rectangles import Rectangle, rectangles
 
 ROWS_PER_BLOCK = 128
 KEPT_MASK_BYTES = 4 << 20
@@ -146,7 +146,7 @@ class RowsPlan:
             listed = (self.rows if self.on_host is None else self.on_host).tolist()
             keys = None if visible is None else visible.tolist()
             ends = [row + 1 if keys is None else bisect_right(keys, row) for row in listed]
-            self._rectangles[key] = with_masks(rectangles(ends), ends)
+            self._rectangles[key] = rectangles(ends)
         return self._rectangles[key]
 
 

@@ -90,7 +90,7 @@ def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> Non
     assert {name: loaded.state_dict()[name].equal(one) for name, one in own.state_dict().items()} == dict.fromkeys(
         own.state_dict(), True
     )
-    assert loaded.config.to_dict().keys() == own.config.to_dict().keys()
+    assert loaded.config.to_dict() == own.config.to_dict()
 
 
 def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:

@@ -10,17 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qcfuse_rag.fuse import attention, rectangles
+from qcfuse_rag.fuse import attention
 from qcfuse_rag.fuse.attention import explicit_attention, rows_attention
-from qcfuse_rag.fuse.rectangles import Rectangle, attend_in_rectangles, rectangles_take, with_masks
+from qcfuse_rag.fuse.rectangles import Rectangle, attend_in_rectangles, rectangles, rectangles_take
 from qcfuse_rag.fuse.rows import RowsPlan
 from tests.unit.test_attention import Layer, plain_mask, plans
-
-
-def cut(ends: list[int], leaf: int) -> list[Rectangle]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rectangles, "LEAF_ROWS", leaf)
-        return with_masks(rectangles.rectangles(ends), ends)
 
 
 def shown(one: Rectangle) -> Tensor:
@@ -39,7 +33,7 @@ ascending = st.lists(st.integers(1, 60), min_size=1, max_size=40).map(sorted)
 def test_each_row_finds_each_of_its_keys_once_and_in_order(ends: list[int], leaf: int) -> None:
     times = torch.zeros(len(ends), ends[-1], dtype=torch.int64)
     reached = [0] * len(ends)
-    for one in cut(ends, leaf):
+    for one in rectangles(ends, leaf):
         assert set(reached[one.start : one.stop]) == {one.first_key}, "a row's rectangles follow one another"
         reached[one.start : one.stop] = [one.last_key] * (one.stop - one.start)
         assert shown(one).any(1).all(), "no row is left without a key, whose softmax would be of nothing"
@@ -49,19 +43,19 @@ def test_each_row_finds_each_of_its_keys_once_and_in_order(ends: list[int], leaf
 
 def test_only_stairs_have_masks_and_those_are_small() -> None:
     ends = sorted(int(end) for end in torch.randperm(8000, generator=torch.Generator().manual_seed(0))[:800] + 1)
-    found = cut(ends, rectangles.LEAF_ROWS)
+    found = rectangles(ends)
     assert sum(one.mask is not None for one in found) == 800 // 50  # halves of halves, until there are 64 at most
     assert sum(one.mask.numel() for one in found if one.mask is not None) < 0.15 * sum(ends)
 
 
 def test_rows_side_by_side_need_no_mask_at_all() -> None:
-    assert [one.seen for one in cut(list(range(500, 900)), 8)] == ["all", "causal"]
-    assert cut([70], 8) == [Rectangle(0, 1, 0, 70, "all")]
+    assert [one.seen for one in rectangles(list(range(500, 900)), 8)] == ["all", "causal"]
+    assert rectangles([70], 8) == [Rectangle(0, 1, 0, 70, "all")]
 
 
 def test_a_row_that_sees_nothing_is_told() -> None:
     with pytest.raises(ValueError, match="no key at all"):
-        cut([0, 3], 8)
+        rectangles([0, 3], 8)
 
 
 @given(plan=plans(), leaf=st.integers(1, 8), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]), loud=st.booleans())
@@ -77,7 +71,7 @@ def test_it_equals_attention_step_by_step(
     key, value = (one if visible is None else one.index_select(2, keys) for one in (key, value))
     assert rectangles_take(query, key, value)
     ends = [bisect_right(keys.tolist(), row) for row in rows.tolist()]
-    out = attend_in_rectangles(query, key, value, cut(ends, leaf), 0.3)
+    out = attend_in_rectangles(query, key, value, rectangles(ends, leaf), 0.3)
     expected = explicit_attention(query, key, value, plain_mask(rows, length, visible, None)[:, keys], 0.3)
     # Scores of some thousands are rounded to a ten-thousandth.
     assert torch.allclose(out.transpose(1, 2), expected, atol=1e-3 if loud else 1e-5)
