@@ -13,15 +13,18 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from qcfuse_rag import LanguageModel, PromptTooLong, QCFuseError
+from qcfuse_rag import LanguageModel, MemoryStore, PromptTooLong, QCFuseError, make_method
 from qcfuse_rag.bench.configurations import configurations
-from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
+from qcfuse_rag.bench.speed.decoding import STEPS, stock_step
+from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed, random_prompt
 from qcfuse_rag.bench.speed.memory import peak_bytes
 from qcfuse_rag.bench.speed.roofline import Ceilings, add_floors, row_operations, step_bytes
 from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
 from qcfuse_rag.bench.speed.tables import terminal_tables
 from qcfuse_rag.bench.speed.throttle import ThrottledStore
+from qcfuse_rag.fuse.prefill import prefill
 from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.fuse.step import forward_step
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.unit.cli import Run
@@ -126,9 +129,20 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     assert fused["bytes_loaded"] > 0
     assert fused["arithmetic_s"] < full["arithmetic_s"]
     assert [row["requests"] for row in found["decode"]] == [1, 2, 1, 2]
+    assert [row["transformers_step_s"] is None for row in found["decode"]] == [False, True, False, True]
     with stock_attention(tiny):
         pass  # the model still has ours afterwards
     assert tiny.model.config._attn_implementation == "qcfuse"
+
+
+def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
+    prompt = random_prompt(tiny, 100, 64, torch.Generator().manual_seed(0))
+    done = prefill(tiny, MemoryStore(1), prompt, make_method("full"), room=STEPS)
+    stock = stock_step(tiny, done.buffer, len(prompt), token=7)
+    for position in range(len(prompt), len(prompt) + STEPS):
+        with stock_attention(tiny), torch.inference_mode():
+            theirs = stock()[0, -1]
+        assert torch.allclose(theirs, forward_step(tiny, [7], [position], [done.buffer])[0], atol=1e-4)
 
 
 def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: LanguageModel) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from qcfuse_rag.bench.configurations import Configuration, configurations
+from qcfuse_rag.bench.speed.decoding import STEPS, decode_steps
 from qcfuse_rag.bench.speed.memory import peak_bytes
-from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds, step_bytes
+from qcfuse_rag.bench.speed.roofline import add_floors, measure_ceilings, row_operations, seconds
 from qcfuse_rag.bench.speed.tiers import Tier, check_tiers, fill, open_tiers
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.loading import Loading
 from qcfuse_rag.fuse.pass_graph import FusedPasses
 from qcfuse_rag.fuse.prefill import prefill
@@ -26,11 +26,9 @@ from qcfuse_rag.fuse.self_check import stock_attention
 from qcfuse_rag.fuse.step_graph import DecodeSteps
 from qcfuse_rag.model.language_model import LanguageModel
 from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-from qcfuse_rag.store.contract import KVStore
 from qcfuse_rag.store.numbers import LOSSLESS
 
 HEAD_TOKENS, QUESTION_TOKENS = 32, 32
-STEPS = 16
 FULL = configurations(())[0]
 
 
@@ -112,7 +110,10 @@ def measure_speed(
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, [tier.store for tier in tiers], prompt, [one.method for one in options.methods])
             result["prefill"] += _prefills(lm, passes, tiers, prompt, options)
-            result["decode"] += _decodes(lm, step, tiers[0].store, prompt, options)
+            method = options.methods[0].method if options.methods else FULL.method
+            prefilled = prefill(lm, tiers[0].store, prompt, method, room=STEPS)
+            result["decode"] += decode_steps(lm, step, prefilled, options.requests)
+            del prefilled  # before there is another
             ceilings = ceilings.or_better(measure_ceilings(lm))
             add_floors(result, ceilings, options.throttle)
             if keep is not None:
@@ -204,36 +205,3 @@ def _prefills(
             }
         )
     return rows
-
-
-def _decodes(
-    lm: LanguageModel, step: DecodeSteps, store: KVStore, prompt: Prompt, options: SpeedOptions
-) -> list[dict[str, Any]]:
-    """Time decode steps of one and of several requests over the same prompt."""
-    found = []
-    first = options.methods[0] if options.methods else FULL
-    done = prefill(lm, store, prompt, first.method, room=STEPS)
-    token = int(done.logits.argmax())
-    for requests in options.requests:
-        buffers = [_copied(done.buffer) for _ in range(requests)]
-        tokens, taken = [token] * requests, []
-        for at in range(STEPS):
-            positions = [len(prompt) + at] * requests
-            taken.append(seconds(lm, lambda: step(tokens, positions, buffers)))  # noqa: B023
-        step_s = median(taken[1:])
-        found.append(
-            {
-                "context": sum(len(span) for span in prompt.chunks),
-                "requests": requests,
-                "recorded": step.refusal is None,
-                "step_s": step_s,
-                "tokens_per_s": requests / step_s,
-                "bytes": step_bytes(lm, len(prompt), requests),
-            }
-        )
-    return found
-
-
-def _copied(buffer: KVBuffer) -> KVBuffer:
-    keys, values = (tuple(layer.clone() for layer in held) for held in (buffer.keys, buffer.values))
-    return KVBuffer(keys, values)

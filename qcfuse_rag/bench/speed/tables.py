@@ -31,12 +31,14 @@ PREFILL = (
 DECODE = (
     ("context", lambda r: f"{r['context']:,}"),
     ("requests", lambda r: f"{r['requests']}"),
-    ("step", lambda r: f"{1000 * r['step_s']:,.1f} ms"),
+    ("step", lambda r: _step(r["step_s"])),
+    ("transformers", lambda r: _step(r["transformers_step_s"])),
     ("tokens a second", lambda r: f"{r['tokens_per_s']:,.1f}"),
     ("its bytes", lambda r: f"{1000 * r['bytes_s']:,.1f} ms"),
     ("of the floor", lambda r: f"{r['of_floor']:.2f}"),
 )
-NARROW = ("context", "method", "ratio", "tier", "rows", "TTFT", "full / it")
+NARROW = {"context", "method", "ratio", "tier", "rows", "TTFT", "full / it"}
+NARROW_DECODE = {"context", "requests", "step", "transformers", "tokens a second"}
 WIDE_COLUMNS = 220
 """From how many columns on a terminal has room for everything."""
 
@@ -60,11 +62,12 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
     """Return both tables with the columns that a terminal of this width has room for."""
-    prefill = PREFILL if width >= WIDE_COLUMNS else [column for column in PREFILL if column[0] in NARROW]
-    return [
-        figures(title, [name for name, _ in columns], ([shown(row) for _, shown in columns] for row in rows))
-        for title, columns, rows in (("prefill", prefill, result["prefill"]), ("decode", DECODE, result["decode"]))
-    ]
+    tables = []
+    for title, columns, narrow in (("prefill", PREFILL, NARROW), ("decode", DECODE, NARROW_DECODE)):
+        chosen = columns if width >= WIDE_COLUMNS else [column for column in columns if column[0] in narrow]
+        rows = ([shown(row) for _, shown in chosen] for row in result[title])
+        tables.append(figures(title, [name for name, _ in chosen], rows))
+    return tables
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -99,6 +102,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _over(row: Mapping[str, Any]) -> str:
     return f"{(row['peak_bytes'] - row['buffer_bytes']) / 1e6:+,.0f} MB of {row['buffer_bytes'] / 1e6:,.0f}"
+
+
+def _step(step_s: float | None) -> str:
+    return "" if step_s is None else f"{1000 * step_s:,.1f} ms"
 
 
 def _tier(row: Mapping[str, Any]) -> str:
