@@ -45,6 +45,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
     "llama-mqa-tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "mistral-sliding": ("mistral", {"sliding_window": 60}),
+    "llama-idle-window": ("llama", {"sliding_window": 24}),
+    "gpt-neox": ("gpt_neox", {"num_key_value_heads": 4, "head_dim": 12, "rotary_pct": 0.5}),
+    "afmoe": (
+        "afmoe",
+        {
+            "sliding_window": 24,
+            "layer_types": SLIDING_AND_FULL,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "qwen2-bias": ("qwen2", {}),
     "qwen2-sliding": (
         "qwen2",

@@ -44,9 +44,9 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
     """Load a model, measure it, and return plain data; `supported` is False with a `reason` if reuse is not right."""
     try:
         lm = LanguageModel.load(name, device=device, dtype=dtype)
+        check = measure_exactness(lm)
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}
-    check = measure_exactness(lm)
     report: dict[str, Any] = {
         "model": name,
         "supported": check.passed,

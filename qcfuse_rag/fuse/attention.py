@@ -76,11 +76,16 @@ def rows_attention(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if fusion is None:
+        if attention_mask is not None and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
+            raise UnsupportedModel(
+                f"the model's layers do not hand {type(module).__name__} what they are called with, so it cannot be "
+                "told which keys a row sees"
+            )
         if softcap is None and s_aux is None:
             out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return out, None
         mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
-        return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2), None
+        return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
 
     asked = [name for name in MEANINGFUL if kwargs.get(name) is not None]
     if asked:
@@ -119,7 +124,7 @@ def rows_attention(
         else:
             outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some models view what is returned
 
 
 def _window_of(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | None:
@@ -147,7 +152,7 @@ def _step_attention(
             outputs.append(_fast_attention(own, key, value, block, scaling).transpose(1, 2))
         else:
             outputs.append(explicit_attention(own, key, value, None, scaling, softcap, sinks).transpose(1, 2))
-    return torch.cat(outputs)
+    return torch.cat(outputs).contiguous()
 
 
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from qcfuse_rag.fuse.buffer import KVBuffer
 from qcfuse_rag.fuse.rows import RowsPlan
@@ -131,14 +132,17 @@ class SteeredPass:
         return kept, torch.searchsorted(self._start, rows)
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer on the rows that are left; `[1, R, H]` to `[1, R', H]`."""
+        """Run a layer on the rows that are left; `[..., R, H]` to `[..., R', H]`."""
         kept, among_first = self.enter(layer)
         if kept is not None:
-            hidden = hidden.index_select(1, kept)
-        for name in PER_ROW:
-            if name in kwargs:
-                kwargs[name] = _select(kwargs[name], among_first)
-        kwargs["past_key_values"].layers[layer].at = self.plan.at
+            hidden = hidden.index_select(-2, kept)
+        count = len(self._start)
+        args = tuple(_select(one, among_first) if _is_per_row(one, count) else one for one in args)
+        for name, one in kwargs.items():
+            if name in PER_ROW or _is_per_row(one, count):
+                kwargs[name] = _select(one, among_first)
+        cache = next(one for one in (*kwargs.values(), *args) if isinstance(one, Cache))  # under a name of the model's
+        cache.layers[layer].at = self.plan.at
         kwargs["fusion"] = self.plan
         return inner(hidden, *args, **kwargs)
 
@@ -163,6 +167,13 @@ class SteeredPass:
 
         host = first.on_host if len(rows) == len(first.rows) else None
         return RowsPlan(rows, first.length, first.visible, observe, first.windows, host)
+
+
+def _is_per_row(value: Any, n_rows: int) -> bool:
+    """Return whether an argument of no known name has an item for each row, as inputs of layers of their own do."""
+    if isinstance(value, tuple):
+        return len(value) > 0 and all(_is_per_row(part, n_rows) for part in value)
+    return isinstance(value, Tensor) and value.dim() > 2 and value.shape[1] == n_rows
 
 
 def _select(value: Any, rows: Tensor) -> Any:

@@ -14,8 +14,9 @@ from qcfuse_rag.model.critical import default_critical_layers
 from qcfuse_rag.model.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.measured_rope import measure_rope
+from qcfuse_rag.model.measured_window import measure_windows
 from qcfuse_rag.model.rope import KVShape, LayerRope
-from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, sliding_windows, stock_attention_name
+from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, stock_attention_name
 from qcfuse_rag.model.vocabulary import grammar_vocabulary
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class LanguageModel:
         """
         window = refuse_unsupported(model)
         ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
+        sliding = measure_windows(model)
         attention.register()
         model.set_attn_implementation(attention.NAME)
         return cls(
@@ -77,7 +79,7 @@ class LanguageModel:
             name=name or str(model.config._name_or_path),
             ropes=ropes,
             shapes=shapes,
-            sliding=sliding_windows(model.config.get_text_config()),
+            sliding=sliding,
             window=window,
             fingerprint=fingerprint_model(model, tokenizer, ropes),
             stock_attention=stock_attention_name(model),

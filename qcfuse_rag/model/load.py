@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.model.gguf_header import header_read_once
+
+LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
 
 def load_pretrained(
@@ -25,8 +28,9 @@ def load_pretrained(
         dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
 
     Raises:
-        ModelNotFound: if nothing of that name can be read or fetched.
-        UnsupportedModel: if the tokenizer has no fast (Rust) version.
+        ModelNotFound: if nothing of that name can be read or fetched, or not all of it.
+        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is none that can be used here: an
+            adapter alone, no text decoder, or one that brings its own code, which is never run.
         QCFuseError: if there is no such device.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,11 +39,23 @@ def load_pretrained(
     source, options = _source(name)
     try:
         with header_read_once() if options else nullcontext():
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
             # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelNotFound(f"cannot load {name!r}: {_first_line(error)}") from error
+            model, read = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=wanted,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
+            )
+    except LOADING_ERRORS as error:
+        raise _refusal(name, error) from error
+    if read["missing_keys"]:  # they would be drawn at random, anew with each loading
+        raise ModelNotFound(
+            f"{name!r} is not complete: {len(read['missing_keys'])} weights are missing, such as "
+            f"{min(read['missing_keys'])}; save or fetch it again"
+        )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
     return model.to(device).eval(), tokenizer
@@ -60,9 +76,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     source, options = _source(name)
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except LOADING_ERRORS as error:
+        raise _refusal(f"the tokenizer of {name}", error) from error
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -84,10 +100,29 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
             raise ModelNotFound(f"no GGUF file at {path}")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise UnsupportedModel(f"{path} has an adapter: merge it into its model's weights and save those first")
         return str(path), {}
     if name.startswith((".", "/", "~")):
         raise ModelNotFound(f"no model folder at {path}")
     return name, {}
+
+
+def _refusal(name: str, error: BaseException) -> QCFuseError:
+    said = str(error)
+    if "trust_remote_code" in said:
+        return UnsupportedModel(f"{name!r} brings its own code, which is never run; take a model transformers knows")
+    if "Unrecognized configuration class" in said:
+        return UnsupportedModel(f"{name!r} is no text decoder that transformers loads by AutoModelForCausalLM")
+    if "ignore_mismatched_sizes" in said:
+        return ModelNotFound(f"the weights of {name!r} have other shapes than its configuration asks for")
+    return ModelNotFound(f"cannot load {name!r}: {_in_a_line(said) or type(error).__name__}")
+
+
+def _in_a_line(said: str) -> str:
+    first, *rest = said.strip().splitlines() or [""]
+    # Some say no more in the first line than that the reason follows.
+    return " ".join([first.strip(), *(line.strip() for line in rest[:2])]) if first.endswith((":", ": ")) else first
 
 
 def _first_line(error: BaseException) -> str:

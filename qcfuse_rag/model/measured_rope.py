@@ -27,7 +27,7 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
         max_position: highest position the model accepts.
 
     Raises:
-        UnsupportedModel: if a layer keeps no keys, or moves them by anything but a known rotation.
+        UnsupportedModel: if a layer keeps no keys, moves them by anything but a known rotation, or moves values.
     """
     device = model.get_input_embeddings().weight.device
     positions = torch.tensor([min(p, max_position) for p in PROBE_POSITIONS], device=device)
@@ -43,6 +43,12 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
     ropes, shapes = [], []
     for index, layer in enumerate(cache.layers):
         keys = layer.keys[:, :, 0].transpose(0, 1)  # [Hkv, 4, D], one row per position
+        values = layer.values[:, :, 0]
+        if float((values - values[:1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):
+            raise UnsupportedModel(
+                f"what layer {index} keeps beside its keys depends on where a token stands, as with learned positions "
+                "or latent attention, so it could not be placed anywhere else; take a model with rotary positions"
+            )
         ropes.append(_match(keys, positions, candidates, index))
         shapes.append(KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
     return tuple(ropes), tuple(shapes)
@@ -60,7 +66,6 @@ def _candidates(model: PreTrainedModel) -> list[LayerRope]:
 
 def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: int) -> LayerRope:
     """Return the candidate under which the keys at position 0 become those at the other positions."""
-    tolerance = 1e-3 if keys.dtype == torch.float32 else 3e-2
     at_zero = keys[:, :1].expand_as(keys).to(torch.float32)
     size = at_zero.abs().amax().clamp_min(1e-12)
     best, best_error = candidates[0], float("inf")
@@ -73,9 +78,13 @@ def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: 
         error = float((moved - keys.to(torch.float32)).abs().amax() / size)
         if error < best_error:
             best, best_error = rope, error
-    if best_error > tolerance:
+    if best_error > _tolerance(keys):
         raise UnsupportedModel(
             f"layer {layer} does not move its keys by a rotation this library knows (closest one is off by "
             f"{best_error:.1%}), so stored keys could not be placed anywhere else"
         )
     return best
+
+
+def _tolerance(keys: Tensor) -> float:
+    return 1e-3 if keys.dtype == torch.float32 else 3e-2

@@ -56,13 +56,15 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
     window = int(config.max_position_embeddings)
+    if _rope_parameter(config, "llama_4_scaling_beta"):
+        original = _rope_parameter(config, "original_max_position_embeddings")
+        return ContextWindow(int(original or window), "beyond this length queries are scaled by where they stand")
     for kind in _rope_types(config):
         if kind == "dynamic":
             raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
         if kind == "longrope":
-            original = config.rope_parameters.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", window
-            )
+            beside = getattr(config, "original_max_position_embeddings", window)
+            original = _rope_parameter(config, "original_max_position_embeddings") or beside
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
     return ContextWindow(window, "the model's own limit")
 
@@ -77,7 +79,7 @@ def stock_attention_name(model: PreTrainedModel) -> str:
 
 
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return each layer's sliding window in tokens, or None where a layer sees everything before it."""
+    """Return the sliding window in tokens that the configuration has for each layer, or None."""
     return tuple(
         int(settings["sliding_window"]) if kind == "sliding_attention" else None for kind, settings in _layers(config)
     )
@@ -93,7 +95,16 @@ def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Return the RoPE types in use; models with several layer types nest one dictionary per type."""
+    """Return the RoPE types in use."""
+    return {str(parameters.get("rope_type", "default")) for parameters in _rope_parameters(config)}
+
+
+def _rope_parameter(config: PreTrainedConfig, name: str) -> float | None:
+    """Return the smallest value of a RoPE parameter, or None if none is given."""
+    return min((one[name] for one in _rope_parameters(config) if one.get(name)), default=None)
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return RoPE's settings; models with several layer types nest one dictionary per type."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    return {str(p.get("rope_type", "default")) for p in nested}
+    return [one for one in parameters.values() if isinstance(one, dict)] or [parameters]

@@ -175,17 +175,28 @@ class PromptBuilder:
         if self.tokenizer.chat_template is None:
             start = self.tokenizer.bos_token or ""
             return start + "\n\n".join(turn["content"] for turn in turns)
+        mergeable = len(turns) > 1 and turns[0]["role"] == "system"
         try:
-            return self._apply(turns, tools)
+            if not mergeable or self._shows_system:
+                return self._apply(turns, tools)
         except TemplateError as error:
-            if turns[0]["role"] != "system" or len(turns) < 2:
+            if not mergeable:
                 raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
-        # Some chat templates know no system role: its text goes to the head of the first turn.
+        # Some chat templates know no system role, and refuse or omit it: its text goes to the head of the first turn.
         system, first, *rest = turns
         try:
             return self._apply([{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest], tools)
         except TemplateError as error:
             raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
+
+    @cached_property
+    def _shows_system(self) -> bool:
+        """Whether the tokenizer's chat template does not leave out what a system message says."""
+        said = "[[qcfuse:system]]"
+        try:
+            return said in self._apply([{"role": "system", "content": said}, {"role": "user", "content": "?"}], ())
+        except TemplateError:
+            return False
 
     @property
     def shows_tools(self) -> bool:

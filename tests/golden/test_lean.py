@@ -23,10 +23,12 @@ IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4
 EVERYTHING = {"norms": 2 * LAYERS + 1, "gates": LAYERS, "rotations": LAYERS}
 FOUND = {
+    "afmoe": {**EVERYTHING, "norms": 6 * LAYERS + 1},
     "cohere2-interleaved": {"gates": LAYERS},
     "gemma2-softcap": {**EVERYTHING, "norms": 4 * LAYERS + 1},
     "gemma3-two-ropes": {**EVERYTHING, "norms": 6 * LAYERS + 1},
     "gpt-oss-sinks": {"norms": 2 * LAYERS + 1},
+    "gpt-neox": {"rotations": LAYERS},
     "phi3-partial-rotary": {"norms": 2 * LAYERS + 1, "rotations": LAYERS},
     "qwen3-qk-norm": {**EVERYTHING, "norms": 4 * LAYERS + 1},
     "starcoder2": {"rotations": LAYERS},

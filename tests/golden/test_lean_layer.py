@@ -29,10 +29,12 @@ from qcfuse_rag.fuse.lean_layer import LeanLayer, leanest_steps
 
 LAYERS = 4
 OTHER_FORMS = {
+    "afmoe",
     "cohere2-interleaved",
     "gemma2-softcap",
     "gemma3-two-ropes",
     "gpt-oss-sinks",
+    "gpt-neox",
     "granite-multipliers",
     "phi3-partial-rotary",
     "qwen2-moe-silent-window",

@@ -214,6 +214,15 @@ def test_what_a_conversation_says_as_system_joins_the_templates_own(builder: Pro
     assert prompt.frame == builder.frame
 
 
+def test_instructions_reach_templates_that_leave_system_messages_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    builder = PromptBuilder(silent, PromptTemplate())
+    prompt = builder.build(QUESTION, ["A passage."])
+    assert builder.template.messages[0][1] in "".join(segment.text for segment in prompt.segments)
+    assert prompt.segments[0].text.startswith("<user>")
+
+
 def test_a_template_without_a_system_message_leaves_the_conversations_own(tokenizer: PreTrainedTokenizerFast) -> None:
     template = PromptTemplate(messages=(("user", "{context}Question: {question}"),))
     said = [("system", "Speak French."), {"role": "system", "content": "Be brief."}]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3nTextConfig,
     LlamaConfig,
     Mamba2Config,
@@ -22,7 +25,7 @@ from qcfuse_rag.fuse.attention import rows_attention
 from qcfuse_rag.fuse.rows import RowsPlan
 from qcfuse_rag.fuse.self_check import check_exact
 from qcfuse_rag.model.support import refuse_unsupported
-from tests.families import FAMILIES, SIZES, build_model
+from tests.families import FAMILIES, SIZES, YARN, build_model
 from tests.unit.test_attention import Layer
 
 
@@ -43,6 +46,55 @@ def test_longrope_is_held_to_the_length_below_its_switch() -> None:
     window = refuse_unsupported(build_model("llama", rope_parameters=rope))
     assert window.tokens == 128
     assert "longrope" in window.reason
+
+
+def test_queries_scaled_by_position_are_held_to_the_length_below() -> None:
+    rope = {**YARN, "llama_4_scaling_beta": 0.5}
+    window = refuse_unsupported(build_model("llama", rope_parameters=rope))
+    assert (window.tokens, "queries are scaled" in window.reason) == (YARN["original_max_position_embeddings"], True)
+
+
+@pytest.mark.parametrize(
+    ("family", "obeyed"),
+    [
+        ("llama-idle-window", False),
+        ("llama", False),
+        ("mistral-sliding", True),
+        ("gemma3-two-ropes", True),
+        ("gpt-oss-sinks", True),
+        ("qwen2-moe-silent-window", True),
+    ],
+)
+def test_a_window_counts_where_the_model_obeys_it(
+    family: str, obeyed: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = build_model(family)
+    own = model.config.sliding_window if obeyed else None
+    lm = LanguageModel.wrap(model, tokenizer)
+    assert set(lm.sliding) - {None} == ({own} if obeyed else set())
+    assert getattr(model.config, "sliding_window", None) == getattr(build_model(family).config, "sliding_window", None)
+
+
+def test_a_window_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model("llama-idle-window")
+    model.get_decoder().layers[1].self_attn.sliding_window = 24
+    with pytest.raises(UnsupportedModel, match="in a window of 24 tokens cannot be told"):
+        LanguageModel.wrap(model, tokenizer)
+
+
+def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    own = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(**own, **sizes, first_k_dense_replace=4, num_key_value_heads=4)
+    with pytest.raises(UnsupportedModel, match=r"latent attention|rotation this library knows"):
+        LanguageModel.wrap(AutoModelForCausalLM.from_config(config), tokenizer)
+
+
+def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageModel) -> None:
+    """A pass's own mask says nothing: read as one, it would show every key to every row."""
+    key = torch.zeros(1, 2, 9, 4)
+    with pytest.raises(UnsupportedModel, match="do not hand Layer what they are called with"):
+        rows_attention(Layer(), key[:, :, :3], key, key, torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
 def test_recurrent_layers_are_refused() -> None:
@@ -140,6 +192,50 @@ def test_a_model_saved_to_a_folder_is_loaded_and_answers(
 def test_a_model_that_is_not_there_is_one_clear_error(name: str, message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):
         LanguageModel.load(name)
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama: LanguageModel
+) -> None:
+    model = build_model("llama")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if ".3." not in k}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"9 weights are missing, such as model\.layers\.3\.input_layernorm"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_weights_of_other_shapes_are_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    build_model("llama", intermediate_size=32).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFound, match="have other shapes than its configuration asks for"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="merge it into its model's weights"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_code_that_a_model_brings_is_not_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    remote = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": remote}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w').close()")
+    with pytest.raises(UnsupportedModel, match="brings its own code, which is never run"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_decoder_in_a_folder_is_no_text_decoder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no text decoder"):
+        LanguageModel.load(str(tmp_path), device="cpu")
 
 
 def test_an_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
