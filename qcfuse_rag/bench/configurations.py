@@ -81,7 +81,9 @@ def configurations(
             bases_of = (plain_base(one.base) for one in others if "ratio" in _takes(method_name(one.label)))
             over = [base for base in dict.fromkeys(bases_of) if base in BASES] or [None]
         for base in over if "base" in _takes(name) and "base" not in given else [None]:
-            for ratio in shares if "ratio" in _takes(name) and "ratio" not in given else [None]:
+            # A number of tokens a chunk is a share of its own.
+            crossed = "ratio" in _takes(name) and not given.keys() & {"ratio", "n_tokens"}
+            for ratio in shares if crossed else [None]:
                 one = _configuration(label, name, {"ratio": ratio, **({"base": BASES[base]} if base else {}), **given})
                 found.setdefault(one.key, one)
     return list(found.values())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from qcfuse_rag.bench.configurations import method_name
 from qcfuse_rag.bench.datasets import Example
 from qcfuse_rag.bench.records import Record, RecordLog
 from qcfuse_rag.bench.ruler import TASKS
+from qcfuse_rag.fuse.guard import IN_FULL
 
 
 def on_distractors(examples: Sequence[Example]) -> list[str]:
@@ -37,10 +39,21 @@ def on_log(log: RecordLog, *, kept: bool) -> list[str]:
 
 
 def on_methods(records: Iterable[Record]) -> list[str]:
-    """Say what a method was measured without."""
-    if not any(method_name(record["method"]) == "relaycaching" for record in records):
-        return []
+    """Say what a method was measured without, and where it was not what was measured."""
+    asked, in_full = Counter[str](), Counter[str]()
+    for record in records:
+        asked[record["method"]] += 1
+        in_full[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
+    notes = [
+        f"{method}: {count} of {asked[method]} answers were computed in full, as its guard found that no slower; "
+        "[guard=false] measures what it does otherwise"
+        for method, count in in_full.items()
+        if count
+    ]
+    if not any(method_name(method) == "relaycaching" for method in asked):
+        return notes
     return [
+        *notes,
         "relaycaching: no passage here is a text that was generated before, which is what it is made for; measured is "
-        "how it repairs the stored caches of its base"
+        "how it repairs the stored caches of its base",
     ]

@@ -36,7 +36,7 @@ def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[
     for dataset, lines in by_dataset(summary).items():
         quality = "match" if dataset.startswith("ruler_") else "f1"
         for against, label in (("ttft_s", "median time to first token, s"), ("ratio", "share recomputed")):
-            path = folder / f"{stem}.{dataset}.{quality}-{against.removesuffix('_s')}.png"
+            path = folder / f"{stem}.{dataset.replace('/', '-')}.{quality}-{against.removesuffix('_s')}.png"
             _draw(lines, dataset, quality, against, label, path)
             drawn.append(path)
     return drawn

@@ -96,6 +96,10 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         QCFuseError: if something needed is missing, a dataset cannot be used, or records of other conditions are there.
         ValueError: if a method's parameter is out of range.
     """
+    if options.out.suffix != ".json":
+        raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {options.out}")
+    if not options.datasets:
+        raise QCFuseError("name a dataset, or several with commas")
     rouge_scorer()
     chosen = configurations(options.methods, options.ratios, options.bases)
     _refuse_to_cut(options)
@@ -115,6 +119,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             notes += run_questions(engine, examples, chosen, log, group=group, pool=pool, progress=progress)
             asked = {(example.dataset, example.id) for example in examples}
             records = [r for r in log.records.values() if (r["dataset"], r["id"]) in asked]
+            if not records:
+                raise QCFuseError("; ".join(["no question could be measured", *notes]))
             notes += on_log(log, kept=options.store is not None) + on_methods(records)
             summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
         about = {**_about(options, engine), "conditions": conditions, "notes": notes}
@@ -153,7 +159,7 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
                 raise BadDataset(
                     f"no dataset {name!r} in {options.data_dir}; there are {there}, and {', '.join(TASKS)}"
                 )
-            own = read_dataset(path, size=options.size)
+            own = [replace(one, dataset=name) for one in read_dataset(path, size=options.size)]
             sources[name] = digest(path.read_bytes())
             if options.distractors is not None:
                 # Which passages hold the answer is not guessed: a question of two steps would lose the first.

@@ -107,8 +107,9 @@ class Sizing:
     rates: Rates
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
+        """Return plain data for JSON, which knows no infinity: None uses if warming never pays."""
+        uses = self.break_even_uses
+        return {**asdict(self), "break_even_uses": uses if math.isfinite(uses) else None}
 
 
 def size_up(

@@ -29,7 +29,7 @@ def summarize(
     *,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return the summary, in the order in which configurations first appear; full prefill first in each dataset.
+    """Return the summary, in the order of the preparations, then of first appearance; full prefill is first.
 
     Differences are paired: taken question by question, then averaged and resampled. The control of a method is
     `random` over the same base at the same ratio, whatever its other parameters; how tokens were ranked does not matter
@@ -48,7 +48,10 @@ def summarize(
     costs = list(offline)
     lines = []
     datasets = list(dict.fromkeys(key[0] for key in groups))
-    for dataset, method, base, ratio in sorted(groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL)):
+    order = {key: at for at, key in enumerate(preparations or ())}
+    for dataset, method, base, ratio in sorted(
+        groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL, order.get(key[1:], len(order)))
+    ):
         group = groups[dataset, method, base, ratio]
         full = groups.get((dataset, FULL, None, 1.0), {})
         control = _control(groups, dataset, base, ratio) if method_name(method) not in (RANDOM, FULL) else None

@@ -92,7 +92,7 @@ def bench_speed(
     from qcfuse_rag.bench.speed.tables import terminal_tables
     from qcfuse_rag.cli.bench_speed import run_speed
 
-    chosen = configurations(split_names(methods), [float(one) for one in split_names(ratios)])
+    chosen = configurations(split_names(methods), _shares(ratios))
     options = SpeedOptions(
         contexts=tuple(int(one) for one in split_names(context)),
         methods=tuple(chosen[1:]),
@@ -165,7 +165,7 @@ def bench_quality(
         datasets=tuple(split_names(",".join(dataset))),
         methods=tuple(split_names(",".join([*(methods or ()), *(baseline or ())]))) or ("auto",),
         out=out,
-        ratios=tuple(float(ratio) for ratio in split_names(ratios or "")),
+        ratios=_shares(ratios or ""),
         bases=tuple(split_names(bases or "")),
         size=size,
         distractors=distractors,
@@ -191,3 +191,10 @@ def bench_quality(
         OUT.print(note, highlight=False, markup=False)
     written = [out, out.with_suffix(".md"), *drawn]
     OUT.print("written: " + ", ".join(map(str, written)), highlight=False, markup=False, soft_wrap=True)
+
+
+def _shares(given: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in split_names(given))
+    except ValueError:
+        raise typer.BadParameter(f"{given!r} is no list of numbers such as 0.05,0.2", param_hint="--ratios") from None

@@ -19,7 +19,7 @@ ERR = Console(stderr=True)
 
 def print_json(data: Mapping[str, Any]) -> None:
     """Write one JSON object to standard output and nothing else."""
-    print(json.dumps(data, indent=2, ensure_ascii=False))
+    print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 @contextmanager

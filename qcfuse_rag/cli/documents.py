@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,11 +87,18 @@ def require_passages(passages: dict[str, list[str]], options: WarmOptions) -> No
         raise QCFuseError(f"no passages in {', '.join(options.paths)}")
 
 
-def vanished_files(index: PassageIndex, options: WarmOptions) -> set[str]:
-    """Return indexed files that no longer exist in the folders named."""
+def vanished_files(index: PassageIndex, options: WarmOptions, passages: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return indexed files that no longer exist in the folders named, and documents in which there is no text now.
+
+    Args:
+        index: of the library.
+        options: of the job.
+        passages: of each document just read. A record of JSON lines may be called as a file that is elsewhere.
+    """
     folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
     sources = {passage.source for passage in index.passages}
-    return {s for s in sources if not Path(s).exists() and any(Path(s).is_relative_to(folder) for folder in folders)}
+    gone = {s for s in sources if not Path(s).is_file() and any(Path(s).is_relative_to(folder) for folder in folders)}
+    return (gone | passages.keys()) - {source for source, texts in passages.items() if texts}
 
 
 def index_passages(

@@ -134,8 +134,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
         if not index.passages:
             require_passages(passages, options)
         record.save()
-        vanished = vanished_files(index, options)
-        vanished |= {source for source, texts in passages.items() if not texts}
+        vanished = vanished_files(index, options, passages)
         for source in vanished:  # first: what is no longer in the index is not seen to have vanished
             engine.forget(source)
         index.remove(vanished)

@@ -8,6 +8,9 @@ from typing import Protocol
 from qcfuse_rag.fuse.costs import Costs
 from qcfuse_rag.fuse.outlook import Outlook
 
+IN_FULL = "computed in full"
+"""How a guard's reason begins."""
+
 
 class Guard(Protocol):
     """Decides if a prompt is better computed in full."""
@@ -50,4 +53,4 @@ class BreakEven:
         if fused < self.margin * full:
             return None
         saved = f"less than {1 - self.margin:.0%} would be saved" if fused < full else "nothing would be saved"
-        return f"computed in full, {saved}: predicted to take {full:.3g} s, fused {fused:.3g} s"
+        return f"{IN_FULL}, {saved}: predicted to take {full:.3g} s, fused {fused:.3g} s"

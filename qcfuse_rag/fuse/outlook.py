@@ -25,6 +25,8 @@ class Outlook:
         selected_tokens: stored tokens that would be recomputed.
         probe_rows: rows the method's probe computes; 0 without one.
         probe_share: share of the layers it computes them in.
+        passages: how many the prompt has.
+        absent: how many of them the store does not have.
     """
 
     prompt_tokens: int
@@ -32,6 +34,8 @@ class Outlook:
     selected_tokens: int
     probe_rows: int
     probe_share: float
+    passages: int = 0
+    absent: int = 0
 
     @property
     def rows(self) -> int:
@@ -44,11 +48,12 @@ def outlook(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -
 
     A segment counts as stored if the store has it under any base the method reads; whether it can be read is not tried.
     """
-    stored = inexact = 0
+    stored = inexact = absent = 0
     for span in prompt.spans:
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         there = [one for one in bases if one.key(lm.fingerprint, prompt.frame, span.segment.stored_ids) in store]
         stored += len(span) if there else 0
+        absent += span.segment.role is Role.CHUNK and not there
         before = prompt.ids[: span.start]
         exact = span.segment.role is Role.HEAD or any(one.exact_behind(before, prompt.frame) for one in there)
         inexact += len(span) if there and not exact else 0
@@ -56,4 +61,5 @@ def outlook(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -
     after = max((span.stop for span in prompt.chunks), default=0)
     probing = method.probe is not None and selected > 0
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers
-    return Outlook(len(prompt), stored, selected, len(prompt) - after if probing else 0, depth / lm.n_layers)
+    probe_rows = len(prompt) - after if probing else 0
+    return Outlook(len(prompt), stored, selected, probe_rows, depth / lm.n_layers, len(prompt.chunks), absent)

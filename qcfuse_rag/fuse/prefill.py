@@ -114,9 +114,13 @@ def _refusal(
         return None
     try:
         ahead = patience.call(lambda: outlook(lm, store, prompt, method))
-        if not ahead.stored_tokens:  # then there is nothing to load: fusing is full prefill
+        # Without any passage there is little to load: fusing is full prefill, and says what it did not find.
+        if not ahead.stored_tokens or 0 < ahead.passages == ahead.absent:
             return None
-        return method.guard.refusal(ahead, within(patience.left_s, costs))
+        refusal = method.guard.refusal(ahead, within(patience.left_s, costs))
+        if refusal is None or not ahead.absent:
+            return refusal
+        return f"{refusal}; {ahead.absent} of {ahead.passages} passages are absent"
     except TimeoutError as error:
         return f"everything is computed: the store gave {error}"
 
@@ -177,6 +181,13 @@ def _attempt(
     positions, always = selected.tolist(), int((~assembly.known).sum())
     if len(set(positions)) < len(positions) or not bool(assembly.known[positions].all()):
         raise ValueError(f"method {method.name!r} selects a token twice, or one that is computed anyway")
+    allowed = torch.zeros(len(prompt), dtype=torch.bool)
+    for placed in candidates:
+        allowed[placed.span.start : placed.span.stop] = True
+    if not bool(allowed[positions].all()):
+        raise ValueError(f"method {method.name!r} selects a token that is none of the candidates'")
+    if selection.until is None and method.layerwise is None and len(positions) > budget:
+        raise ValueError(f"method {method.name!r} selects {len(positions):,} tokens, of which {budget:,} are allowed")
     report = FusionReport(
         method=method.name,
         base=method.base.name if method.base else None,

@@ -43,6 +43,8 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
@@ -10,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.prompt.segments import Prompt, Span
 from qcfuse_rag.report.fusion import FusionReport, Timings
+
+REPLACEMENT = "\ufffd"
 
 STYLE = """
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -84,14 +87,14 @@ def _section(
     reasons: dict[int, str | None],
     heat: float | None,
 ) -> str:
-    def fate(position: int) -> str:
+    def fate(positions: range) -> str:
         if span.start not in hits:
             return "computed"
-        return "recomputed" if position in selected else "reused"
+        return "recomputed" if any(position in selected for position in positions) else "reused"
 
     pieces = []
-    for name, positions in groupby(range(span.start, span.stop), key=fate):
-        ids = [span.segment.ids[position - span.start] for position in positions]
+    for name, wholes in groupby(_wholes(tokenizer, span), key=fate):
+        ids = [span.segment.ids[position - span.start] for whole in wholes for position in whole]
         pieces.append(f'<span class="{name}">{escape(tokenizer.decode(ids))}</span>')
     reason = reasons.get(span.start)
     bar = "" if heat is None else f', probed <span class="heat" style="width:{12 * heat:.2f}rem"></span>{heat:.0%}'
@@ -99,3 +102,13 @@ def _section(
     note = f"<small>{escape(span.segment.role)}, {len(span)} tokens{why}{bar}</small>\n"
     kind = "missing" if reason else str(span.segment.role)
     return f'<section class="{kind}">{note}{"".join(pieces)}</section>'
+
+
+def _wholes(tokenizer: PreTrainedTokenizerBase, span: Span) -> Iterator[range]:
+    """Yield a span's positions, those together whose tokens share a character, as bytes outside ASCII may."""
+    first = span.start
+    for position in range(span.start, span.stop):
+        ids = span.segment.ids[first - span.start : position + 1 - span.start]
+        if position + 1 == span.stop or not tokenizer.decode(ids).endswith(REPLACEMENT):
+            yield range(first, position + 1)
+            first = position + 1

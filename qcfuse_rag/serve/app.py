@@ -68,9 +68,12 @@ def make_app(
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return failure(400, f"{place or 'the body'}: {first['msg']}")
+        # Of a value that may be of several kinds, the error furthest inside is of the kind that was meant.
+        told = max(error.errors(), key=lambda one: len(one["loc"]))
+        if told["type"] == "json_invalid":
+            return failure(400, f"the body is no JSON: {told['ctx']['error']} at character {told['loc'][-1]}")
+        place = ".".join(str(part) for part in told["loc"] if part != "body")
+        return failure(400, f"{place or 'the body'}: {told['msg']}")
 
     @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def healthz() -> Response:
