@@ -194,6 +194,8 @@ def bench_quality(
 
 
 def _shares(given: str) -> tuple[float, ...]:
+    from qcfuse_rag.bench.configurations import split_names
+
     try:
         return tuple(float(share) for share in split_names(given))
     except ValueError:

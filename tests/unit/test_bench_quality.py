@@ -14,6 +14,7 @@ from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
 from qcfuse_rag.bench.configurations import configurations
+from qcfuse_rag.bench.notes import on_methods
 from qcfuse_rag.bench.prepare import prepare
 from qcfuse_rag.bench.tables import terminal_tables
 from qcfuse_rag.bench.together import Together
@@ -300,6 +301,40 @@ def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) ->
     assert any((tmp_path / "kv").iterdir())
 
 
+def test_datasets_of_one_name_in_two_folders_are_two(bench: Bench, tmp_path: Path) -> None:
+    for name, records in (("a", RECORDS[:1]), ("b", RECORDS[1:])):
+        (bench.data / name).mkdir()
+        bench.write(f"{name}/dev", records)
+    found = bench("--methods", "reuse", "--plots", tmp_path / "plots", dataset="a/dev,b/dev")
+    assert [(line["dataset"], line["n"]) for line in found["summary"] if line["method"] == "full"] == [
+        ("a/dev", 1),
+        ("b/dev", 2),
+    ]
+    assert {path.name.split(".")[1] for path in (tmp_path / "plots").iterdir()} == {"a-dev", "b-dev"}
+
+
+def test_lines_of_a_table_are_in_the_order_asked_for(bench: Bench) -> None:
+    found = bench("--methods", "reuse,qcfuse", "--ratios", ".1,.5")
+    lines = [(line["method"], line["ratio"]) for line in found["summary"]]
+    assert lines == [("full", 1.0), ("reuse", 0.0), ("qcfuse", 0.1), ("qcfuse", 0.5)]
+
+
+def test_a_number_of_tokens_is_not_crossed_with_ratios(bench: Bench) -> None:
+    found = bench("--methods", "epic[n_tokens=0],epic", "--ratios", ".1", "--size", 1)
+    bases = {line["method"]: (line["base"], line["ratio"]) for line in found["summary"]}
+    assert bases["epic"] == ("blind", 0.1)
+    assert bases["epic[n_tokens=0]"][0] == "begun"
+
+
+def test_answers_that_a_guard_had_computed_in_full_are_told(bench: Bench) -> None:
+    def noted(fallback: str | None) -> list[str]:
+        return on_methods([{"method": "auto", "fallback": fallback}, {"method": "reuse", "fallback": None}])
+
+    assert noted("1 of 3 passages computed in full: absent") == []
+    [note] = noted("computed in full, nothing would be saved: predicted to take 1 s, fused 2 s")
+    assert note.startswith("auto: 1 of 1 answers were computed in full")
+
+
 def test_questions_are_prepared_in_groups(bench: Bench) -> None:
     one_by_one = bench("--methods", "reuse", "--group", 1)
     bench.out = bench.out.with_name("at-once.json")
@@ -351,6 +386,7 @@ def test_rulers_tasks_are_made_when_there_is_no_file(bench: Bench) -> None:
     ("options", "says"),
     [
         (("--methods", "nothing"), "no method 'nothing'"),
+        (("--json", "r.md"), "call it something.json, not r.md"),
         (("--methods", "qcfuse[depth=3]"), "does not take depth"),
         (("--methods", "qcfuse[depth"), "write a method as name"),
         (("--methods", "qcfuse", "--bases", "bare"), "no base 'bare'"),
@@ -361,10 +397,16 @@ def test_mistakes_are_named_before_anything_is_loaded(bench: Bench, options: tup
     assert says in bench.fails(*options)
 
 
+def test_ratios_that_are_no_numbers_are_a_wrong_command_line(bench: Bench) -> None:
+    code, _, err = bench.run(*bench.arguments("--ratios", "10%"))
+    assert (code, "--ratios" in err, "is no list of numbers" in " ".join(err.split())) == (2, True, True)
+
+
 def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) -> None:
     error = bench.fails("--methods", "full", dataset="squad")
     assert "no dataset 'squad'" in error
     assert "harbour" in error
+    assert "name a dataset" in bench.fails("--methods", "full", dataset=",,")
 
 
 def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(

@@ -33,6 +33,18 @@ def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
     assert "http" not in page
 
 
+def test_characters_of_several_tokens_are_shown_whole(engine: FusionEngine) -> None:
+    text = "Déjà vu \U0001f6a2 auf der Fähre, 港口 at seven, ängstlich und müde. " * 3
+    engine.warm([text], bases=(BLIND,))
+    prompt = engine.prompt("Où est l'été?", [text])
+    report = engine.prefill(prompt, method=make_method("random", ratio=0.4, base=BLIND)).report
+    assert report.selected
+    page = explain_html(engine.lm.tokenizer, prompt, report)
+    shown = re.findall(r'<span class="(\w+)">(.*?)</span>', page[page.index("<section") :], re.DOTALL)
+    assert {"reused", "recomputed"} <= {fate for fate, _ in shown}
+    assert unescape("".join(written for _, written in shown)) == engine.lm.tokenizer.decode(prompt.ids)
+
+
 def explained(engine: FusionEngine) -> str:
     engine.warm(PASSAGES, bases=(BLIND,))
     prompt = engine.prompt("Who keeps the paint?", PASSAGES)

@@ -95,6 +95,25 @@ def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine)
     assert done.report.rows == len(prompt)
 
 
+def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(engine: FusionEngine) -> None:
+    """Its head is stored wherever anything was ever warmed, and saves next to nothing."""
+    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    dear = replace(FAST, load_s=0.1)
+    report = prefill(
+        engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES[1:]), guarded(), costs=lambda: dear
+    ).report
+    assert report.fallback == "2 of 2 passages computed in full: absent"
+    assert [lookup.hit for lookup in report.lookups if lookup.role == "chunk"] == [False, False]
+
+
+def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    dear = replace(FAST, load_s=0.1)
+    report = prefill(engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES), guarded(), costs=lambda: dear).report
+    assert str(report.fallback).startswith("computed in full, ")
+    assert str(report.fallback).endswith("; 2 of 3 passages are absent")
+
+
 def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: FusionEngine) -> None:
     def never() -> Costs:
         raise AssertionError("asked for costs")

@@ -73,6 +73,14 @@ def test_a_selector_that_does_not_keep_to_its_candidates_is_told(
     own = replace(make_method("random", base=FRAMED), selector=Chosen([last, last if wrong == "twice" else last + 1]))
     with pytest.raises(ValueError, match="selects a token twice, or one that is computed anyway"):
         warmed.prefill(prompt, method=own)
+    head = prompt.chunks[0].start - 1
+    for chosen, told in (
+        ([head], "none of the candidates'"),
+        (range(prompt.chunks[-1].start, last), "tokens, of which"),
+    ):
+        own = replace(make_method("random", ratio=0.05, base=FRAMED), selector=Chosen(chosen))
+        with pytest.raises(ValueError, match=told):
+            warmed.prefill(prompt, method=own)
     fine = replace(own, selector=Chosen([last, last - 2]))
     assert set(warmed.prefill(prompt, method=fine).report.selected) == {last, last - 2}
 

@@ -162,6 +162,12 @@ def called(arguments: str) -> dict[str, Any]:
         ({"temperature": 1e308}, 400, "temperature: Input should be less"),
         ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 400, "characters cannot fit a context window"),
         ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"seed": 2**63}, 400, "seed: Input should be less than"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.list[TextPart].0.type: Input should be 'text'",
+        ),
         ({"max_tokens": 601}, 400, "this server gives at most 600"),
         ({"temperature": -1}, 400, "temperature: Input should be greater"),
         ({"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "context window"),

@@ -48,6 +48,7 @@ def test_recomputing_everything_never_pays(run: Run) -> None:
     code, out, _ = run("plan", "--nodes", "10", "--model", "qwen3-8b", "--ratio", "1")
     assert code == 0
     assert "never pays" in out
+    assert run.json("plan", "--nodes", "10", "--model", "qwen3-8b", "--ratio", "1")["break_even_uses"] is None
 
 
 def test_what_is_assumed_is_said() -> None:
