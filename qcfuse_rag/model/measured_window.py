@@ -20,8 +20,8 @@ PROBE_TOKENS, PROBE_WINDOW = 24, 4
 def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     """Return each layer's sliding window in tokens, or None where a layer sees everything before it.
 
-    Where the configuration has one, some tokens are run three times, with a narrow window the last time; the model's
-    attention is switched to `eager`, which leaves windows to the mask.
+    Where the configuration has one, some tokens are run three times, with a narrow window the last time, and with the
+    attention `eager`, which leaves windows to the mask.
 
     Args:
         model: a decoder-only model as transformers loads it.
@@ -33,7 +33,6 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
     windows = sliding_windows(config)
     if not any(windows):
         return windows
-    model.set_attn_implementation("eager")
     embeddings = model.get_input_embeddings()
     n_tokens = min(PROBE_TOKENS, int(config.max_position_embeddings))
     ids = (7 + 31 * torch.arange(n_tokens, device=embeddings.weight.device)) % embeddings.num_embeddings
@@ -42,13 +41,15 @@ def measure_windows(model: PreTrainedModel) -> tuple[int | None, ...]:
         state: Tensor = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state
         return state.float()
 
-    first, again = hidden(), hidden()
-    own = config.sliding_window
+    own, attention = config.sliding_window, config._attn_implementation
+    model.set_attn_implementation("eager")
     try:
+        first, again = hidden(), hidden()
         config.sliding_window = PROBE_WINDOW if own != PROBE_WINDOW else 1
         narrow = hidden()
     finally:
         config.sliding_window = own
+        model.set_attn_implementation(attention)
     noise = (again - first).abs().max()
     if (narrow - first).abs().max() > 2 * noise:
         return windows
