@@ -53,7 +53,7 @@ def _print(
     uses = found.break_even_uses
     paid = "warming never pays at this ratio"
     if uses < math.inf:
-        paid = f"a passage has paid for its warming when it was retrieved {uses:.1f} times"
+        paid = f"in computing time, a passage has paid for its warming when it was retrieved {uses:.1f} times"
     OUT.print(
         f"{paid}; a prompt of {retrieved} takes {_seconds(found.full_ttft_s)} to its first token without a store",
         highlight=False,

@@ -226,4 +226,4 @@ def _print_failed(failed: Any) -> None:
 
 def _print_unread(unread: list[str]) -> None:
     for reason in unread:
-        ERR.print(f"[yellow]not read[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+        ERR.print(f"[yellow]passed over:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)

@@ -143,7 +143,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
     summary = run.json("warm", "run", documents, *options)
     assert summary["passages"] == 3
     assert "latin.txt" in summary["unread"][0]
-    assert "not read" in run("warm", "run", documents, *options)[2]
+    assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
 
 
 def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
