@@ -16,7 +16,7 @@ from qcfuse_rag.model.load import load_pretrained
 from qcfuse_rag.model.measured_rope import measure_rope
 from qcfuse_rag.model.measured_window import measure_windows
 from qcfuse_rag.model.rope import KVShape, LayerRope
-from qcfuse_rag.model.support import ContextWindow, refuse_unsupported, stock_attention_name
+from qcfuse_rag.model.support import ContextWindow, refuse_strange_tokenizer, refuse_unsupported, stock_attention_name
 from qcfuse_rag.model.vocabulary import grammar_vocabulary
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class LanguageModel:
             UnsupportedModel: with the property that makes reuse wrong.
         """
         window = refuse_unsupported(model)
+        refuse_strange_tokenizer(model, tokenizer)
         ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
         sliding = measure_windows(model)
         attention.register()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from qcfuse_rag.errors import UnsupportedModel
@@ -67,6 +67,22 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
             original = _rope_parameter(config, "original_max_position_embeddings") or beside
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
     return ContextWindow(window, "the model's own limit")
+
+
+def refuse_strange_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the model knows the tokens of the tokenizer's vocabulary.
+
+    Those that were added to it may be more: many a model has one to pad with, which no prompt holds.
+
+    Raises:
+        UnsupportedModel: if it does not, so that some text would be read beyond the embeddings' end.
+    """
+    tokens = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+    known = model.get_input_embeddings().weight.shape[0]
+    if tokens > known:
+        raise UnsupportedModel(
+            f"the tokenizer has {tokens:,} tokens and the model embeddings of {known:,}: they are not of one model"
+        )
 
 
 def stock_attention_name(model: PreTrainedModel) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,21 @@ def test_a_wrapped_model_still_works_on_its_own(tokenizer: PreTrainedTokenizerFa
         assert torch.equal(lm.model.generate(ids, max_new_tokens=8, do_sample=False), expected)
         batch = [m(padded, attention_mask=seen).logits[:, -1] for m in (stock, lm.model)]
         assert torch.allclose(*batch, atol=1e-4)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+    with pytest.raises(UnsupportedModel, match="they are not of one model"):
+        LanguageModel.wrap(build_model("llama", vocab_size=words - 1), tokenizer)
+
+
+def test_tokens_added_beyond_the_embeddings_are_no_reason_to_refuse(tokenizer: PreTrainedTokenizerFast) -> None:
+    padded = copy.deepcopy(tokenizer)
+    model = build_model("llama", vocab_size=len(tokenizer))
+    padded.add_tokens(["[to pad with]"], special_tokens=True)
+    lm = LanguageModel.wrap(model, padded)
+    assert len(lm.tokenizer) == model.get_input_embeddings().num_embeddings + 1
+    assert check_exact(lm).passed
 
 
 def test_an_attached_adapter_is_refused() -> None:
