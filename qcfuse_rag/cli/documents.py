@@ -52,16 +52,18 @@ def read_documents(
     Args:
         engine: whose tokenizer measures passages.
         options: of the job.
-        unread: gets why a file of a folder could not be read.
+        unread: gets what in folders is not read, and why.
         workers: that read files, and find them at the same paths.
 
     Raises:
         QCFuseError: if something that was named outright cannot be read.
     """
     with needing_extra():
-        from qcfuse_rag.ingest.read import FILES, read_passages
+        from qcfuse_rag.ingest.read import FILES, passed_over, read_passages
 
     paths = [Path(path) for path in options.paths]
+    if options.reader == FILES:
+        unread.extend(passed_over(paths))
     with progress_bar("reading documents", "files") as advance:
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray

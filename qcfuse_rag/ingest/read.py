@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -90,6 +91,28 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
                 yield file
 
 
+def passed_over(paths: Iterable[Path]) -> Iterator[str]:
+    """Say what in folders `find_files` does not read: files of other kinds, and links to folders that are elsewhere.
+
+    Of hidden ones nothing is said.
+    """
+    given = list(paths)
+    for folder in filter(Path.is_dir, given):
+        endings = Counter[str]()
+        for path in sorted(folder.rglob("*")):
+            ending = path.suffix.lower()
+            if any(part.startswith(".") for part in path.relative_to(folder).parts):
+                continue
+            if path.is_symlink() and path.is_dir():
+                if not any(path.resolve().is_relative_to(one.resolve()) for one in given):
+                    yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
+            elif path.is_file() and ending not in TEXT_ENDINGS | JSON_LINES:
+                endings[ending or "without ending"] += 1
+        if endings:
+            kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
+            yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
+
+
 def reader_named(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
     """Return the reader that an installed package brings.
 
@@ -127,6 +150,11 @@ def _can_be_kept(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _printable(text: str) -> str:
+    """Return a text with a question mark for every byte of a name that is not UTF-8."""
+    return text.encode(errors="replace").decode()
 
 
 def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:

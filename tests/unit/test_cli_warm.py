@@ -139,10 +139,12 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
 ) -> None:
     (documents / "latin.txt").write_bytes(b"caf\xe9")
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
-    assert "latin.txt" in run.json("warm", "plan", documents, *options)["unread"][0]
-    summary = run.json("warm", "run", documents, *options)
-    assert summary["passages"] == 3
-    assert "latin.txt" in summary["unread"][0]
+    (documents / "report.pdf").write_bytes(b"%PDF-1.7")
+    for what in ("plan", "run"):
+        summary = run.json("warm", what, documents, *options)
+        assert summary["passages"] == 3
+        other, broken = summary["unread"]
+        assert ("(1 .pdf); convert them first" in other, "latin.txt" in broken) == (True, True)
     assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.ingest import read
-from qcfuse_rag.ingest.read import read_passages
+from qcfuse_rag.ingest.read import passed_over, read_passages
 from tests.conftest import PASSAGES
 
 
@@ -98,6 +98,21 @@ def test_a_bad_file_in_a_folder_keeps_no_other_from_being_read(
         assert name in said
     with pytest.raises(QCFuseError, match=r"latin\.txt"):
         read_passages([tmp_path / "latin.txt"], tokenizer, max_tokens=200, unread=unread)
+
+
+def test_what_is_not_read_in_a_folder_is_told(tmp_path: Path) -> None:
+    named, elsewhere = tmp_path / "named", tmp_path / "elsewhere"
+    for folder in (named / "below", named / ".git", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("a.txt", "a.PDF", "below/b.pdf", "LICENSE", ".DS_Store", ".git/index.bin", os.fsdecode(b"n.\xef")):
+        (named / name).write_text("text")
+    (named / "link").symlink_to(elsewhere)
+    (named / "gone").symlink_to(tmp_path / "nowhere")
+    link, other = passed_over([named, named / "a.txt"])
+    assert link.startswith(f"{named / 'link'} links to a folder, which is not followed")
+    assert other == f"{named} has files that are not text (2 .pdf, 1 without ending, 1 .?); convert them first"
+    assert list(passed_over([named, elsewhere])) == [other]
+    assert list(passed_over([elsewhere])) == []
 
 
 def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
