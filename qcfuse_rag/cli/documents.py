@@ -68,15 +68,18 @@ def read_documents(
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray
 
-            return read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
-        return read_passages(
-            paths,
-            engine.lm.tokenizer,
-            reader=options.reader,
-            max_tokens=options.max_tokens,
-            progress=advance,
-            unread=unread,
-        )
+            passages = read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
+        else:
+            passages = read_passages(
+                paths,
+                engine.lm.tokenizer,
+                reader=options.reader,
+                max_tokens=options.max_tokens,
+                progress=advance,
+                unread=unread,
+            )
+    unread.extend(f"{source} has no text" for source, texts in passages.items() if not texts)
+    return passages
 
 
 def require_passages(passages: dict[str, list[str]], options: WarmOptions) -> None:

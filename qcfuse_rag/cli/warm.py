@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.remote import lasting_url
 from qcfuse_rag.store.settings import kept_settings
 
+REASONS = 20
+"""Lines of them on a terminal."""
+
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Say what warming would take, without storing anything."""
@@ -47,16 +51,16 @@ def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         unread: list[str] = []
         passages = read_documents(engine, options, unread)
         require_passages(passages, options)
-        texts = [text for own in passages.values() for text in own]
+        documents, texts = _with_text(passages), [text for own in passages.values() for text in own]
         job = engine.warm_job(_ids(engine, texts), batch_tokens=options.batch_tokens)
         plan = job.plan(measure=True, limit_bytes=limit)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
-        about = {"documents": len(passages), "passages": len(texts), "unread": unread}
+        about = {"documents": documents, "passages": len(texts), "unread": unread}
         print_json({**about, **plan.to_dict(), "disk_free_bytes": free})
         return
     OUT.print(
-        f"{len(passages)} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
+        f"{documents} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
         f"{plan.present} there already",
         soft_wrap=True,
     )
@@ -163,7 +167,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 workers=workers,
             )
         engine.sources.close()
-    return {"documents": len(documents), "passages": len(texts), "unread": unread, **summary.to_dict()}
+    return {"documents": _with_text(documents), "passages": len(texts), "unread": unread, **summary.to_dict()}
 
 
 def _require_dtype(options: WarmOptions) -> None:
@@ -224,6 +228,13 @@ def _print_failed(failed: Any) -> None:
         ERR.print(f"[yellow]not stored[/yellow] passage {index}: {escape(reason)}", highlight=False, soft_wrap=True)
 
 
+def _with_text(documents: Mapping[str, Sequence[str]]) -> int:
+    """Return how many documents have a passage."""
+    return sum(map(bool, documents.values()))
+
+
 def _print_unread(unread: list[str]) -> None:
-    for reason in unread:
+    for reason in unread[:REASONS]:
         ERR.print(f"[yellow]passed over:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+    if len(unread) > REASONS:
+        ERR.print(f"[yellow]and {len(unread) - REASONS:,} more[/yellow]: --json names them all", highlight=False)

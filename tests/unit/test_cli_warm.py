@@ -139,13 +139,19 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
 ) -> None:
     (documents / "latin.txt").write_bytes(b"caf\xe9")
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    (documents / "scanned.txt").write_text("\n \f\n")
     (documents / "report.pdf").write_bytes(b"%PDF-1.7")
     for what in ("plan", "run"):
         summary = run.json("warm", what, documents, *options)
         assert summary["passages"] == 3
-        other, broken = summary["unread"]
+        assert summary["documents"] == 3
+        other, broken, empty = summary["unread"]
         assert ("(1 .pdf); convert them first" in other, "latin.txt" in broken) == (True, True)
+        assert empty == f"{documents / 'scanned.txt'} has no text"
     assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
+    (documents / "many.jsonl").write_text("".join(f'{{"text": "", "source": "s{n}"}}\n' for n in range(30)))
+    told = run("warm", "run", documents, *options)[2]
+    assert (told.count("passed over:"), "and 13 more: --json names them all" in told) == (20, True)
 
 
 def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
