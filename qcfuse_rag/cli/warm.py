@@ -35,8 +35,8 @@ from qcfuse_rag.store.open import open_store
 from qcfuse_rag.store.remote import lasting_url
 from qcfuse_rag.store.settings import kept_settings
 
-REASONS = 20
-"""Lines of them on a terminal."""
+MOST_REASONS = 20
+"""Lines on a terminal that say what was passed over."""
 
 
 def plan_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
@@ -234,7 +234,7 @@ def _with_text(documents: Mapping[str, Sequence[str]]) -> int:
 
 
 def _print_unread(unread: list[str]) -> None:
-    for reason in unread[:REASONS]:
+    for reason in unread[:MOST_REASONS]:
         ERR.print(f"[yellow]passed over:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
-    if len(unread) > REASONS:
-        ERR.print(f"[yellow]and {len(unread) - REASONS:,} more[/yellow]: --json names them all", highlight=False)
+    if len(unread) > MOST_REASONS:
+        ERR.print(f"[yellow]and {len(unread) - MOST_REASONS:,} more[/yellow]: --json names them all", highlight=False)

@@ -15,6 +15,7 @@ from qcfuse_rag.ingest.split import TextSplitting
 
 TEXT_ENDINGS = {".txt", ".text", ".md", ".markdown", ".rst"}
 JSON_LINES = {".jsonl", ".ndjson"}
+KNOWN_ENDINGS = TEXT_ENDINGS | JSON_LINES
 READERS_GROUP = "qcfuse_rag.readers"
 FILES = "files"
 
@@ -75,14 +76,14 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
     Raises:
         QCFuseError: if a path does not exist, or a file named outright cannot be read.
     """
-    known, seen = TEXT_ENDINGS | JSON_LINES, set[Path]()
+    seen = set[Path]()
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in known and p.is_file())
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
         elif not path.exists():
             raise QCFuseError(f"no file or folder at {path}")
-        elif path.suffix.lower() not in known:
-            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(known))}); convert it first")
+        elif path.suffix.lower() not in KNOWN_ENDINGS:
+            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(KNOWN_ENDINGS))}); convert it first")
         else:
             found = [path]
         for file in found:
@@ -97,6 +98,7 @@ def passed_over(paths: Iterable[Path]) -> Iterator[str]:
     Of hidden ones nothing is said.
     """
     given = list(paths)
+    real = [path.resolve() for path in given]
     for folder in filter(Path.is_dir, given):
         endings = Counter[str]()
         for path in sorted(folder.rglob("*")):
@@ -104,9 +106,9 @@ def passed_over(paths: Iterable[Path]) -> Iterator[str]:
             if any(part.startswith(".") for part in path.relative_to(folder).parts):
                 continue
             if path.is_symlink() and path.is_dir():
-                if not any(path.resolve().is_relative_to(one.resolve()) for one in given):
+                if not any(path.resolve().is_relative_to(one) for one in real):
                     yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
-            elif path.is_file() and ending not in TEXT_ENDINGS | JSON_LINES:
+            elif path.is_file() and ending not in KNOWN_ENDINGS:
                 endings[ending or "without ending"] += 1
         if endings:
             kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
