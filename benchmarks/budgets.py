@@ -27,16 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import FusionEngine, MemoryStore, Method, make_method, open_store
-from qcfuse_rag.bench.bootstrap import mean_interval
-from qcfuse_rag.bench.datasets import read_dataset
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.fuse.assembly import Assembly
-from qcfuse_rag.fuse.probe import Probe
-from qcfuse_rag.fuse.score import Scores
-from qcfuse_rag.fuse.select import candidate_positions, inexact_chunks
-from qcfuse_rag.prompt.segments import Prompt
+from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
+from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.fusion.probes import Probe
+from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.attention.scores import Scores
 
 RATIOS = (0.0125, 0.025, 0.05, 0.1, 0.2)
 MEAN = 0.05

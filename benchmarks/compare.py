@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from qcfuse_rag.bench.bootstrap import mean_interval
+from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
 
 SHOWN = ("f1", "nll", "off", "kl")
 Key = tuple[str, str | None, float | None]

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import FusionEngine, SamplingParams, ServedEngine
+from qcfuse_rag.bundled import corpus, default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import corpus, default_model
 
 TICK_S = 0.005
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import FusionEngine, make_method
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import corpus, default_embedder, default_model, questions
-from qcfuse_rag.retrieve.embed import Embedder
+from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.retrieval.embedder import Embedder
 
 FULL = make_method("full")
 FLAT = "Context information is below.\n-----\n{context}\n-----\nAnswer the query.\nQuery: {question}\nAnswer: "

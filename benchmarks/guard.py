@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import FusionEngine, MemoryStore, Method, Miss, Prompt, make_method
-from qcfuse_rag.bench.speed.throttle import ThrottledStore
+from qcfuse_rag.bundled import corpus, default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import corpus, default_model
+from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
 
 BYTES_PER_S = 50e6
 FULL = make_method("full")

@@ -6,7 +6,7 @@ Medians of Triton's `do_bench`, which empties the cache before each call. Both s
 the host takes shows as far as it is longer than emptying the cache. Kernels that score are also replayed from a CUDA
 graph, as are those that multiply: what the device takes, and how near that comes to the floor. The floor is the longer
 of two times: operations at the rate of a large matrix product, bytes at that of a large copy, both measured here. With
-`--tiles` both are timed with other tiles and strips too, from which `fuse.kernels.launch` and `product` may have to
+`--tiles` both are timed with other tiles and strips too, from which `runtime.kernels.launch` and `product` may have to
 choose anew.
 """
 
@@ -28,25 +28,26 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from qcfuse_rag.bench.speed.roofline import measure_ceilings
-from qcfuse_rag.bench.speed.shapes import SHAPES, random_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.fuse import attention as torch_attention
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels import attention, context_score
-from qcfuse_rag.fuse.kernels.attention import attention_tile, sparse_attention
-from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import TALL, Tile, tile_of
-from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
-from qcfuse_rag.fuse.kernels.pointwise import Norm
-from qcfuse_rag.fuse.kernels.product import STRIPS, Strip, gate_projected, projected
-from qcfuse_rag.fuse.kernels.table import table_attention
-from qcfuse_rag.fuse.kv_table import KVTable
-from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.fuse.score import plain_attention_weights
-from qcfuse_rag.fuse.step import StepPlan
-from qcfuse_rag.model.rope import KVShape, LayerRope
-from qcfuse_rag.store.numbers import LOSSLESS, narrow
+from qcfuse_rag.evaluation.speed.roofline import measure_ceilings
+from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
+from qcfuse_rag.models.rope import KVShape, LayerRope
+from qcfuse_rag.runtime.attention import dispatch as torch_attention
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.fused_layers.pointwise import Norm
+from qcfuse_rag.runtime.fused_layers.product import STRIPS, Strip, gate_projected, projected
+from qcfuse_rag.runtime.kernels import context_score
+from qcfuse_rag.runtime.kernels import sparse_attention as attention
+from qcfuse_rag.runtime.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels.launch import TALL, Tile, tile_of
+from qcfuse_rag.runtime.kernels.paged_attention import table_attention
+from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.runtime.kernels.sparse_attention import attention_tile, sparse_attention
+from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.reference_attention import plain_attention_weights
+from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.step_plan import StepPlan
+from qcfuse_rag.store.quantization import LOSSLESS, narrow
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import DiskStore, KVStore, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.bench.speed.measure import random_prompt
-from qcfuse_rag.bench.speed.throttle import ThrottledStore
-from qcfuse_rag.bench.speed.tiers import fill
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.fuse.loading import Loading
-from qcfuse_rag.fuse.prefill import prefill
+from qcfuse_rag.evaluation.speed.measure import random_prompt
+from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
+from qcfuse_rag.evaluation.speed.tiers import fill
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.loading.loading import Loading
 
 ROOM = 1 << 40
 RATIOS = (0.05, 0.2)

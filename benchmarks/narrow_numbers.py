@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from qcfuse_rag import FRAMED, FusionEngine, MemoryStore, Method, SamplingParams, TextStream, make_method
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import corpus, default_embedder, default_model, questions
-from qcfuse_rag.store.numbers import NUMBERS
+from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.store.quantization import NUMBERS
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]
 PARAMS = SamplingParams(max_new_tokens=24)
@@ -52,7 +52,7 @@ def f1(answer: str, expected: list[str]) -> float:
 
 
 def demonstration(count: int, passages: int) -> list[Asked]:
-    from qcfuse_rag.retrieve.embed import Embedder
+    from qcfuse_rag.retrieval.embedder import Embedder
 
     texts = list(corpus().values())
     embed = Embedder(default_embedder())

@@ -26,14 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.bench.speed.measure import random_prompt
-from qcfuse_rag.bench.speed.tiers import fill
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.fuse import attention, probe
-from qcfuse_rag.fuse.loading import Loading
-from qcfuse_rag.fuse.prefill import prefill
-from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.evaluation.speed.measure import random_prompt
+from qcfuse_rag.evaluation.speed.tiers import fill
+from qcfuse_rag.fusion import probes as probe
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.attention import dispatch as attention
+from qcfuse_rag.runtime.loading.loading import Loading
 
 KINDS = (
     ("attention", torch.nn.functional, "scaled_dot_product_attention"),

@@ -20,11 +20,11 @@ from rich.progress import track
 from rich.table import Table
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method, open_store
-from qcfuse_rag.bench.bootstrap import mean_interval
-from qcfuse_rag.bench.datasets import read_dataset
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
+from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.monitoring.divergence import divergence
 
 DEPTHS = {
     "1/2 to 1": (1 / 2, 1),

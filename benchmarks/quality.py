@@ -19,9 +19,9 @@ from rich.progress import track
 from rich.table import Table
 
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, SamplingParams, TextStream, make_method
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import corpus, default_embedder, default_model, questions
+from qcfuse_rag.monitoring.divergence import divergence
 
 METHODS = [
     make_method("full"),
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     quiet_libraries()
-    from qcfuse_rag.retrieve.embed import Embedder
+    from qcfuse_rag.retrieval.embedder import Embedder
 
     engine = FusionEngine.load(options.model or default_model())
     texts = corpus()

@@ -22,19 +22,18 @@ from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import FRAMED, ChunkKV, FusionEngine, MemoryStore, Method, Miss, Prompt, make_method, open_store
-from qcfuse_rag.bench.bootstrap import mean_interval
-from qcfuse_rag.bench.datasets import read_dataset
-from qcfuse_rag.bench.metrics import divergence
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.fuse.adapt import Adapted, Adapter, Place
-from qcfuse_rag.fuse.assembly import Assembly
-from qcfuse_rag.fuse.corrected import corrected
-from qcfuse_rag.fuse.select import NestedTokens
-from qcfuse_rag.fuse.shift import MeanShift
-from qcfuse_rag.ingest.keep import difference_of
-from qcfuse_rag.prompt.segments import Role
-from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
+from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.fusion.adapters import Adapted, Adapter, Place, corrected
+from qcfuse_rag.fusion.selectors import NestedTokens
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.ingestion.capture_job import difference_of
+from qcfuse_rag.methods.agentkvshift import MeanShift
+from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.prompts.segments import Role
+from qcfuse_rag.store.chunk import compress
 
 FULL, AUTO = make_method("full"), make_method("auto", guard=False)
 RANKS = (4, 16, 64)

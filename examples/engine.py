@@ -1,7 +1,7 @@
 """The engine by itself: warm passages, ask, and look at what was done."""
 
 from qcfuse_rag import FusionEngine, SamplingParams, make_method
-from qcfuse_rag.demo.assets import corpus, default_model
+from qcfuse_rag.bundled import corpus, default_model
 
 passages = [
     corpus()["23-merrin-hospital.md"],

@@ -5,7 +5,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from sentence_transformers import SentenceTransformer
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
+from qcfuse_rag.bundled import corpus, default_embedder, default_model
 
 
 class MiniLM(Embeddings):  # or any embeddings you use

@@ -4,7 +4,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseWarmup
-from qcfuse_rag.demo.assets import corpus, default_embedder, default_model
+from qcfuse_rag.bundled import corpus, default_embedder, default_model
 
 llm = QCFuseLLM(model=default_model(), store="kv")  # or any Hugging Face id, folder or GGUF file
 embed = HuggingFaceEmbedding(model_name=default_embedder())

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qcfuse_rag.cluster.workers import RayWorkers
-    from qcfuse_rag.engine import FusionEngine
+    from qcfuse_rag.engine.engine import FusionEngine
+    from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine
+    from qcfuse_rag.engine.request import ScheduledAnswer
+    from qcfuse_rag.engine.scheduler import Scheduler, SchedulerSettings
+    from qcfuse_rag.engine.verdict import Verdict
     from qcfuse_rag.errors import (
         Busy,
         Closed,
@@ -28,44 +32,40 @@ if TYPE_CHECKING:
         Unverified,
         UnverifiedMethod,
     )
-    from qcfuse_rag.fuse.method import Method
-    from qcfuse_rag.fuse.prefill import Prefilled
-    from qcfuse_rag.generate.answer_form import AnswerForm, AnswerReader
-    from qcfuse_rag.generate.call_syntax import ToolCall, ToolReply
-    from qcfuse_rag.generate.decode import Generation, TextStream, Usage
-    from qcfuse_rag.generate.sampling import SamplingParams
-    from qcfuse_rag.generate.scheduled import ScheduledAnswer
-    from qcfuse_rag.generate.scheduler import Scheduler, SchedulerSettings
-    from qcfuse_rag.generate.served import AnswerRequest, ServedEngine
-    from qcfuse_rag.generate.unused import warn_caller, warn_not_stored, warn_unused
-    from qcfuse_rag.generate.verify import VerifiedGeneration
-    from qcfuse_rag.ingest.base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
-    from qcfuse_rag.ingest.generated import Kept
-    from qcfuse_rag.ingest.keep import CaptureSummary
-    from qcfuse_rag.ingest.summary import WarmPlan, WarmSummary
-    from qcfuse_rag.ingest.warm import WarmJob
+    from qcfuse_rag.evaluation.profile.measure import profile_layers
+    from qcfuse_rag.fusion.method import Method
+    from qcfuse_rag.fusion.pipeline import Prefilled
+    from qcfuse_rag.fusion.report import FusionReport
+    from qcfuse_rag.generation.caller_warnings import warn_caller, warn_not_stored, warn_unused
+    from qcfuse_rag.generation.decode import Generation, TextStream, Usage
+    from qcfuse_rag.generation.response_format import AnswerForm, AnswerReader
+    from qcfuse_rag.generation.sampling import SamplingParams
+    from qcfuse_rag.generation.speculative import VerifiedGeneration
+    from qcfuse_rag.generation.tool_parsers import ToolCall, ToolReply
+    from qcfuse_rag.ingestion.capture_job import CaptureSummary
+    from qcfuse_rag.ingestion.summary import WarmPlan, WarmSummary
+    from qcfuse_rag.ingestion.warm_job import WarmJob
     from qcfuse_rag.methods import METHODS, choose_method, make_method
-    from qcfuse_rag.model.language_model import LanguageModel
-    from qcfuse_rag.profile.measure import profile_layers
-    from qcfuse_rag.profile.profile import Profile
-    from qcfuse_rag.prompt.rendered import Rendered
-    from qcfuse_rag.prompt.segments import Prompt, Role, Segment
-    from qcfuse_rag.prompt.template import PromptTemplate, Tool, Turn
-    from qcfuse_rag.report.fusion import FusionReport
-    from qcfuse_rag.store.access import tags_of
+    from qcfuse_rag.methods.relaycaching.answer_cache import Kept
+    from qcfuse_rag.monitoring.shadow import Drift, Shadow, ShadowSettings
+    from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+    from qcfuse_rag.prompts.special_tokens import Rendered
+    from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
+    from qcfuse_rag.runtime.language_model import LanguageModel
+    from qcfuse_rag.runtime.layer_profile import Profile
+    from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
+    from qcfuse_rag.store.backends.disk import DiskStore
+    from qcfuse_rag.store.backends.memory import MemoryStore
+    from qcfuse_rag.store.backends.remote import RemoteStore
+    from qcfuse_rag.store.backends.tenant import TenantStore
+    from qcfuse_rag.store.backends.tiered import TieredStore
     from qcfuse_rag.store.chunk import ChunkKV
-    from qcfuse_rag.store.contract import EntryInfo, Health, KVStore, Miss, StoreStats
-    from qcfuse_rag.store.disk import DiskStore
+    from qcfuse_rag.store.documents.acl import tags_of
+    from qcfuse_rag.store.documents.sources import Sources
+    from qcfuse_rag.store.entry.encryption import Seal
+    from qcfuse_rag.store.factory import open_store
     from qcfuse_rag.store.key import ChunkKey
-    from qcfuse_rag.store.memory import MemoryStore
-    from qcfuse_rag.store.open import open_store
-    from qcfuse_rag.store.remote import RemoteStore
-    from qcfuse_rag.store.seal import Seal
-    from qcfuse_rag.store.sources import Sources
-    from qcfuse_rag.store.tenant import TenantStore
-    from qcfuse_rag.store.tiered import TieredStore
-    from qcfuse_rag.trust.shadow import Drift, Shadow, ShadowSettings
-    from qcfuse_rag.trust.verdict import Verdict
+    from qcfuse_rag.store.prefill_base import BASES, BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
 
 __version__ = "0.1.0"
 
@@ -157,90 +157,90 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AnswerRequest": "qcfuse_rag.generate.served",
-    "AnswerForm": "qcfuse_rag.generate.answer_form",
-    "AnswerReader": "qcfuse_rag.generate.answer_form",
-    "ToolCall": "qcfuse_rag.generate.call_syntax",
-    "ToolReply": "qcfuse_rag.generate.call_syntax",
+    "AnswerRequest": "qcfuse_rag.engine.engine_handle",
+    "AnswerForm": "qcfuse_rag.generation.response_format",
+    "AnswerReader": "qcfuse_rag.generation.response_format",
+    "ToolCall": "qcfuse_rag.generation.tool_parsers",
+    "ToolReply": "qcfuse_rag.generation.tool_parsers",
     "InvalidGrammar": "qcfuse_rag.errors",
-    "Tool": "qcfuse_rag.prompt.template",
-    "Turn": "qcfuse_rag.prompt.template",
-    "BASES": "qcfuse_rag.ingest.base",
-    "BEGUN": "qcfuse_rag.ingest.base",
-    "ENRICHED": "qcfuse_rag.ingest.base",
-    "BLIND": "qcfuse_rag.ingest.base",
-    "Base": "qcfuse_rag.ingest.base",
-    "CaptureSummary": "qcfuse_rag.ingest.keep",
+    "Tool": "qcfuse_rag.prompts.template",
+    "Turn": "qcfuse_rag.prompts.template",
+    "BASES": "qcfuse_rag.store.prefill_base",
+    "BEGUN": "qcfuse_rag.store.prefill_base",
+    "ENRICHED": "qcfuse_rag.store.prefill_base",
+    "BLIND": "qcfuse_rag.store.prefill_base",
+    "Base": "qcfuse_rag.store.prefill_base",
+    "CaptureSummary": "qcfuse_rag.ingestion.capture_job",
     "ChunkKV": "qcfuse_rag.store.chunk",
     "ChunkKey": "qcfuse_rag.store.key",
     "CorruptEntry": "qcfuse_rag.errors",
     "Busy": "qcfuse_rag.errors",
     "Closed": "qcfuse_rag.errors",
-    "DiskStore": "qcfuse_rag.store.disk",
-    "EntryInfo": "qcfuse_rag.store.contract",
-    "FRAMED": "qcfuse_rag.ingest.base",
-    "FusionEngine": "qcfuse_rag.engine",
-    "PRIMED": "qcfuse_rag.ingest.base",
-    "FusionReport": "qcfuse_rag.report.fusion",
-    "Generation": "qcfuse_rag.generate.decode",
-    "Health": "qcfuse_rag.store.contract",
+    "DiskStore": "qcfuse_rag.store.backends.disk",
+    "EntryInfo": "qcfuse_rag.store.backends.base",
+    "FRAMED": "qcfuse_rag.store.prefill_base",
+    "FusionEngine": "qcfuse_rag.engine.engine",
+    "PRIMED": "qcfuse_rag.store.prefill_base",
+    "FusionReport": "qcfuse_rag.fusion.report",
+    "Generation": "qcfuse_rag.generation.decode",
+    "Health": "qcfuse_rag.store.backends.base",
     "InvalidTemplate": "qcfuse_rag.errors",
-    "KVStore": "qcfuse_rag.store.contract",
-    "Kept": "qcfuse_rag.ingest.generated",
-    "LanguageModel": "qcfuse_rag.model.language_model",
+    "KVStore": "qcfuse_rag.store.backends.base",
+    "Kept": "qcfuse_rag.methods.relaycaching.answer_cache",
+    "LanguageModel": "qcfuse_rag.runtime.language_model",
     "METHODS": "qcfuse_rag.methods",
-    "MemoryStore": "qcfuse_rag.store.memory",
-    "Method": "qcfuse_rag.fuse.method",
-    "Miss": "qcfuse_rag.store.contract",
+    "MemoryStore": "qcfuse_rag.store.backends.memory",
+    "Method": "qcfuse_rag.fusion.method",
+    "Miss": "qcfuse_rag.store.backends.base",
     "ModelNotFound": "qcfuse_rag.errors",
     "NotStored": "qcfuse_rag.errors",
-    "Prefilled": "qcfuse_rag.fuse.prefill",
-    "Profile": "qcfuse_rag.profile.profile",
+    "Prefilled": "qcfuse_rag.fusion.pipeline",
+    "Profile": "qcfuse_rag.runtime.layer_profile",
     "ProfileError": "qcfuse_rag.errors",
-    "Prompt": "qcfuse_rag.prompt.segments",
-    "PromptTemplate": "qcfuse_rag.prompt.template",
-    "Rendered": "qcfuse_rag.prompt.rendered",
+    "Prompt": "qcfuse_rag.prompts.segments",
+    "PromptTemplate": "qcfuse_rag.prompts.template",
+    "Rendered": "qcfuse_rag.prompts.special_tokens",
     "PromptTooLong": "qcfuse_rag.errors",
     "QCFuseError": "qcfuse_rag.errors",
     "RayWorkers": "qcfuse_rag.cluster.workers",
-    "RemoteStore": "qcfuse_rag.store.remote",
-    "Role": "qcfuse_rag.prompt.segments",
-    "SamplingParams": "qcfuse_rag.generate.sampling",
-    "ScheduledAnswer": "qcfuse_rag.generate.scheduled",
-    "Scheduler": "qcfuse_rag.generate.scheduler",
-    "SchedulerSettings": "qcfuse_rag.generate.scheduler",
-    "Seal": "qcfuse_rag.store.seal",
-    "Segment": "qcfuse_rag.prompt.segments",
-    "ServedEngine": "qcfuse_rag.generate.served",
-    "Sources": "qcfuse_rag.store.sources",
+    "RemoteStore": "qcfuse_rag.store.backends.remote",
+    "Role": "qcfuse_rag.prompts.segments",
+    "SamplingParams": "qcfuse_rag.generation.sampling",
+    "ScheduledAnswer": "qcfuse_rag.engine.request",
+    "Scheduler": "qcfuse_rag.engine.scheduler",
+    "SchedulerSettings": "qcfuse_rag.engine.scheduler",
+    "Seal": "qcfuse_rag.store.entry.encryption",
+    "Segment": "qcfuse_rag.prompts.segments",
+    "ServedEngine": "qcfuse_rag.engine.engine_handle",
+    "Sources": "qcfuse_rag.store.documents.sources",
     "StoreError": "qcfuse_rag.errors",
-    "StoreStats": "qcfuse_rag.store.contract",
-    "TenantStore": "qcfuse_rag.store.tenant",
-    "TextStream": "qcfuse_rag.generate.decode",
-    "TieredStore": "qcfuse_rag.store.tiered",
+    "StoreStats": "qcfuse_rag.store.backends.base",
+    "TenantStore": "qcfuse_rag.store.backends.tenant",
+    "TextStream": "qcfuse_rag.generation.decode",
+    "TieredStore": "qcfuse_rag.store.backends.tiered",
     "UnknownMethod": "qcfuse_rag.errors",
     "MisplacedSetting": "qcfuse_rag.errors",
     "UnusedSetting": "qcfuse_rag.errors",
     "UnsupportedModel": "qcfuse_rag.errors",
-    "Usage": "qcfuse_rag.generate.decode",
-    "Drift": "qcfuse_rag.trust.shadow",
-    "Shadow": "qcfuse_rag.trust.shadow",
-    "ShadowSettings": "qcfuse_rag.trust.shadow",
+    "Usage": "qcfuse_rag.generation.decode",
+    "Drift": "qcfuse_rag.monitoring.shadow",
+    "Shadow": "qcfuse_rag.monitoring.shadow",
+    "ShadowSettings": "qcfuse_rag.monitoring.shadow",
     "Unverified": "qcfuse_rag.errors",
     "UnverifiedMethod": "qcfuse_rag.errors",
-    "Verdict": "qcfuse_rag.trust.verdict",
-    "VerifiedGeneration": "qcfuse_rag.generate.verify",
-    "WarmJob": "qcfuse_rag.ingest.warm",
-    "WarmPlan": "qcfuse_rag.ingest.summary",
-    "WarmSummary": "qcfuse_rag.ingest.summary",
+    "Verdict": "qcfuse_rag.engine.verdict",
+    "VerifiedGeneration": "qcfuse_rag.generation.speculative",
+    "WarmJob": "qcfuse_rag.ingestion.warm_job",
+    "WarmPlan": "qcfuse_rag.ingestion.summary",
+    "WarmSummary": "qcfuse_rag.ingestion.summary",
     "choose_method": "qcfuse_rag.methods",
     "make_method": "qcfuse_rag.methods",
-    "open_store": "qcfuse_rag.store.open",
-    "profile_layers": "qcfuse_rag.profile.measure",
-    "tags_of": "qcfuse_rag.store.access",
-    "warn_caller": "qcfuse_rag.generate.unused",
-    "warn_not_stored": "qcfuse_rag.generate.unused",
-    "warn_unused": "qcfuse_rag.generate.unused",
+    "open_store": "qcfuse_rag.store.factory",
+    "profile_layers": "qcfuse_rag.evaluation.profile.measure",
+    "tags_of": "qcfuse_rag.store.documents.acl",
+    "warn_caller": "qcfuse_rag.generation.caller_warnings",
+    "warn_not_stored": "qcfuse_rag.generation.caller_warnings",
+    "warn_unused": "qcfuse_rag.generation.caller_warnings",
 }
 
 

@@ -62,7 +62,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="session")
 def smollm2() -> LanguageModel:
     """Return the real SmolLM2-135M-Instruct that the demo uses."""
-    from qcfuse_rag.demo.assets import default_model
+    from qcfuse_rag.bundled import default_model
 
     return LanguageModel.load(default_model(), device="cpu")
 
@@ -70,7 +70,7 @@ def smollm2() -> LanguageModel:
 @pytest.fixture
 def loaded_once(smollm2: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everybody who loads the default model get the one that is there, as taking its file apart takes long."""
-    from qcfuse_rag.demo.assets import default_model
+    from qcfuse_rag.bundled import default_model
 
     load = LanguageModel.load
     quick = lambda name, **rest: smollm2 if name == default_model() else load(name, **rest)  # noqa: E731

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qcfuse_rag.fuse.lean_layer import leanest_steps
-from qcfuse_rag.fuse.recorder import CudaRecorder
+from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
+from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

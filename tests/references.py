@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from qcfuse_rag import Base, LanguageModel, Prompt, Role
-from qcfuse_rag.fuse.attention import NAME
-from qcfuse_rag.fuse.self_check import stock_attention
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.runtime.attention.dispatch import NAME
 from qcfuse_rag.store.chunk import ChunkKV
 
 Table = list[tuple[Tensor, Tensor]]

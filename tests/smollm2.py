@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.demo.assets import corpus, default_model, questions
+from qcfuse_rag.bundled import corpus, default_model, questions
 
 TAKES_MINUTES = [
     pytest.mark.real,

@@ -118,7 +118,7 @@ def test_the_blocks_of_a_page_run_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LanguageModel, "load", lambda *given, **rest: lm)  # models named on the pages are not here
-    monkeypatch.setattr("qcfuse_rag.engine.look_up", lambda *given, **rest: None)
+    monkeypatch.setattr("qcfuse_rag.engine.engine.look_up", lambda *given, **rest: None)
     names = presumed(page)(lm)
     for block in blocks(page):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)

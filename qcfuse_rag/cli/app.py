@@ -86,7 +86,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Ingest and warm a small corpus with LlamaIndex, ask a question, and compare methods side by side."""
-    from qcfuse_rag.demo.run import run_demo
+    from qcfuse_rag.cli.demo import run_demo
 
     run_demo(model, embedder, store, question, top_k, repeats, device, dtype, as_json=as_json)
 
@@ -240,7 +240,7 @@ def verify_command(
     """Compare a method with full prefill on your model and passages; exits with 1 if it does not pass."""
     from qcfuse_rag.cli.verify import run_verify
     from qcfuse_rag.methods import choose_method
-    from qcfuse_rag.trust.checks import Limits
+    from qcfuse_rag.verification.checks import Limits
 
     chosen = choose_method(method, ratio=ratio, base=base)
     limits = Limits(kl, agreement, loss)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.cli.console import ERR, OUT, print_json, size
-from qcfuse_rag.cli.engine import note_verdict, open_engine
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     index_folder,
@@ -13,13 +13,13 @@ from qcfuse_rag.cli.library import (
     open_kv,
     require_library,
 )
-from qcfuse_rag.demo.assets import default_embedder
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.generate.sampling import SamplingParams
-from qcfuse_rag.report.explain import explain_html
-from qcfuse_rag.report.fusion import FusionReport
-from qcfuse_rag.retrieve.index import PassageIndex
-from qcfuse_rag.retrieve.log import RetrievalLog
+from qcfuse_rag.cli.open_engine import note_verdict, open_engine
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.monitoring.explain import explain_html
+from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 
 
 def ask_library(
@@ -39,7 +39,7 @@ def ask_library(
 ) -> None:
     """Answer a question over a library."""
     with needing_extra():
-        from qcfuse_rag.retrieve.embed import Embedder
+        from qcfuse_rag.retrieval.embedder import Embedder
 
     require_library(library)
     if not library.is_dir():

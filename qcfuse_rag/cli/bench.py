@@ -47,9 +47,9 @@ def bench_warm(
     as_json: Json = False,
 ) -> None:
     """Compare a warming job with the bare forward passes of the same passages."""
+    from qcfuse_rag.bundled import default_model
     from qcfuse_rag.cli.bench_warm import measure_warming
-    from qcfuse_rag.demo.assets import default_model
-    from qcfuse_rag.model.language_model import LanguageModel
+    from qcfuse_rag.runtime.language_model import LanguageModel
 
     with status("measuring"):
         lm = LanguageModel.load(model or default_model(), device=device, dtype=dtype)
@@ -87,10 +87,10 @@ def bench_speed(
     as_json: Json = False,
 ) -> None:
     """Compare time to first token and decoding with transformers' own and with what the machine could do at most."""
-    from qcfuse_rag.bench.configurations import configurations, split_names
-    from qcfuse_rag.bench.speed.measure import SpeedOptions
-    from qcfuse_rag.bench.speed.tables import terminal_tables
     from qcfuse_rag.cli.bench_speed import run_speed
+    from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
+    from qcfuse_rag.evaluation.speed.measure import SpeedOptions
+    from qcfuse_rag.evaluation.speed.tables import terminal_tables
 
     chosen = configurations(split_names(methods), _shares(ratios))
     options = SpeedOptions(
@@ -153,11 +153,11 @@ def bench_quality(
     dtype: DtypeName = None,
 ) -> None:
     """Compare answers of methods with full prefill's on the same questions and tokens; run again to go on or add."""
-    from qcfuse_rag.bench.configurations import split_names
-    from qcfuse_rag.bench.plots import draw
-    from qcfuse_rag.bench.quality import QualityOptions, measure_quality
-    from qcfuse_rag.bench.tables import LEGEND, terminal_tables
-    from qcfuse_rag.demo.assets import default_model
+    from qcfuse_rag.bundled import default_model
+    from qcfuse_rag.evaluation.quality.configurations import split_names
+    from qcfuse_rag.evaluation.quality.measure import QualityOptions, measure_quality
+    from qcfuse_rag.evaluation.quality.plots import draw
+    from qcfuse_rag.evaluation.quality.tables import LEGEND, terminal_tables
 
     options = QualityOptions(
         model=model or default_model(),
@@ -194,7 +194,7 @@ def bench_quality(
 
 
 def _shares(given: str) -> tuple[float, ...]:
-    from qcfuse_rag.bench.configurations import split_names
+    from qcfuse_rag.evaluation.quality.configurations import split_names
 
     try:
         return tuple(float(share) for share in split_names(given))

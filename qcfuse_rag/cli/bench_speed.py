@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.bench.about import about_run
-from qcfuse_rag.bench.speed.measure import SpeedOptions, measure_speed
-from qcfuse_rag.bench.speed.shapes import random_model
-from qcfuse_rag.bench.speed.tables import draw, markdown
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import progress_bar
-from qcfuse_rag.demo.assets import default_model
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fuse.kernels.support import kernel_refusal, widest_head
-from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.store.whole import write_whole
+from qcfuse_rag.evaluation.environment import about_run
+from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed
+from qcfuse_rag.evaluation.speed.shapes import random_model
+from qcfuse_rag.evaluation.speed.tables import draw, markdown
+from qcfuse_rag.runtime.kernels.support import kernel_refusal
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.atomic_write import write_whole
 
 
 def run_speed(
@@ -36,7 +36,7 @@ def run_speed(
     gpu = lm.device.type == "cuda"
     if not options.tiers:
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
-    refusal = kernel_refusal(lm.device, lm.dtype, widest_head(lm))
+    refusal = kernel_refusal(lm.device, lm.dtype, lm.widest_head)
     about = {**about_run(lm, lm.name), "kernels": refusal or "used"}
 
     def keep(measured: dict[str, Any]) -> None:

@@ -25,11 +25,11 @@ from rich.table import Table
 
 from qcfuse_rag.cli.console import size
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.model.fingerprint import Fingerprint
+from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import Miss
-from qcfuse_rag.store.disk import DiskStore
-from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 THREADS = (1, 2, 4, 8)

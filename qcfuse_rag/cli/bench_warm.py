@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from qcfuse_rag.bundled import corpus
 from qcfuse_rag.cli.console import duration
-from qcfuse_rag.demo.assets import corpus
-from qcfuse_rag.engine import FusionEngine
-from qcfuse_rag.fuse.self_check import stock_attention
-from qcfuse_rag.ingest.base import FRAMED
-from qcfuse_rag.ingest.batch import batches_by_length
-from qcfuse_rag.ingest.warm import BATCH_TOKENS
-from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.store.disk import DiskStore
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.ingestion.length_buckets import batches_by_length
+from qcfuse_rag.ingestion.warm_job import BATCH_TOKENS
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.prefill_base import FRAMED
 
 LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)
 

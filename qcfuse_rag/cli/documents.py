@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.cli.console import progress_bar
 from qcfuse_rag.cli.job import WarmOptions
 from qcfuse_rag.cli.library import needing_extra
 from qcfuse_rag.cluster.workers import RayWorkers
-from qcfuse_rag.demo.assets import default_embedder
-from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.retrieval.index import PassageIndex
 
 EMBEDDED_AT_ONCE = 256
 INDEX_SAVED_EVERY_S = 30.0
@@ -33,7 +33,7 @@ def check_paths(options: WarmOptions, library: Path) -> None:
         QCFuseError: if there is nothing to read in one of them, or no such reader.
     """
     with needing_extra():
-        from qcfuse_rag.ingest.read import FILES, find_files, reader_named
+        from qcfuse_rag.ingestion.readers import FILES, find_files, reader_named
 
     if options.reader != FILES:
         reader_named(options.reader)
@@ -59,7 +59,7 @@ def read_documents(
         QCFuseError: if something that was named outright cannot be read.
     """
     with needing_extra():
-        from qcfuse_rag.ingest.read import FILES, passed_over, read_passages
+        from qcfuse_rag.ingestion.readers import FILES, passed_over, read_passages
 
     paths = [Path(path) for path in options.paths]
     if options.reader == FILES:
@@ -115,7 +115,7 @@ def index_passages(
 ) -> None:
     """Embed the passages of new and changed documents, saving the index now and then."""
     with needing_extra():
-        from qcfuse_rag.retrieve.embed import Embedder
+        from qcfuse_rag.retrieval.embedder import Embedder
 
     at_once, name = EMBEDDED_AT_ONCE, options.embedder or default_embedder()
     embed: Callable[[Sequence[str]], NDArray[np.float32]]

@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 
 from qcfuse_rag.cli.console import OUT, duration, print_json
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.store.files import is_gone, place
-from qcfuse_rag.store.whole import write_whole
+from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.backends.disk_files import is_gone, place
 
 NAME = "warm.json"
 SAVED_EVERY_S = 1.0

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from qcfuse_rag.cli.job import NAME as JOB_NAME
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieve.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
-from qcfuse_rag.retrieve.log import NAME as LOG_NAME
-from qcfuse_rag.store.contract import KVStore
-from qcfuse_rag.store.disk import DiskStore
-from qcfuse_rag.store.open import open_store
-from qcfuse_rag.store.seal import Seal
-from qcfuse_rag.store.settings import kept_settings
-from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.retrieval.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
+from qcfuse_rag.retrieval.retrieval_log import NAME as LOG_NAME
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.disk_settings import kept_settings
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.factory import open_store
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")

@@ -6,8 +6,8 @@ import math
 
 from rich.table import Table
 
-from qcfuse_rag.bench.sizing import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
 from qcfuse_rag.cli.console import OUT, duration, print_json, size, status
+from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
 
 
 def plan_corpus(

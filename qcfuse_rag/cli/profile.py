@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, status
 from qcfuse_rag.cli.library import kv_folder
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.model.critical import default_critical_layers
-from qcfuse_rag.profile.measure import profile_layers
-from qcfuse_rag.profile.pickup import NAME
-from qcfuse_rag.profile.profile import Profile
-from qcfuse_rag.profile.samples import Sample, demo_samples, read_samples
+from qcfuse_rag.evaluation.profile.measure import profile_layers
+from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
+from qcfuse_rag.runtime.language_model import default_critical_layers
+from qcfuse_rag.runtime.layer_profile import NAME, Profile
+from qcfuse_rag.verification.samples import Sample
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, status
-from qcfuse_rag.cli.engine import note_verdict, open_engine
 from qcfuse_rag.cli.library import disk_folder, is_encrypted, kv_folder, open_kv
-from qcfuse_rag.demo.assets import default_model
+from qcfuse_rag.cli.open_engine import note_verdict, open_engine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fusion.method import Method
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
@@ -66,12 +66,12 @@ def serve_library(library: Path, method: Method, options: ServeOptions) -> None:
 
 
 def _serve_here(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
-    from qcfuse_rag.generate.scheduler import SchedulerSettings
-    from qcfuse_rag.generate.served import ServedEngine
-    from qcfuse_rag.serve.app import make_app
-    from qcfuse_rag.serve.backend import EngineBackend
-    from qcfuse_rag.serve.guard import LOOPBACK
-    from qcfuse_rag.serve.listen import make_server
+    from qcfuse_rag.engine.engine_handle import ServedEngine
+    from qcfuse_rag.engine.scheduler import SchedulerSettings
+    from qcfuse_rag.server.app import make_app
+    from qcfuse_rag.server.auth_middleware import LOOPBACK
+    from qcfuse_rag.server.backend import EngineBackend
+    from qcfuse_rag.server.listen import make_server
 
     if options.remote is None:
         disk_folder(library)  # a name that is misspelt is not a new library
@@ -98,13 +98,14 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
 
 
 def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
-    from qcfuse_rag.cluster.workers import RayWorkers, connect
+    from qcfuse_rag.cluster.pool import connect
+    from qcfuse_rag.cluster.workers import RayWorkers
 
     if is_encrypted(library):
         raise QCFuseError("secrets do not leave this machine: an encrypted store is served without --ray")
     connect(options.ray or "auto")
-    from qcfuse_rag.serve.guard import LOOPBACK
-    from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
+    from qcfuse_rag.server.auth_middleware import LOOPBACK
+    from qcfuse_rag.server.ray_serve import Fleet, run_fleet, stop_fleet
 
     shared: dict[str, Any] = {"folder": str(kv_folder(library).resolve()), "remote": options.remote}
     replica = RayWorkers(
@@ -144,7 +145,7 @@ def _metrics(engine: Any) -> Any:
     try:
         from prometheus_client import CollectorRegistry, generate_latest
 
-        from qcfuse_rag.report.metrics import Metrics
+        from qcfuse_rag.monitoring.metrics import Metrics
     except ImportError:
         return None
     registry = CollectorRegistry()

@@ -55,8 +55,8 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
     from dataclasses import replace
 
     from qcfuse_rag.cli.library import disk_folder, open_disk
-    from qcfuse_rag.store.manifest import damage_of
-    from qcfuse_rag.store.remote import open_remote
+    from qcfuse_rag.store.backends.remote import open_remote
+    from qcfuse_rag.store.documents.manifest import damage_of
 
     with open_disk(folder) as store:
         [found], far = store.health(), None
@@ -81,7 +81,7 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
 def fsck(folder: Folder, as_json: Json = False) -> None:
     """Read and check every entry, quarantine damaged ones, and make files and index agree; exits with 1 on damage."""
     from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.repair import fsck as check
+    from qcfuse_rag.store.maintenance import fsck as check
 
     with open_disk(folder) as store, progress_bar("checking", "entries") as advance:
         report = check(store, progress=advance)
@@ -104,7 +104,7 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
 def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     """Remove what has expired, lost its last source, was left by writers, or is in quarantine."""
     from qcfuse_rag.cli.library import open_disk, open_manifest
-    from qcfuse_rag.store.repair import collect_garbage
+    from qcfuse_rag.store.maintenance import collect_garbage
 
     with open_manifest(folder, remote=remote) as (_, manifest):
         unwanted = manifest.collect()
@@ -117,8 +117,8 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
 def rebuild(folder: Folder, as_json: Json = False) -> None:
     """Make the index again from the files; counts of uses and pins are lost. A damaged manifest is put aside."""
     from qcfuse_rag.cli.library import disk_folder, open_disk
-    from qcfuse_rag.store.manifest import put_aside
-    from qcfuse_rag.store.repair import rebuild as again
+    from qcfuse_rag.store.documents.manifest import put_aside
+    from qcfuse_rag.store.maintenance import rebuild as again
 
     aside = put_aside(disk_folder(folder))
     with open_disk(folder) as store:
@@ -134,7 +134,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     See docs/store.md for what that cannot promise. A remote behind it keeps what it has.
     """
     from qcfuse_rag.cli.library import disk_folder, text_files, text_folders
-    from qcfuse_rag.store.repair import wipe as overwrite
+    from qcfuse_rag.store.maintenance import wipe as overwrite
 
     place = disk_folder(folder)
     _insist(yes, f"this destroys the store in {place}")
@@ -179,7 +179,7 @@ def lookup(
 ) -> None:
     """Show where the chunks of a document are."""
     from qcfuse_rag.cli.library import open_manifest
-    from qcfuse_rag.store.control import lookup as find
+    from qcfuse_rag.store.admin import lookup as find
 
     with open_manifest(folder, tenant, remote) as (store, manifest):
         found = find(store, _chosen(manifest, None, source))
@@ -244,8 +244,8 @@ def compress(
 ) -> None:
     """Write entries in fewer bytes; all of them if none are named."""
     from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.control import rewrite
-    from qcfuse_rag.store.sources import Sources
+    from qcfuse_rag.store.admin import rewrite
+    from qcfuse_rag.store.documents.sources import Sources
 
     with open_disk(folder) as store, progress_bar("compressing", "entries") as advance:
         with closing(Sources(store)) as manifest:
@@ -270,9 +270,9 @@ def move(
 ) -> None:
     """Move entries to a remote store or back; all of them if none are named."""
     from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.control import move as carry
-    from qcfuse_rag.store.remote import open_remote
-    from qcfuse_rag.store.sources import Sources
+    from qcfuse_rag.store.admin import move as carry
+    from qcfuse_rag.store.backends.remote import open_remote
+    from qcfuse_rag.store.documents.sources import Sources
 
     if (to is None) == (back is None):
         raise QCFuseError("say where to with --to, or where from with --from")

@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, progress_bar
-from qcfuse_rag.cli.engine import open_engine
 from qcfuse_rag.cli.library import disk_folder, index_folder, open_kv
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.retrieve.index import PASSAGES, read_passages
-from qcfuse_rag.store.memory import MemoryStore
-from qcfuse_rag.trust.checks import Limits, verify
-from qcfuse_rag.trust.verdict import Verdict
+from qcfuse_rag.cli.open_engine import open_engine
+from qcfuse_rag.engine.verdict import Verdict
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.retrieval.index import PASSAGES, read_passages
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.verification.checks import Limits, verify
 
 
 def run_verify(

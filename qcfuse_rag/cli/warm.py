@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from rich.markup import escape
 
+from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
 from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
-from qcfuse_rag.cli.engine import open_engine
 from qcfuse_rag.cli.job import JobRecord, WarmOptions, only_job
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
@@ -23,17 +23,17 @@ from qcfuse_rag.cli.library import (
     open_kv,
     require_library,
 )
+from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.cluster.workers import RayWorkers
-from qcfuse_rag.demo.assets import default_model
-from qcfuse_rag.engine import FusionEngine
+from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.retrieve.index import PassageIndex
-from qcfuse_rag.retrieve.log import RetrievalLog
-from qcfuse_rag.store.contract import KVStore
-from qcfuse_rag.store.open import open_store
-from qcfuse_rag.store.remote import lasting_url
-from qcfuse_rag.store.settings import kept_settings
+from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.disk_settings import kept_settings
+from qcfuse_rag.store.backends.remote import lasting_url
+from qcfuse_rag.store.factory import open_store
 
 MOST_REASONS = 20
 """Lines on a terminal that say what was passed over."""

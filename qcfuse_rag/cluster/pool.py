@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from qcfuse_rag.cluster.workers import import_ray
 from qcfuse_rag.errors import QCFuseError
 
 Column = dict[str, Any]
@@ -61,3 +60,41 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = getattr(error, "cause", None) or error.__cause__
+
+
+LOCAL = "local"
+
+
+def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
+    """Connect this process to a cluster, unless it is connected.
+
+    Raises:
+        QCFuseError: if Ray is not installed, or there is no cluster at that address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(
+            address=address,
+            runtime_env=dict(runtime_env or {}),
+            log_to_driver=False,
+            include_dashboard=False if address == LOCAL else None,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise QCFuseError(
+            f"no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
+        ) from error
+
+
+def import_ray() -> Any:
+    """Return the module `ray`.
+
+    Raises:
+        QCFuseError: if it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise QCFuseError("a cluster needs Ray: run `pip install 'qcfuse-rag[ray]'`") from error
+    return ray

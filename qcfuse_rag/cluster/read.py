@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.cluster.pool import Column, through_pool
-from qcfuse_rag.cluster.workers import RayWorkers, connect
+from qcfuse_rag.cluster.pool import Column, connect, through_pool
+from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingest.read import Passages, find_files, read_passages
-from qcfuse_rag.model.load import load_tokenizer
-from qcfuse_rag.retrieve.embed import Embedder
+from qcfuse_rag.ingestion.readers import Passages, find_files, read_passages
+from qcfuse_rag.models.load import load_tokenizer
+from qcfuse_rag.retrieval.embedder import Embedder
 
 FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
 
@@ -65,7 +65,7 @@ def read_on_ray(
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> Passages:
-    """Read passages from files like `ingest.read.read_passages`, which workers find at the same paths.
+    """Read passages from files like `ingestion.readers.read_passages`, which workers find at the same paths.
 
     Raises:
         QCFuseError: if something cannot be read.

@@ -1,17 +1,28 @@
-"""What workers of a Ray cluster are made of, and how they are reached."""
+"""Prefill on Ray Data: a pool of workers, each with the model, over batches that the driver planned.
+
+The driver plans as it does for a job in one process, so the batches and the stored bytes are the same. A batch carries
+token ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written whole under names made
+of their content, so the second worker writes the same entries again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.model.language_model import LanguageModel
-from qcfuse_rag.store.contract import KVStore
-from qcfuse_rag.store.open import open_store
+import numpy as np
 
-LOCAL = "local"
+from qcfuse_rag.cluster.pool import Column, connect, through_pool
+from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingestion.batch_prefill import Batch, Done, Ids, Prefiller
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.factory import open_store
+from qcfuse_rag.store.prefill_base import BASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +55,73 @@ class RayWorkers:
         return LanguageModel.load(self.model, device=self.device, dtype=self.dtype), open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:
-        """Return what Ray is to set aside for one."""
+        """Return the resources that Ray sets aside for one worker."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
+    def prefill(self, lm: LanguageModel, frame: Ids, primer: Ids, batches: Iterable[Batch]) -> Iterator[Done]:
+        """Compute and store batches on the cluster; yield the result of each batch as it is done, in any order.
 
-def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
-    """Connect this process to a cluster, unless it is connected.
+        Raises:
+            QCFuseError: if Ray is not installed, there is no cluster, or a worker fails for a reason of its own.
+        """
+        connect(self.address, self.runtime_env)
+        rest, arguments = iter(batches), (self, lm.fingerprint.digest, frame, primer)
+        while window := [{"batch": to_json(batch)} for batch in islice(rest, AT_ONCE)]:
+            done = through_pool(
+                window,
+                PrefillWorker,
+                arguments,
+                doing="warming",
+                count=self.count,
+                batch_size=1,
+                resources=self.resources(),
+            )
+            for row in done:
+                yield Done(**{name: int(value) for name, value in row.items()})
+
+
+AT_ONCE = 4096
+"""Batches that the driver hands to Ray at a time; their token ids are all it keeps of them."""
+
+
+class PrefillWorker:
+    """One worker: a model and the shared store.
+
+    Args:
+        workers: what it is made of.
+        fingerprint: address of the driver's model; another would write what the driver does not find.
+        frame, primer: see `Prefiller`.
 
     Raises:
-        QCFuseError: if Ray is not installed, or there is no cluster at that address.
+        QCFuseError: if its model is not the driver's.
     """
-    ray = import_ray()
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(
-            address=address,
-            runtime_env=dict(runtime_env or {}),
-            log_to_driver=False,
-            include_dashboard=False if address == LOCAL else None,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise QCFuseError(
-            f"no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
-        ) from error
+
+    def __init__(self, workers: RayWorkers, fingerprint: str, frame: Ids, primer: Ids) -> None:
+        lm, self._store = workers.open()
+        if lm.fingerprint.digest != fingerprint:
+            raise QCFuseError(
+                "a worker's model is not this machine's: give both the same weights, and the same dtype "
+                f"(a worker has {str(lm.dtype).removeprefix('torch.')})"
+            )
+        check_exact(lm)
+        self._prefiller = Prefiller(lm, self._store, frame, primer)
+        self._head = self._prefiller.head()
+
+    def __call__(self, rows: Column) -> Column:
+        """Compute and store batches; return what each took."""
+        done = [self._prefiller.run(from_json(text), self._head) for text in rows["batch"]]
+        self._store.flush()
+        names = ("chunks", "tokens", "computed_tokens", "size_bytes")
+        return {name: np.array([getattr(one, name) for one in done]) for name in names}
 
 
-def import_ray() -> Any:
-    """Return the module `ray`.
+def to_json(batch: Batch) -> str:
+    """Return a batch as text."""
+    return json.dumps([batch.base.name, batch.chunks, batch.met, batch.before])
 
-    Raises:
-        QCFuseError: if it is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise QCFuseError("a cluster needs Ray: run `pip install 'qcfuse-rag[ray]'`") from error
-    return ray
+
+def from_json(text: str) -> Batch:
+    """Return the batch that was written."""
+    base, chunks, met, before = json.loads(text)
+    all_met = tuple(tuple(tuple(ids) for ids in own) for own in met)
+    return Batch(BASES[base], tuple(tuple(ids) for ids in chunks), all_met, before)

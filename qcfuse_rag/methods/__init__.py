@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.ingest.base import BASES, BLIND, FRAMED
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.agentkvshift import agentkvshift
 from qcfuse_rag.methods.auto import auto
 from qcfuse_rag.methods.cacheblend import cacheblend
@@ -23,8 +22,9 @@ from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
 from qcfuse_rag.methods.relaxkv import relaxkv
-from qcfuse_rag.methods.relaycaching import relaycaching
+from qcfuse_rag.methods.relaycaching.method import relaycaching
 from qcfuse_rag.methods.reuse import reuse
+from qcfuse_rag.store.prefill_base import BASES, BLIND, FRAMED
 
 METHODS: dict[str, Callable[..., Method]] = {
     "auto": auto,

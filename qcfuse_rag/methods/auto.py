@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fuse.alternative import Alternatives
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.guard import BreakEven
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import ProbeLayers, QuestionProbe
-from qcfuse_rag.fuse.select import TopTokens
-from qcfuse_rag.ingest.base import FRAMED, PRIMED, Base
+from qcfuse_rag.fusion.adapters import Alternatives
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.guard import BreakEven
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
 
 
 def auto(
@@ -28,9 +28,9 @@ def auto(
 
     Args:
         ratio: share of the passage tokens to recompute.
-        base: which stored caches to start from, see `ingest.primer`.
+        base: which stored caches to start from, see `ingestion.primer`.
         layers: whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, after which
-            the last quarter of the caches may still be on their way; see `fuse.probe`.
+            the last quarter of the caches may still be on their way; see `fusion.probes`.
         rows: what asks: the question, or the `suffix`, all that stands behind the passages.
         normalized: every layer has as much of a say as the others.
         exact_first: the prompt's first passage is taken framed, which is exact.

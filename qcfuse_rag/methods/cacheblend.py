@@ -2,15 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.deviation import DeviationProbe
-from qcfuse_rag.fuse.gradual import GradualFilter
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.select import AllTokens, TopTokens
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.deviation import DeviationProbe, Measure, deviation, stored_rows
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.selectors import AllTokens, Selection, TopTokens, candidate_positions
+from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.store.prefill_base import BLIND, Base
+
+
+@dataclass(frozen=True, slots=True)
+class GradualFilter:
+    """Recompute all tokens up to `first_layer`, then fewer in every layer, each time those that deviated most.
+
+    The share of tokens falls linearly from `spread` above the budget's ratio to as much below it, so that its mean over
+    the filtered layers is the ratio (CacheBlend, arXiv 2405.16444, section 4.3, which gives the idea and no numbers).
+    Near ratio 1 the spread narrows, since no share can exceed 1.
+
+    Attributes:
+        first_layer: the last layer computed in full, the first whose deviations are looked at.
+        spread: how far shares stray from the ratio, as a fraction of it.
+        measure: what deviates.
+    """
+
+    first_layer: int = 1
+    spread: float = 0.5
+    measure: Measure = "key and value"
+
+    def __post_init__(self) -> None:
+        if self.first_layer < 0:
+            raise ValueError(f"layer must not be negative, got {self.first_layer}")
+
+    def steer(
+        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
+    ) -> Filtering:
+        """Return the filter of one pass."""
+        positions = candidate_positions(candidates, assembly.lm.device)
+        layers = range(self.first_layer + 1, assembly.lm.n_layers)
+        shares = self.shares(budget / len(positions), len(layers))
+        counts = {layer: max(1, round(share * len(positions))) for layer, share in zip(layers, shares, strict=True)}
+        return Filtering(positions, self.measure, counts)
+
+    def shares(self, ratio: float, layers: int) -> list[float]:
+        """Return the share of tokens in each filtered layer, falling, with the ratio as their mean."""
+        spread = min(self.spread, (1 - ratio) / ratio)
+        if layers == 1:
+            return [ratio]
+        return [ratio * (1 + spread - 2 * spread * i / (layers - 1)) for i in range(layers)]
+
+
+@dataclass(slots=True, eq=False)
+class Filtering:
+    """One pass's filter.
+
+    Attributes:
+        candidates: `[N]` positions that may be let go.
+        measure: what deviates.
+        counts: how many of them each layer computes; layers that are not named compute all that are left.
+    """
+
+    candidates: Tensor
+    measure: Measure
+    counts: dict[int, int]
+    _stored: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    _deviations: Tensor | None = field(default=None, repr=False)
+
+    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+        """Keep the tokens that deviated most in the layer before, and every row that is no candidate."""
+        if layer in self.counts and self._deviations is not None:
+            free = torch.isin(rows, self.candidates)
+            scored = self._deviations.masked_fill(~free, float("inf"))
+            count = min(self.counts[layer], int(free.sum())) + int((~free).sum())
+            rows = rows[scored.topk(count).indices.sort().values]
+        self._stored = stored_rows(buffer, layer, rows)
+        return rows
+
+    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+        """Measure how far this layer's fresh keys and values are from the stored ones."""
+        assert self._stored is not None
+        self._deviations = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
 
 
 def cacheblend(
@@ -18,7 +96,7 @@ def cacheblend(
 ) -> Method:
     """Recompute the tokens that differ most from what the prompt makes of them, whatever the question.
 
-    Its loading controller is the budget `fuse.roofline.Roofline`, to be put in the place of the ratio.
+    Its loading controller is the budget `methods.cacheblend.roofline.Roofline`, to be put in the place of the ratio.
 
     Args:
         ratio: share of the passage tokens to recompute; the released code's is 0.16.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.select import ChunkHeads
-from qcfuse_rag.ingest.base import BEGUN, BLIND, Base
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.selectors import ChunkHeads
+from qcfuse_rag.store.prefill_base import BEGUN, BLIND, Base
 
 
 def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 16) -> Method:

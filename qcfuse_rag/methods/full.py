@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.method import Method
+from qcfuse_rag.fusion.method import Method
 
 
 def full() -> Method:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fuse.alternative import Alternatives
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import TopTokens
-from qcfuse_rag.ingest.base import ENRICHED, FRAMED, Base
+from qcfuse_rag.fusion.adapters import Alternatives
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED, Base
 
 
 def fusionrag(
@@ -23,7 +23,7 @@ def fusionrag(
 
     Args:
         ratio: share of the passage tokens to recompute.
-        base: which stored caches to start from; the published ones are enriched, see `ingest.enrich`.
+        base: which stored caches to start from; the published ones are enriched, see `ingestion.enrichment`.
         probe: what the question sees on its way to the last layer, on which the paper can be read both ways: the stored
             chunks, or nothing but itself.
         alternative: take the framed cache of a chunk that has not been enriched yet, the paper's alternative path.

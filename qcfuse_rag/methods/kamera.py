@@ -2,12 +2,75 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.patches import StoredPatches
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import TopTokens
-from qcfuse_rag.ingest.base import FRAMED
+from dataclasses import dataclass
+
+from qcfuse_rag.fusion.adapters import Adapted, Place, corrected, stands_behind_head
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.context_distance import discordance, overlap
+from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPatches:
+    """Add the stored patch whose context fits the chunks in front, if one fits well enough.
+
+    A patch of another context does harm, so one is added only if enough of what its chunk looked at then is in front
+    of it now. One patch serves all orders of its context; of several that fit alike the one with the fewest strangers
+    in front is taken, then the one whose order agrees most. A whole difference serves as a patch too.
+
+    Attributes:
+        threshold: least overlap of contexts, by attention (see `store.context_distance`). The paper asks for a threshold and
+            gives none: this number is ours.
+        slots: patches to try for each chunk.
+    """
+
+    threshold: float = 0.5
+    slots: int = 5
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0 or self.slots < 1:
+            raise ValueError(f"threshold must be a fraction and slots above 0, got {self.threshold} and {self.slots}")
+
+    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+        """Patch what was found; leave it as it is if it is exact, or if no patch fits."""
+        if isinstance(found, Miss):
+            return found
+        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.frame):
+            return Adapted(found, exact=True)
+        if not stands_behind_head(place):
+            return Adapted(found, note="no patch is for what stands in front")
+        best = 0.0
+        for fit, slot in self._ranked(place):
+            best = max(best, fit)
+            if fit < self.threshold:
+                break
+            patch = sound(place.store, slot)
+            if patch is not None:
+                exact = slot.key.base.startswith("difference") and slot.context == place.predecessors
+                note = f"{slot.key.base}, overlap {fit:.2f}"
+                return Adapted(corrected(found, [(1.0, patch)]), exact, note=note)
+        return Adapted(found, note=f"no patch fits, best overlap {best:.2f}")
+
+    def _ranked(self, place: Place) -> list[tuple[float, Slot]]:
+        """Return patches with their overlap, the best first; the same difference whole before its approximation."""
+        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.frame, place.span.segment.stored_ids)
+        slots = [
+            slot for kind in ("difference", "patch") for slot in filled_slots(place.store, kind, self.slots, *where)
+        ]
+        rated = [(overlap(slot, now), slot) for slot in slots]
+
+        def order(one: tuple[float, Slot]) -> tuple[float, int, float]:
+            fit, slot = one
+            strangers = len(set(now) - set(slot.context)) + len(set(slot.context) - set(now))
+            return -fit, strangers, discordance(slot.context, now)
+
+        return sorted(rated, key=order)
 
 
 def kamera(ratio: float = 0.0, threshold: float = 0.5, slots: int = 5) -> Method:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import TopTokens
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.store.prefill_base import BLIND, Base
 
 
 def prophetkv(ratio: float = 0.2, base: Base = BLIND) -> Method:

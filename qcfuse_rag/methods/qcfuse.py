@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import TopTokens
-from qcfuse_rag.ingest.base import BLIND, Base, Ranking
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import TopTokens
+from qcfuse_rag.store.prefill_base import BLIND, Base, Ranking
 
 
 def qcfuse(
@@ -31,7 +31,7 @@ def qcfuse(
         anchor_ratio: share of each chunk that the question sees while probing.
         layers: critical layers; by default the model's profile, or three around the middle of the depth, since the
             published lists cover five models only.
-        anchors: how chunks were ranked when they were stored, see `ingest.anchors`; other rankings than `instruction`
+        anchors: how chunks were ranked when they were stored, see `ingestion.token_ranking`; other rankings than `instruction`
             are entries of their own, to be warmed under `base.ranked(...)`.
         reduce: over the question's rows and heads.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.select import RandomTokens
-from qcfuse_rag.ingest.base import FRAMED, Base
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.selectors import RandomTokens
+from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 
 def random(ratio: float = 0.15, base: Base = FRAMED, seed: int = 0) -> Method:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import NestedTokens
-from qcfuse_rag.ingest.base import BLIND, Base
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import NestedTokens
+from qcfuse_rag.store.prefill_base import BLIND, Base
 
 
 def relaxkv(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.ingest.base import FRAMED, Base
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 
 def reuse(base: Base = FRAMED) -> Method:

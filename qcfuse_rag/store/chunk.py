@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from qcfuse_rag.store.birth import Context, Facts, check_birth
-from qcfuse_rag.store.numbers import LOSSLESS, companion, restore
-from qcfuse_rag.store.ranks import product
+from qcfuse_rag.store.low_rank import RANKS, factor, product
+from qcfuse_rag.store.provenance import Context, Facts, check_birth
+from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, companion, narrow, restore
 
 RANKING = "ranking"
 KINDS = ("key", "value")
@@ -81,18 +81,18 @@ class ChunkKV:
         n_tokens: length of the chunk.
         n_layers: layers of the model.
         dtype: the model's dtype, in which `layer` answers.
-        numbers: how keys and values are written, see `store.numbers`.
+        numbers: how keys and values are written, see `store.quantization`.
         probe_layers: layers whose keys a probe reads before anything else; only their place in a file depends on it.
         expires: unix time from which on it must not be used, or None.
         blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
             0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them; in a format of low rank
             `[n_tokens, m]`, with `key.L.basis` and `value.L.basis` `[m, Hkv, D]`. `ranking`: `[n_layers, n_tokens]`
-            int32, token indices by falling importance, see `ingest.anchors`. Those of a store may raise
+            int32, token indices by falling importance, see `ingestion.token_ranking`. Those of a store may raise
             `CorruptEntry` or `OSError` on access.
         context: `hash_ids` of the chunks it was prefilled behind after the prompt's head, in order; None if that is
             what its base says, which is nothing for one prefilled alone or behind the head.
-        facts: numbers measured at its birth, by name; see `ingest.capture`.
-        extras: blocks it has besides, `[n_tokens, 1]` float32; see `store.birth.EXTRAS`.
+        facts: numbers measured at its birth, by name; see `ingestion.capture`.
+        extras: blocks it has besides, `[n_tokens, 1]` float32; see `store.provenance.EXTRAS`.
 
     Raises:
         ValueError: if context, facts or extras cannot be.
@@ -252,3 +252,36 @@ def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...], extr
     if beside is None:
         return [RANKING, *extras, *ordered]
     return [RANKING, *extras, *(part for name in ordered for part in (f"{name}.{beside}", name))]
+
+
+def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
+    """Return a chunk with its keys and values written in another format.
+
+    Args:
+        chunk: in any format; one that has lost precision does not get it back.
+        numbers: one of `FORMATS`. Low rank loses most of what a cache holds, and little of a difference.
+
+    Raises:
+        ValueError: if there is no such format.
+    """
+    if numbers not in RANKS:
+        check_numbers(numbers)
+    if chunk.numbers == numbers:
+        return chunk
+    tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
+    for layer in range(chunk.n_layers):
+        for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
+            tokens = block.transpose(0, 1)
+            if numbers == LOSSLESS:
+                tensors[f"{kind}.{layer}"] = tokens.contiguous()
+            elif numbers in RANKS:
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factor(tokens, numbers)
+            else:
+                narrowed, scale = narrow(tokens, numbers, over=0 if kind == "key" else 2)
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = narrowed, scale
+    return chunk.with_blocks(tensors, numbers)
+
+
+def as_kept(chunk: ChunkKV, numbers: str) -> ChunkKV:
+    """Return a chunk as a store of this format keeps it: one that is narrow or of low rank already stays as it is."""
+    return compress(chunk, numbers) if chunk.numbers == LOSSLESS else chunk

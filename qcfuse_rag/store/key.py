@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from qcfuse_rag.model.fingerprint import Fingerprint, digest
+from qcfuse_rag.models.fingerprint import Fingerprint, digest
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class ChunkKey:
 
     Attributes:
         fingerprint: the model.
-        base: how the chunk was prefilled, see `ingest.base`.
+        base: how the chunk was prefilled, see `store.prefill_base`.
         prefix: hash of the token ids in front of it when it was.
         ids: hash of its own token ids.
-        namespace: a tenant's token, which cannot be guessed, see `store.tenant`; empty for entries all may share.
+        namespace: a tenant's token, which cannot be guessed, see `store.backends.tenant`; empty for entries all may share.
     """
 
     fingerprint: Fingerprint

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 import torch
 
-from qcfuse_rag.model.fingerprint import Fingerprint
-from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
-from qcfuse_rag.store.contract import EntryInfo, KVStore, Miss
+from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
+from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks, compress
 from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.numbers import NARROW, compress
+from qcfuse_rag.store.quantization import NARROW
 
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer", "rope", "float32")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, TieredStore
-from qcfuse_rag.store.seal import Seal
-from qcfuse_rag.store.tenant import TenantStore
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import KVStoreTests
 
 MIB = 1 << 20

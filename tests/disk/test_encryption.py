@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, Miss, StoreError
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.disk.folders import KEY, SECRET, file_of, put
 

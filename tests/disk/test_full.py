@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from qcfuse_rag import DiskStore, StoreError
-from qcfuse_rag.store.room import Room
+from qcfuse_rag.store.backends.disk_quota import Room
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.disk.folders import ENTRY, present, put, taken
 
@@ -81,7 +81,9 @@ def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
 
     with monkeypatch.context() as patch:
         if not opened_before:
-            patch.setattr("qcfuse_rag.store.disk.open_index", lambda folder: (None, None, "database or disk is full"))
+            patch.setattr(
+                "qcfuse_rag.store.backends.disk.open_index", lambda folder: (None, None, "database or disk is full")
+            )
         store = DiskStore(folder)
         patch.setattr(Room, "remove", full)
         assert store.clear() == 3

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, Miss, StoreError
-from qcfuse_rag.store.eviction import Usage
-from qcfuse_rag.store.index import ENTRY as ENTRY_TAG
-from qcfuse_rag.store.index import PINNED, QUARANTINE, WRITING, Record
-from qcfuse_rag.store.repair import collect_garbage, rebuild
+from qcfuse_rag.store.backends.disk_index import ENTRY as ENTRY_TAG
+from qcfuse_rag.store.backends.disk_index import PINNED, QUARANTINE, WRITING, Record
+from qcfuse_rag.store.backends.eviction import Usage
+from qcfuse_rag.store.maintenance import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.disk.folders import ENTRY, KEY, file_of, present, put, taken
 
@@ -130,7 +130,7 @@ def unindexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskSto
 
     with DiskStore(folder) as store:
         put(store, 0)
-    monkeypatch.setattr("qcfuse_rag.store.index.Index", locked)
+    monkeypatch.setattr("qcfuse_rag.store.backends.disk_index.Index", locked)
     with DiskStore(folder) as store:
         yield store
 

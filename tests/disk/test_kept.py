@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, Miss, StoreError
-from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import FINGERPRINT, assert_same, example_chunk, example_key
 from tests.disk.folders import ENTRY, KEY, in_a_child, put, taken
 

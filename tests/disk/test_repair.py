@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, StoreError
-from qcfuse_rag.store.files import place
-from qcfuse_rag.store.repair import CheckReport, collect_garbage, fsck, rebuild, wipe
-from qcfuse_rag.store.seal import Seal
-from qcfuse_rag.store.sources import Sources
+from qcfuse_rag.store.backends.disk_files import place
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild, wipe
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 
 KEY = example_key()
@@ -161,7 +161,7 @@ def test_a_store_that_cannot_be_written_cannot_be_looked_after(
     def locked(place: Path) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("qcfuse_rag.store.index.Index", locked)
+    monkeypatch.setattr("qcfuse_rag.store.backends.disk_index.Index", locked)
     with DiskStore(folder) as read_only:
         for act in (fsck, collect_garbage, rebuild):
             with pytest.raises(StoreError, match=r"its index cannot be opened: .*Read-only file system"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.store.files import place
-from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.backends.disk_files import place
+from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.disk.folders import ENTRY, KEY, later, put, taken
 

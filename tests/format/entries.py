@@ -9,10 +9,10 @@ from typing import Any
 import xxhash
 
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.format import encode
-from qcfuse_rag.store.layout import Header
-from qcfuse_rag.store.reader import MemorySource, open_chunk
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.codec import encode
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.header import Header
+from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
 from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))

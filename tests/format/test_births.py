@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qcfuse_rag import CorruptEntry
-from qcfuse_rag.store.reader import open_chunk
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_patch
 from tests.format.entries import SEALS, CountingSource, header_of, opened, with_header, written
 

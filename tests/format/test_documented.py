@@ -13,9 +13,9 @@ import pytest
 import torch
 import xxhash
 
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.numbers import NUMBERS, compress
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.quantization import NUMBERS
 from qcfuse_rag.store.testing import DTYPES, example_chunk, example_key
 from tests.format.entries import SEALS, SECRET, header_of, written
 

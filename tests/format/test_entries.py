@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import CorruptEntry
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.numbers import FORMATS, NUMBERS, compress
-from qcfuse_rag.store.reader import open_chunk
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import open_chunk
+from qcfuse_rag.store.quantization import FORMATS, NUMBERS
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
 from tests.format.entries import SEALS, SECRET, CountingSource, opened, written
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from qcfuse_rag import CorruptEntry, StoreError
-from qcfuse_rag.store import format as entry_format
-from qcfuse_rag.store.format import encode
-from qcfuse_rag.store.reader import open_chunk
+from qcfuse_rag.store.entry import codec as entry_format
+from qcfuse_rag.store.entry.codec import encode
+from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.format.entries import CountingSource, header_of, opened, with_header, written
 

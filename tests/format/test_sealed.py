@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import CorruptEntry, StoreError
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.format.entries import SECRET, opened, with_header, written
 

@@ -17,7 +17,7 @@ from tests.recorders import DEVICE
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.lean import LeanGate, LeanNorm, lean_view, leanest_first
+from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, lean_view, leanest_first
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
 LAYERS = 4
@@ -59,7 +59,7 @@ def test_a_lean_view_computes_what_the_model_does(family: str) -> None:
 
 @torch.inference_mode()
 def test_what_comes_out_otherwise_stays_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcfuse_rag.fuse.kernels import pointwise
+    from qcfuse_rag.runtime.fused_layers import pointwise
 
     def off(compute: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*given: Any) -> Any:

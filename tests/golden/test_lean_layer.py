@@ -13,19 +13,19 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kv_table import KVTable
-from qcfuse_rag.fuse.step import forward_plan, forward_step
-from qcfuse_rag.fuse.table_plan import TablePlan
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.decode_step import forward_plan, forward_step
+from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.runtime.table_plan import TablePlan
 from tests.families import FAMILIES, build_model
 from tests.recorders import DEVICE
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import product
-from qcfuse_rag.fuse.kernels.pointwise import Norm
-from qcfuse_rag.fuse.kernels.product import MOST_ROWS, STRIPS, Strip
-from qcfuse_rag.fuse.lean_layer import LeanLayer, leanest_steps
+from qcfuse_rag.runtime.fused_layers import product
+from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import LeanLayer, leanest_steps
+from qcfuse_rag.runtime.fused_layers.pointwise import Norm
+from qcfuse_rag.runtime.fused_layers.product import MOST_ROWS, STRIPS, Strip
 
 LAYERS = 4
 OTHER_FORMS = {

@@ -25,7 +25,7 @@ from qcfuse_rag import (
     Prompt,
     make_method,
 )
-from qcfuse_rag.fuse.select import Nothing
+from qcfuse_rag.fusion.selectors import Nothing
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.fuse.prefill import prefill
-from qcfuse_rag.fuse.recorder import CudaRecorder
-from qcfuse_rag.fuse.self_check import check_exact
-from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import FAMILIES, build_model
 

@@ -24,17 +24,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels.attention import sparse_attention
-from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.kernels.launch import TALL, tall_fits
-from qcfuse_rag.fuse.kernels.place import Block, place_blocks
-from qcfuse_rag.fuse.kernels.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
-from qcfuse_rag.fuse.kernels.product import STRIPS, gate_projected, projected
-from qcfuse_rag.fuse.kernels.table import append_rows, table_attention
-from qcfuse_rag.fuse.kv_table import KVTable
-from qcfuse_rag.model.rope import KVShape, LayerRope
-from qcfuse_rag.store.numbers import LOSSLESS, narrow
+from qcfuse_rag.models.rope import KVShape, LayerRope
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
+from qcfuse_rag.runtime.fused_layers.product import STRIPS, gate_projected, projected
+from qcfuse_rag.runtime.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels.launch import TALL, tall_fits
+from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention
+from qcfuse_rag.runtime.kernels.placement import Block, place_blocks
+from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
+from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.store.quantization import LOSSLESS, narrow
 
 FP8_SINCE, HOPPER = 89, 90
 CPU = torch.device("cpu")

@@ -14,11 +14,11 @@ from tests.kernels.passages import PASSAGES, Nearby
 from tests.recorders import DEVICE
 
 COUNTED = [
-    ("attention", "attention", "sparse_attention"),
-    ("by table", "table", "table_attention"),
-    ("append", "table", "append_rows"),
+    ("attention", "sparse_attention", "sparse_attention"),
+    ("by table", "paged_attention", "table_attention"),
+    ("append", "paged_attention", "append_rows"),
     ("score", "context_score", "context_scores"),
-    ("place", "place", "place_blocks"),
+    ("place", "placement", "place_blocks"),
 ]
 """What a kernel is called here, its module and its function; not imported, for where there is no Triton."""
 
@@ -49,14 +49,14 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.assembly.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.assembly.kernels_place", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.arrival.kernels_place", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.fusion.state.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.fusion.state.kernels_place", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.kernels_place", lambda *given: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby())
-    monkeypatch.setattr("qcfuse_rag.fuse.step.kernels_run_on", lambda *given: True)
+        monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby())
+    monkeypatch.setattr("qcfuse_rag.runtime.decode_step.kernels_run_on", lambda *given: True)
     for name, module, function in COUNTED:
-        at = f"qcfuse_rag.fuse.kernels.{module}"
+        at = f"qcfuse_rag.runtime.kernels.{module}"
         monkeypatch.setattr(f"{at}.{function}", counted(name, resolve_name(f"{at}:{function}")))
     return called

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kv_table import KVTable
-from qcfuse_rag.model.rope import KVShape
+from qcfuse_rag.models.rope import KVShape
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kv_table import KVTable
 from tests.recorders import DEVICE
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

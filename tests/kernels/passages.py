@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcfuse_rag.fuse.transfer import Sent
+from qcfuse_rag.runtime.loading.host_to_device import Sent
 from tests.recorders import DEVICE
 
 PASSAGES = ["The ferry is green, its captain is Orla.", "The paint is kept in the mill.", "Nobody has a key."]

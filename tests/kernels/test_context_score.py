@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels.context_score import context_scores
-from qcfuse_rag.fuse.score import attention_weights
+from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.kernels.context_score import context_scores
 from tests.kernels.operands import DTYPES, TOLERANCE, operands, relative_error
 from tests.recorders import DEVICE
 

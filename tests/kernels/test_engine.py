@@ -17,11 +17,14 @@ from tests.families import build_model
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.assembly import Assembly
-from qcfuse_rag.fuse.kernels import attention, context_score, launch, parts, place
-from qcfuse_rag.fuse.loading import Loading
-from qcfuse_rag.fuse.step import forward_step
-from qcfuse_rag.generate import warm_up as warming
+from qcfuse_rag.engine.engine import warm_up as warming
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.kernels import context_score, launch
+from qcfuse_rag.runtime.kernels import placement as place
+from qcfuse_rag.runtime.kernels import sparse_attention as attention
+from qcfuse_rag.runtime.kernels import split_k as parts
+from qcfuse_rag.runtime.loading.loading import Loading
 from tests.kernels.operands import relative_error, watched
 from tests.kernels.passages import PASSAGES, QUESTION, Nearby
 from tests.recorders import DEVICE
@@ -43,9 +46,9 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
     assert set(with_kernels) == {"by table", "append"}
-    monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: None)
-    for module in ("kernels.support", "assembly", "step"):
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: None)
+    for module in ("runtime.kernels.support", "fusion.state", "runtime.decode_step"):
+        monkeypatch.setattr(f"qcfuse_rag.{module}.kernels_run_on", lambda *given: False)
     with_kernels.clear()
     theirs = engine.prefill(prompt, method=method, room=4)
     assert not with_kernels
@@ -62,7 +65,7 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
     """None before it is, which would have the first layer wait for the last, and at first a few."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
-    monkeypatch.setattr("qcfuse_rag.fuse.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     assembly = Assembly.empty(lm, prompt, len(prompt))
     assembly.load(warmed.store, FRAMED, loading=Loading(lm))

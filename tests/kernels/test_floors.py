@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import launch
-from qcfuse_rag.fuse.kernels.product import STRIPS
+from qcfuse_rag.runtime.fused_layers.product import STRIPS
+from qcfuse_rag.runtime.kernels import launch
 from tests.kernels.operands import relative_error
 from tests.recorders import DEVICE
 

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import parts
-from qcfuse_rag.fuse.kernels.attention import sparse_attention
-from qcfuse_rag.fuse.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels import split_k as parts
+from qcfuse_rag.runtime.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 from tests.kernels.operands import operands
 from tests.recorders import DEVICE
 

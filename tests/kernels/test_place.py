@@ -10,10 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import place
-from qcfuse_rag.fuse.kernels.place import Block, place_blocks, place_blocks_reference
-from qcfuse_rag.model.rope import LayerRope
-from qcfuse_rag.store.numbers import narrow
+from qcfuse_rag.models.rope import LayerRope
+from qcfuse_rag.runtime.kernels import placement as place
+from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.store.quantization import narrow
 from tests.kernels.operands import TOLERANCE, relative_error, watched
 from tests.recorders import DEVICE
 

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels.pointwise import Norm, gated, normalized, rotated
+from qcfuse_rag.runtime.fused_layers.pointwise import Norm, gated, normalized, rotated
 from tests.recorders import DEVICE
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}

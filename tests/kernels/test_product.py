@@ -9,8 +9,8 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels.pointwise import Norm, normalized
-from qcfuse_rag.fuse.kernels.product import STRIPS, Strip, gate_projected, projected
+from qcfuse_rag.runtime.fused_layers.pointwise import Norm, normalized
+from qcfuse_rag.runtime.fused_layers.product import STRIPS, Strip, gate_projected, projected
 from tests.kernels.operands import DTYPES, TOLERANCE, relative_error
 from tests.recorders import DEVICE
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.kernels import support
-from qcfuse_rag.fuse.kernels.support import kernel_refusal
+from qcfuse_rag.runtime.kernels import support
+from qcfuse_rag.runtime.kernels.support import kernel_refusal
 from tests.kernels.operands import DTYPES
 from tests.recorders import DEVICE
 

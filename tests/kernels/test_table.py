@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.kernels.table import append_rows, table_attention, table_attention_reference
-from qcfuse_rag.fuse.kv_table import KVTable
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention, table_attention_reference
+from qcfuse_rag.runtime.kv_table import KVTable
 from tests.kernels.operands import DTYPES, TOLERANCE, relative_error, tabled
 from tests.recorders import DEVICE
 

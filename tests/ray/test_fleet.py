@@ -26,7 +26,7 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 @pytest.fixture(scope="module")
 def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run two replicas; return what they are made of."""
-    from qcfuse_rag.serve.on_ray import Fleet, run_fleet, stop_fleet
+    from qcfuse_rag.server.ray_serve import Fleet, run_fleet, stop_fleet
 
     bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
     method = make_method("prophetkv", ratio=0.1, base=FRAMED)
@@ -102,7 +102,7 @@ async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) ->
 
 
 async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(fleet: Any) -> None:
-    from qcfuse_rag.serve.on_ray import run_fleet, stop_fleet
+    from qcfuse_rag.server.ray_serve import run_fleet, stop_fleet
 
     scaled = replace(fleet, ongoing=2, queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
     await asyncio.to_thread(run_fleet, scaled, port=PORT)

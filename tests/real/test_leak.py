@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import ENRICHED, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.bench.together import Together
+from qcfuse_rag.evaluation.quality.batched_decode import Together
 
 pytestmark = pytest.mark.real
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.demo.assets import corpus, questions
-from qcfuse_rag.fuse.self_check import naive_concatenation, stock_attention
+from qcfuse_rag.bundled import corpus, questions
+from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
 from tests import references
 
 pytestmark = pytest.mark.real
@@ -71,7 +71,7 @@ def test_a_framed_chunk_right_after_the_head_is_exact(engine: FusionEngine) -> N
 
 def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: FusionEngine) -> None:
     """Mean divergence over questions falls from no recomputation to half, which is what the method is for."""
-    from qcfuse_rag.bench.metrics import divergence
+    from qcfuse_rag.monitoring.divergence import divergence
 
     texts = list(corpus().values())[:4]
     engine.warm(texts, bases=(FRAMED,))
@@ -97,7 +97,7 @@ def test_the_demonstration_prints_what_it_promises(
     from qcfuse_rag.cli.app import main
 
     few = {name: text for name, text in corpus().items() if "08" <= name[:2] <= "16"}  # prefilling takes the time
-    monkeypatch.setattr("qcfuse_rag.demo.run.corpus", lambda: few)
+    monkeypatch.setattr("qcfuse_rag.cli.demo.corpus", lambda: few)
     monkeypatch.setattr(sys, "argv", ["qcfuse", "demo", "--json", "--repeats", "1", "--top-k", "4", "--device", "cpu"])
     with pytest.raises(SystemExit) as stop:
         main()

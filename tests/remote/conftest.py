@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.store.blobs import Blobs
-from qcfuse_rag.store.bucket import Bucket
-from qcfuse_rag.store.redis import RedisServer
+from qcfuse_rag.store.backends.blob_store import Blobs
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
 from tests.remote.filesystems import Away
 from tests.remote.servers import RedisProcess, new_server
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qcfuse_rag.store.format import encode
+from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import example_chunk, example_key
 
 SECRET = bytes(range(32))

@@ -10,9 +10,9 @@ import pytest
 import redis
 
 from qcfuse_rag import Miss, StoreError
-from qcfuse_rag.store.bucket import Bucket
-from qcfuse_rag.store.redis import RedisServer
-from qcfuse_rag.store.remote import RemoteStore, open_remote
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.remote.entries import NAME
 from tests.remote.filesystems import Away, Cloud

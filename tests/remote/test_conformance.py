@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from qcfuse_rag import KVStore, MemoryStore, TieredStore
-from qcfuse_rag.store.bucket import Bucket
-from qcfuse_rag.store.redis import RedisServer
-from qcfuse_rag.store.remote import RemoteStore
-from qcfuse_rag.store.seal import Seal
-from qcfuse_rag.store.tenant import TenantStore
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import KVStoreTests
 from tests.remote.entries import SECRET
 

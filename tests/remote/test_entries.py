@@ -13,13 +13,13 @@ import pytest
 import redis
 
 from qcfuse_rag import CorruptEntry, MemoryStore, Miss, TieredStore
-from qcfuse_rag.store.blobs import Blobs
+from qcfuse_rag.store.backends.blob_store import Blobs
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.format import PREAMBLE, encode
+from qcfuse_rag.store.entry.codec import PREAMBLE, encode
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.key import tenant_prefix
-from qcfuse_rag.store.redis import RedisServer
-from qcfuse_rag.store.remote import RemoteStore
-from qcfuse_rag.store.seal import Seal
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.remote.entries import ENTRY, NAME, SECRET
 from tests.remote.servers import RedisProcess

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import Miss
-from qcfuse_rag.store.blobs import Blobs
-from qcfuse_rag.store.bucket import Bucket
-from qcfuse_rag.store.remote import RemoteStore
+from qcfuse_rag.store.backends.blob_store import Blobs
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import example_key
 from tests.remote.filesystems import Away
 

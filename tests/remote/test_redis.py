@@ -6,8 +6,8 @@ import pytest
 import redis
 
 from qcfuse_rag import StoreError
-from qcfuse_rag.store.redis import RedisServer
-from qcfuse_rag.store.remote import RemoteStore
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.remote.servers import RedisProcess
 
@@ -32,7 +32,7 @@ def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None
 
 
 def test_many_entries_are_listed_in_steps(on_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.store.redis.LISTED_AT_ONCE", 7)
+    monkeypatch.setattr("qcfuse_rag.store.backends.redis_blobs.LISTED_AT_ONCE", 7)
     for number in range(50):
         on_redis.write(f"{number}.kv", [bytes(number)])
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from qcfuse_rag import StoreError
-from qcfuse_rag.store.bucket import Bucket
-from qcfuse_rag.store.redis import RedisServer
-from qcfuse_rag.store.remote import RemoteStore, open_remote
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 
 
 def test_a_missing_client_library_is_an_error_that_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,22 +19,24 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() or find_spec("t
 @pytest.fixture(scope="session")
 def remembered() -> Callable[..., str | None]:
     """Why kernels are refused, remembered by these tests alone."""
-    from qcfuse_rag.fuse.kernels.support import kernel_refusal
+    from qcfuse_rag.runtime.kernels.support import kernel_refusal
 
     return cache(kernel_refusal.__wrapped__)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
-    from qcfuse_rag.fuse.kernels.attention import takes_tall
-    from qcfuse_rag.fuse.kernels.launch import is_hopper, processors
+    from qcfuse_rag.runtime.kernels.launch import is_hopper, processors
+    from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall
     from tests.simulated.cuda import simulated_cuda
 
     for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
-        monkeypatch.setattr(f"qcfuse_rag.fuse.kernels.support.{name}", value)
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])  # as it is for these kernels
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"model": model})
-    monkeypatch.setattr("qcfuse_rag.fuse.transfer.RING_BYTES", 1 << 13)  # so that it goes round
+        monkeypatch.setattr(f"qcfuse_rag.runtime.kernels.support.{name}", value)
+    monkeypatch.setattr(
+        "qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model]
+    )  # as it is for these kernels
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"model": model})
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES", 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device
         gc.collect()

@@ -21,12 +21,12 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
-from qcfuse_rag.fuse.lean import leanest_first
-from qcfuse_rag.fuse.lean_layer import leanest_steps
-from qcfuse_rag.fuse.prefill import Prefilled
-from qcfuse_rag.fuse.transfer import Link, Ring, Transfer
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.loading.host_to_device import Link, Ring, Transfer
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from tests.damage import damaged
 from tests.families import FAMILIES, build_model
@@ -77,7 +77,7 @@ def assert_same(found: Prefilled, expected: Prefilled) -> None:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.kernels.support.kernel_refusal", lambda *about: "switched off")
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernel_refusal", lambda *about: "switched off")
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -120,11 +120,11 @@ def test_what_is_stored_arrives_from_every_tier(
 def test_recorded_passes_and_steps_are_those_that_were_recorded(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", leanest_first)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_steps)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_steps)
     for short in ("TIMED", "ROUNDS"):
-        monkeypatch.setattr(f"qcfuse_rag.fuse.step_graph.{short}", 1)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 40))
+        monkeypatch.setattr(f"qcfuse_rag.runtime.graphs.decode_graphs.{short}", 1)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 40))
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     there.passes.warm_up(rows=(16, 48))
     there.step.warm_up(requests=(1,))
@@ -142,7 +142,7 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
 def test_recorded_steps_of_the_leanest_layers_are_the_models(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_alone)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
     there.step.warm_up(requests=(2,))
     assert there.step.refusal is None

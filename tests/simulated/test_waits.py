@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, MemoryStore, make_method
-from qcfuse_rag.fuse.arrival import Arrival
-from qcfuse_rag.fuse.kernels.support import kernels_run_on
-from qcfuse_rag.fuse.transfer import Sent, Transfer
+from qcfuse_rag.runtime.kernels.support import kernels_run_on
+from qcfuse_rag.runtime.loading.host_to_device import Sent, Transfer
+from qcfuse_rag.runtime.loading.layer_loader import Arrival
 from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
 
@@ -80,7 +80,7 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
                 assert all(map(device.host.clock.knows, placed.clock.values())), "given back before it was placed"
                 in_flight -= nbytes
 
-    monkeypatch.setattr("qcfuse_rag.fuse.arrival.AHEAD_BYTES", room)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES", room)
     monkeypatch.setattr(Transfer, "send", counted)
     monkeypatch.setattr(Arrival, "_free", counted_free)
     assert_same(there.prefill(prompt, method=chosen), expected)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.testing import example_chunk
 
 SIZES = (1, 5, 40, 129, 300, 700)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.format import MAGIC, PREAMBLE, VERSION, Preamble, _header_checksum, encode, read_header
-from qcfuse_rag.store.layout import DTYPES
+from qcfuse_rag.store.entry.codec import MAGIC, PREAMBLE, VERSION, Preamble, _header_checksum, encode, read_header
+from qcfuse_rag.store.entry.header import DTYPES
 from qcfuse_rag.store.testing import example_key, example_patch
 from tests.stress.content import chunk_of
 

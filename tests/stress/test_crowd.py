@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, Miss
-from qcfuse_rag.store.repair import fsck
+from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import LARGEST_BYTES, chunk_of, files_of, wrong_bytes

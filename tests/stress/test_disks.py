@@ -25,9 +25,9 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.fuse.prefill import Prefilled
-from qcfuse_rag.store.remote import open_remote
-from qcfuse_rag.store.repair import fsck
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.store.backends.remote import open_remote
+from qcfuse_rag.store.maintenance import fsck
 from tests.conftest import PASSAGES, QUESTION
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import CorruptEntry, DiskStore, Miss
-from qcfuse_rag.store.format import PREAMBLE, Preamble
-from qcfuse_rag.store.reader import MappedFile, open_header
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import chunk_of, wrong_bytes

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import CorruptEntry
 from qcfuse_rag.store.chunk import block_names
-from qcfuse_rag.store.format import MAGIC, MAX_HEADER_BYTES, PREAMBLE, VERSION
-from qcfuse_rag.store.reader import MemorySource, open_chunk
-from qcfuse_rag.store.seal import Seal
+from qcfuse_rag.store.entry.codec import MAGIC, MAX_HEADER_BYTES, PREAMBLE, VERSION
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
 from tests.stress.bounds import bounded
 from tests.stress.campaign import Tally, sized
 from tests.stress.forgery import BODIES, HONEST, entry, forged, nested

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from qcfuse_rag import FRAMED, DiskStore, FusionEngine, LanguageModel, MemoryStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.numbers import compress
-from qcfuse_rag.store.repair import fsck
+from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
 from tests.conftest import PASSAGES
 from tests.stress.campaign import Tally, sized

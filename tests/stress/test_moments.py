@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, Miss
-from qcfuse_rag.store.files import StoreFiles
-from qcfuse_rag.store.repair import collect_garbage, fsck, rebuild
-from qcfuse_rag.store.room import Room
+from qcfuse_rag.store.backends.disk_files import StoreFiles
+from qcfuse_rag.store.backends.disk_quota import Room
+from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import FULL
 from tests.stress.content import chunk_of, files_of, wrong_bytes

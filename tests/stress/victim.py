@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, Miss
-from qcfuse_rag.store.repair import collect_garbage, fsck, rebuild
+from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, wrong_bytes
 

@@ -24,10 +24,10 @@ from qcfuse_rag import (
     SamplingParams,
     make_method,
 )
-from qcfuse_rag.ingest.neighbours import nearest, permitted
-from qcfuse_rag.store.access import may_remember, tags_of
+from qcfuse_rag.ingestion.neighbours import nearest, permitted
+from qcfuse_rag.store.documents.acl import may_remember, tags_of
+from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.sources import Sources
 from tests.conftest import PASSAGES
 
 OPEN, BOARD, STAFF = frozenset({""}), frozenset({"board"}), frozenset({"staff"})

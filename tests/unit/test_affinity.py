@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag.serve.affinity import CHOICES, Affinity, homes
+from qcfuse_rag.server.routing import CHOICES, Affinity, homes
 
 REPLICAS = [f"replica-{number}" for number in range(8)]
 Route = Callable[[Sequence[str], list[int], int], int]

@@ -27,8 +27,8 @@ from qcfuse_rag import (
     ToolCall,
     UnsupportedModel,
 )
-from qcfuse_rag.generate.call_syntax import SYNTAXES, CallSyntax, call_syntax
-from qcfuse_rag.generate.constrain import closed, json_grammar
+from qcfuse_rag.generation.grammar import closed, json_grammar
+from qcfuse_rag.generation.tool_parsers import SYNTAXES, CallSyntax, call_syntax
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 from tests.tool_templates import LOOK_UP, MOOR, TEMPLATES, teach

@@ -19,9 +19,9 @@ from qcfuse_rag import (
     SamplingParams,
     make_method,
 )
-from qcfuse_rag.generate.many import shared_tokens, sharing_order
+from qcfuse_rag.generation.batch import shared_tokens, sharing_order
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from tests import references
 from tests.conftest import PASSAGES, QUESTION

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.loading import Loading
-from qcfuse_rag.fuse.patience import within
-from qcfuse_rag.fuse.prefill import prefill
-from qcfuse_rag.fuse.select import Selection, TopTokens
-from qcfuse_rag.fuse.transfer import Ring
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.selectors import Selection, TopTokens
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.loading.host_to_device import Ring
+from qcfuse_rag.runtime.loading.loading import Loading
+from qcfuse_rag.runtime.loading.wait_budget import within
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
-from qcfuse_rag.store.contract import Miss
 from qcfuse_rag.store.key import ChunkKey
 from tests import references
 from tests.conftest import PASSAGES, QUESTION

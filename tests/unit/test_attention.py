@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from qcfuse_rag.fuse import rows as rows_module
-from qcfuse_rag.fuse.attention import explicit_attention, rows_attention
-from qcfuse_rag.fuse.rows import RowsPlan, split_rows
-from qcfuse_rag.fuse.score import attention_weights
+from qcfuse_rag.runtime.attention import row_blocks as rows_module
+from qcfuse_rag.runtime.attention.dispatch import rows_attention
+from qcfuse_rag.runtime.attention.row_blocks import split_rows
+from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.rows import RowsPlan
 
 
 class Layer(nn.Module):
@@ -121,7 +123,7 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
     query = torch.randn(1, 4, 3, 8, generator=generator)
     key = torch.randn(1, 2, length, 8, generator=generator)
     key[:, :, ~known] = torch.nan
-    monkeypatch.setattr("qcfuse_rag.fuse.score.LEAST_ROWS", 1)  # two rows, then one
+    monkeypatch.setattr("qcfuse_rag.runtime.reference_attention.LEAST_ROWS", 1)  # two rows, then one
     found = attention_weights(query, key, rows, known, scaling=0.5, window=window, reduce=reduce)
     per_row = torch.zeros(4, 3, length)
     for head in range(4):

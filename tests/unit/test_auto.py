@@ -21,10 +21,10 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.fuse.assembly import Assembly
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.select import candidate_positions, inexact_chunks
-from qcfuse_rag.ingest.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

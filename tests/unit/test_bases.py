@@ -23,13 +23,13 @@ from qcfuse_rag import (
     choose_method,
     make_method,
 )
-from qcfuse_rag.fuse.self_check import stock_attention
-from qcfuse_rag.ingest.anchors import instruction_ids
-from qcfuse_rag.ingest.base import Base, Ranking
-from qcfuse_rag.ingest.enrich import what_fits
-from qcfuse_rag.ingest.neighbours import covering_groups, nearest, retrieved_together, token_vectors
-from qcfuse_rag.ingest.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.ingestion.enrichment import what_fits
+from qcfuse_rag.ingestion.neighbours import covering_groups, nearest, retrieved_together, token_vectors
+from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import Base, Ranking
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 from tests.unit.test_methods import attention_of_question, best
@@ -150,7 +150,7 @@ def test_chunks_that_stand_behind_as_much_are_enriched_together(
         batches.append(len(batch))
         return prefill_chunks(lm, batch, **rest)
 
-    monkeypatch.setattr("qcfuse_rag.ingest.enrich.prefill_chunks", counted)
+    monkeypatch.setattr("qcfuse_rag.ingestion.enrichment.prefill_chunks", counted)
     texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
     neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
     alone, together = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
-from qcfuse_rag.bench.configurations import configurations
-from qcfuse_rag.bench.notes import on_methods
-from qcfuse_rag.bench.prepare import prepare
-from qcfuse_rag.bench.tables import terminal_tables
-from qcfuse_rag.bench.together import Together
-from qcfuse_rag.generate.answer import end_tokens
-from qcfuse_rag.ingest.base import BASES
+from qcfuse_rag.evaluation.quality.batched_decode import Together
+from qcfuse_rag.evaluation.quality.caveats import on_methods
+from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.evaluation.quality.offline import prepare
+from qcfuse_rag.evaluation.quality.tables import terminal_tables
+from qcfuse_rag.generation.stop_criteria import end_tokens
+from qcfuse_rag.store.prefill_base import BASES
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 from tests.unit.cli import Run
@@ -220,7 +220,7 @@ def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     def others(passages: Sequence[str], count: int = 10) -> list[list[int]]:
         return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
 
-    monkeypatch.setattr("qcfuse_rag.bench.prepare.embedded_neighbours", others)
+    monkeypatch.setattr("qcfuse_rag.evaluation.quality.offline.embedded_neighbours", others)
 
 
 def likelihoods(found: dict[str, Any]) -> dict[tuple[str, str], float]:
@@ -350,7 +350,7 @@ def test_questions_are_prepared_in_groups(bench: Bench) -> None:
 def test_a_batch_too_large_for_memory_is_answered_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--methods", "reuse,random", "--bases", "blind,framed", "--size", 2)
     whole = bench(*options)
-    monkeypatch.setattr("qcfuse_rag.bench.run.STACK_BYTES", 1)
+    monkeypatch.setattr("qcfuse_rag.evaluation.quality.run.STACK_BYTES", 1)
     bench.out = bench.out.with_name("parts.json")
     parts = bench(*options)
 

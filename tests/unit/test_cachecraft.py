@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Miss, Prompt, make_method
-from qcfuse_rag.fuse.focus import FocusedChunks
-from qcfuse_rag.fuse.select import TopOfEachChunk
-from qcfuse_rag.fuse.variants import ClosestVariant, expected_overhead, prefix_overlap, worth_by_mending
-from qcfuse_rag.ingest.context import Slot, filled_slots
-from qcfuse_rag.report.fusion import FusionReport, Lookup
+from qcfuse_rag.fusion.report import FusionReport, Lookup
+from qcfuse_rag.fusion.selectors import TopOfEachChunk
+from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_mending
+from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
+from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, PromptTooLong
-from qcfuse_rag.fuse.attention import NAME
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
-from qcfuse_rag.ingest import statistics
-from qcfuse_rag.ingest.capture import capture, capture_chunks
-from qcfuse_rag.ingest.prefill import prefill_chunk
+from qcfuse_rag.ingestion import chunk_attention as statistics
+from qcfuse_rag.ingestion.capture import capture, capture_chunks
+from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from tests import references

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qcfuse_rag import DiskStore, Sources, open_store
-from qcfuse_rag.retrieve.index import Passage, PassageIndex
+from qcfuse_rag.retrieval.index import Passage, PassageIndex
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.unit.cli import Run
 

@@ -14,7 +14,7 @@ import pytest
 from qcfuse_rag import DiskStore
 from qcfuse_rag.cli.job import NAME, only_job
 from qcfuse_rag.cli.library import KV_FOLDER
-from qcfuse_rag.retrieve.index import PassageIndex
+from qcfuse_rag.retrieval.index import PassageIndex
 from tests.conftest import PASSAGES
 from tests.unit.cli import Run
 

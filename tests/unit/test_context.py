@@ -20,10 +20,10 @@ from qcfuse_rag import (
     MemoryStore,
     TenantStore,
 )
-from qcfuse_rag.ingest.capture import capture
-from qcfuse_rag.ingest.context import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+from qcfuse_rag.ingestion.capture import capture
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
+from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
 from tests.conftest import PASSAGES, QUESTION
 
 FRAME, IDS = (1, 2), (3, 4, 5, 6, 7)

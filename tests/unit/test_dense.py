@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fuse import dense
-from qcfuse_rag.fuse.attention import explicit_attention
+from qcfuse_rag.runtime.attention import dense
+from qcfuse_rag.runtime.reference_attention import explicit_attention
 
 
 def operands() -> tuple[Tensor, Tensor, Tensor]:

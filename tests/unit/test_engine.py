@@ -26,10 +26,10 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.ingest.warm import WarmJob
+from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.reader import MappedFile, open_header
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 
@@ -209,7 +209,7 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
         def broken(path: Path) -> MappedFile:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("qcfuse_rag.store.disk.MappedFile", broken)
+        monkeypatch.setattr("qcfuse_rag.store.backends.disk.MappedFile", broken)
         prompt = engine.prompt(QUESTION, PASSAGES)
         done = engine.prefill(prompt, method=QCFUSE)
     assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
@@ -425,6 +425,6 @@ def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     def measured(*given: object, **rest: object) -> object:
         raise AssertionError("costs are measured in a request")
 
-    monkeypatch.setattr("qcfuse_rag.fuse.measured.measure_passes", measured)
-    monkeypatch.setattr("qcfuse_rag.fuse.measured.measure_loading", measured)
+    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_passes", measured)
+    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_loading", measured)
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids

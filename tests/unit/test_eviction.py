@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qcfuse_rag import MemoryStore, Miss, StoreError
-from qcfuse_rag.store.eviction import (
+from qcfuse_rag.store.backends.eviction import (
     HALF_LIFE_S,
     POLICIES,
     Usage,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import BLIND, FusionEngine, make_method
-from qcfuse_rag.report.explain import explain_html
+from qcfuse_rag.monitoring.explain import explain_html
 from tests.conftest import PASSAGES
 
 

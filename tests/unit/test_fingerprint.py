@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import BLIND, FRAMED, LanguageModel
-from qcfuse_rag.model.fingerprint import Fingerprint
+from qcfuse_rag.models.fingerprint import Fingerprint
 from tests.families import build_model, build_tokenizer
 
 

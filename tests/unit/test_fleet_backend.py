@@ -13,9 +13,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from qcfuse_rag import RayWorkers
-from qcfuse_rag.serve.backend import Event
-from qcfuse_rag.serve.on_ray import TRIES, Door, Fleet, FleetBackend
-from qcfuse_rag.serve.request import ChatRequest
+from qcfuse_rag.server.backend import Event
+from qcfuse_rag.server.ray_serve import TRIES, Door, Fleet, FleetBackend
+from qcfuse_rag.server.request import ChatRequest
 from tests.unit.serving import ask, client, error
 
 WHOLE = [Event("The "), Event("mill."), Event(finish="stop", usage={}, report={})]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
-from qcfuse_rag.generate.sampling import Sampler
-from qcfuse_rag.generate.text import TextAssembler
+from qcfuse_rag.generation.detokenizer import TextAssembler
+from qcfuse_rag.generation.sampling import Sampler
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.model.gguf_header import REMEMBERED, header_read_once
-from qcfuse_rag.model.load import load_pretrained
+from qcfuse_rag.models.gguf_header import REMEMBERED, header_read_once
+from qcfuse_rag.models.load import load_pretrained
 from tests.conftest import QUESTION
 
 OWN = {name: getattr(gguf, name) for name in REMEMBERED}

@@ -21,16 +21,15 @@ from qcfuse_rag import (
     StoreError,
     make_method,
 )
-from qcfuse_rag.fuse.costs import Costs, measure_loading, measure_passes
-from qcfuse_rag.fuse.guard import BreakEven
-from qcfuse_rag.fuse.measured import read_costs
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.fuse.outlook import Outlook, outlook
-from qcfuse_rag.fuse.prefill import prefill
+from qcfuse_rag.fusion.estimate import outlook
+from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
 from tests.conftest import PASSAGES, QUESTION
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
-LONG = Outlook(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
+LONG = PrefillEstimate(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
 
 
 def guarded(ratio: float = 0.1) -> Method:
@@ -150,7 +149,7 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
 def test_recorded_passes_are_predicted_by_what_they_take() -> None:
     """Full prefill is launched as ever: only what fusing computes gets cheaper."""
     costs = Costs(pass_s=1.0, row_s=0.001)
-    ahead = Outlook(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
+    ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
     assert BreakEven().refusal(ahead, costs) is not None
     recorded = replace(costs, recorded_pass_s=0.1)
     assert BreakEven().refusal(ahead, recorded) is None

@@ -19,7 +19,7 @@ from qcfuse_rag import (
     TieredStore,
     make_method,
 )
-from qcfuse_rag.store.hints import MOST_HINTS, PATIENCE_STEPS, Hints
+from qcfuse_rag.store.backends.hints import MOST_HINTS, PATIENCE_STEPS, Hints
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.conftest import PASSAGES, QUESTION
 

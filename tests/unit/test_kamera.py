@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fuse.contexts import discordance, distance, masses, overlap
-from qcfuse_rag.fuse.corrected import corrected
-from qcfuse_rag.fuse.patches import StoredPatches
-from qcfuse_rag.ingest.context import Slot, filled_slots, slot_key
+from qcfuse_rag.fusion.adapters import corrected
+from qcfuse_rag.methods.kamera import StoredPatches
+from qcfuse_rag.store.chunk import compress
+from qcfuse_rag.store.context_distance import discordance, distance, masses, overlap
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.numbers import compress
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

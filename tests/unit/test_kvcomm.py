@@ -8,11 +8,11 @@ import pytest
 from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fuse.contexts import distance
-from qcfuse_rag.fuse.offsets import AnchorOffsets
-from qcfuse_rag.ingest.context import Slot, filled_slots
-from qcfuse_rag.report.fusion import Lookup
+from qcfuse_rag.fusion.report import Lookup
+from qcfuse_rag.methods.kvcomm import AnchorOffsets
+from qcfuse_rag.store.context_distance import distance
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

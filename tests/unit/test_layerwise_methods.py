@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 from qcfuse_rag import BLIND, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fuse.gradual import GradualFilter
+from qcfuse_rag.methods.cacheblend import GradualFilter
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 from tests.references import Observed, Table

@@ -28,10 +28,9 @@ from qcfuse_rag import (
     make_method,
     open_store,
 )
-from qcfuse_rag.prompt.locate import ANCHOR, PIECES, Found, Traits, locate, traits
-from qcfuse_rag.store.chunk import RANKING, ChunkKV
-from qcfuse_rag.store.cut import cut
-from qcfuse_rag.store.numbers import compress
+from qcfuse_rag.store.chunk import RANKING, ChunkKV, compress
+from qcfuse_rag.store.documents.passage_match import ANCHOR, PIECES, Found, Traits, locate, traits
+from qcfuse_rag.store.slice import cut
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 

@@ -29,14 +29,14 @@ from qcfuse_rag import (
     choose_method,
     make_method,
 )
-from qcfuse_rag.fuse.assembly import Placed
-from qcfuse_rag.fuse.budget import FixedRatio
-from qcfuse_rag.fuse.probe import QuestionProbe
-from qcfuse_rag.fuse.score import Scores
-from qcfuse_rag.fuse.select import ChunkHeads, RandomTokens, Selection, TopTokens
-from qcfuse_rag.model.critical import default_critical_layers
-from qcfuse_rag.model.language_model import LanguageModel as Model
-from qcfuse_rag.prompt.segments import Role, Segment, Span
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import ChunkHeads, RandomTokens, Selection, TopTokens
+from qcfuse_rag.fusion.state import Placed
+from qcfuse_rag.prompts.segments import Role, Segment, Span
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.language_model import LanguageModel as Model
+from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.store.chunk import ChunkKV
 from tests import references
 from tests.conftest import PASSAGES, QUESTION

@@ -9,22 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qcfuse_rag.model.rope import KVShape
-from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.format import encode
-from qcfuse_rag.store.layout import entry_bytes
-from qcfuse_rag.store.numbers import (
-    LOSSLESS,
-    NARROW,
-    NUMBERS,
-    as_kept,
-    check_numbers,
-    check_rank,
-    compress,
-    narrow,
-    restore,
-)
-from qcfuse_rag.store.ranks import RANKS, factor, product
+from qcfuse_rag.models.rope import KVShape
+from qcfuse_rag.store.chunk import ChunkKV, as_kept, compress
+from qcfuse_rag.store.entry.codec import encode
+from qcfuse_rag.store.entry.header import entry_bytes
+from qcfuse_rag.store.low_rank import RANKS, factor, product
+from qcfuse_rag.store.quantization import LOSSLESS, NARROW, NUMBERS, check_numbers, check_rank, narrow, restore
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key, example_patch
 
 CHANNEL, TOKEN = 0, 2

@@ -18,15 +18,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.decoder_view import SteeredLayer
-from qcfuse_rag.fuse.forward import forward_hidden, forward_rows
-from qcfuse_rag.fuse.lean import leanest_first
-from qcfuse_rag.fuse.measured import MeasuredCosts
-from qcfuse_rag.fuse.pass_graph import ROWS, FusedPasses
-from qcfuse_rag.fuse.prefill import prefill
-from qcfuse_rag.fuse.recorder import Recorder
-from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.costs import MeasuredCosts
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, FusedPasses
+from qcfuse_rag.runtime.graphs.recorder import Recorder
+from qcfuse_rag.runtime.model_views import SteeredLayer
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from tests.conftest import PASSAGES, QUESTION
 from tests.damage import damaged
@@ -43,8 +43,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])  # the interpreter is slow
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr(
+        "qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model]
+    )  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -74,7 +76,7 @@ def test_a_recorded_pass_is_the_pass(
     family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", leanest_first)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     passes = FusedPasses(lm, recorder)
     passes.warm_up(rows=(4, 8))
@@ -132,8 +134,8 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
     engine.warm(PASSAGES, bases=(FRAMED,))
     engine.passes = FusedPasses(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: True)
-        patched.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: [model])
+        patched.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
+        patched.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model])
         engine.passes.warm_up(rows=(16, 64))
     assert engine.passes.refusal is None
     return engine, recorder
@@ -340,8 +342,8 @@ def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
     def full(*given: object) -> str:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
-    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernel_refusal", full)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernel_refusal", full)
     passes = FusedPasses(model_of("llama", tokenizer), AgainAndAgain())
     passes.warm_up(rows=(4,))
     assert passes.refusal == "there are no kernels: there is no room to try them"
@@ -388,7 +390,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
     recorder = CountingRecorder()
     passes = FusedPasses(model_of("llama", tokenizer), recorder)
     passes.warm_up()
@@ -413,7 +415,7 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
         made.append(given[1])
         return SteeredLayer(*given)
 
-    monkeypatch.setattr("qcfuse_rag.fuse.decoder_view.SteeredLayer", making)
+    monkeypatch.setattr("qcfuse_rag.runtime.model_views.SteeredLayer", making)
     buffer, _ = two_buffers(lm, 20)
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed
@@ -430,7 +432,7 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
     offered = iter([other.model, lm.model])
-    monkeypatch.setattr("qcfuse_rag.fuse.pass_graph.leanest_first", lambda model: offered)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: offered)
     passes = FusedPasses(lm, CountingRecorder())
     passes.warm_up(rows=(8,))
     assert passes.refusal is None

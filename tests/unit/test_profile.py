@@ -26,16 +26,14 @@ from qcfuse_rag import (
     open_store,
     profile_layers,
 )
-from qcfuse_rag.ingest.prefill import prefill_chunk
-from qcfuse_rag.model.critical import default_critical_layers
-from qcfuse_rag.profile import proxy
-from qcfuse_rag.profile.labels import answer_positions
-from qcfuse_rag.profile.occurrences import find_answers
-from qcfuse_rag.profile.pickup import NAME, find_profile
-from qcfuse_rag.profile.profile import choose_layers
-from qcfuse_rag.profile.proxy import answer_log_probability, decisive_positions
-from qcfuse_rag.profile.recall import attention_by_layer, recall_by_layer
-from qcfuse_rag.profile.samples import Sample, demo_samples, read_samples
+from qcfuse_rag.evaluation.profile import labels as proxy
+from qcfuse_rag.evaluation.profile.labels import answer_log_probability, answer_positions, decisive_positions
+from qcfuse_rag.evaluation.profile.recall import attention_by_layer, recall_by_layer
+from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
+from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.runtime.language_model import default_critical_layers
+from qcfuse_rag.runtime.layer_profile import NAME, choose_layers, find_profile
+from qcfuse_rag.verification.samples import Sample, find_answers
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 from tests.unit.cli import Run

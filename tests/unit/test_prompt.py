@@ -14,10 +14,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, InvalidTemplate, Prompt, PromptTemplate, Role, Segment
-from qcfuse_rag.prompt.builder import PromptBuilder
-from qcfuse_rag.prompt.flat import flat_prompt
-from qcfuse_rag.prompt.rendered import RARE, Rendered, Spelling, written
-from qcfuse_rag.prompt.template import Turn
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.joined_text import flat_prompt
+from qcfuse_rag.prompts.special_tokens import RARE, Rendered, Spelling, written
+from qcfuse_rag.prompts.template import Turn
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_tokenizer
 from tests.tool_templates import LOOK_UP, teach

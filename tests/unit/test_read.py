@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
-from qcfuse_rag.ingest import read
-from qcfuse_rag.ingest.read import passed_over, read_passages
+from qcfuse_rag.ingestion import readers as read
+from qcfuse_rag.ingestion.readers import passed_over, read_passages
 from tests.conftest import PASSAGES
 
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qcfuse_rag.fuse import attention
-from qcfuse_rag.fuse.attention import explicit_attention, rows_attention
-from qcfuse_rag.fuse.rectangles import Rectangle, attend_in_rectangles, rectangles, rectangles_take
-from qcfuse_rag.fuse.rows import RowsPlan
+from qcfuse_rag.runtime.attention import dispatch as attention
+from qcfuse_rag.runtime.attention.cpu_blocks import Rectangle, attend_in_rectangles, rectangles, rectangles_take
+from qcfuse_rag.runtime.attention.dispatch import rows_attention
+from qcfuse_rag.runtime.reference_attention import explicit_attention
+from qcfuse_rag.runtime.rows import RowsPlan
 from tests.unit.test_attention import Layer, plain_mask, plans
 
 

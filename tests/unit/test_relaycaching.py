@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.place import copy_chunk, rotate_buffer
-from qcfuse_rag.fuse.relay import RelayRepair
-from qcfuse_rag.fuse.relay_layers import Relayed, RelayLayers, calibrate, value_cosines
-from qcfuse_rag.generate.decode import TextStream
-from qcfuse_rag.ingest.generated import GENERATED
+from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
+from qcfuse_rag.methods.relaycaching.method import Relayed, RelayLayers, RelayRepair, calibrate, value_cosines
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from tests import references
@@ -36,7 +35,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-        monkeypatch.setattr("qcfuse_rag.engine.Sampler", lambda params, lm: lambda logits: next(tokens))
+        monkeypatch.setattr("qcfuse_rag.engine.engine.Sampler", lambda params, lm: lambda logits: next(tokens))
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
         stream.result()
         return stream

@@ -30,11 +30,11 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
-from qcfuse_rag.fuse import step_graph
-from qcfuse_rag.fuse.forward import forward_rows
-from qcfuse_rag.fuse.recompute import Pause
-from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.fuse.step import forward_step
+from qcfuse_rag.fusion.recompute import Pause
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.forward import forward_rows
+from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
+from qcfuse_rag.runtime.rows import RowsPlan
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import FAMILIES, build_model
 

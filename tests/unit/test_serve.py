@@ -24,10 +24,10 @@ from qcfuse_rag import (
     ServedEngine,
     ToolCall,
 )
-from qcfuse_rag.generate.call_syntax import ToolReply
-from qcfuse_rag.serve.app import make_app
-from qcfuse_rag.serve.backend import PREPARING, EngineBackend, Event
-from qcfuse_rag.serve.request import ChatRequest
+from qcfuse_rag.generation.tool_parsers import ToolReply
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import PREPARING, EngineBackend, Event
+from qcfuse_rag.server.request import ChatRequest
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model, build_tokenizer
 from tests.tool_templates import LOOK_UP, teach

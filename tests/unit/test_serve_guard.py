@@ -13,11 +13,11 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qcfuse_rag.serve.app import make_app
-from qcfuse_rag.serve.backend import Event
-from qcfuse_rag.serve.guard import LOOPBACK, Limits
-from qcfuse_rag.serve.listen import SPARE_CONNECTIONS, make_server
-from qcfuse_rag.serve.request import ChatRequest
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import LOOPBACK, Limits
+from qcfuse_rag.server.backend import Event
+from qcfuse_rag.server.listen import SPARE_CONNECTIONS, make_server
+from qcfuse_rag.server.request import ChatRequest
 from tests.unit.serving import ASKED, JSON, ask, client, error
 
 PATH = "/v1/chat/completions"
@@ -162,7 +162,7 @@ async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> Non
 
 @pytest.mark.enable_socket
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.serve.listen.SPARE_CONNECTIONS", 2)
+    monkeypatch.setattr("qcfuse_rag.server.listen.SPARE_CONNECTIONS", 2)
     async with listening(make_server(make_app(Yes()), requests=2)) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import BLIND, ChunkKey, FusionEngine, LanguageModel, MemoryStore, Miss, ServedEngine, StoreError
-from qcfuse_rag.serve.app import make_app
-from qcfuse_rag.serve.backend import EngineBackend
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import EngineBackend
 from tests.conftest import PASSAGES
 from tests.unit.serving import ask, client
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from qcfuse_rag import LanguageModel, QCFuseError
-from qcfuse_rag.bench.sizing import Rates, Shape, rates_of, shape_of, size_up
-from qcfuse_rag.bench.speed.roofline import row_operations
+from qcfuse_rag.evaluation.capacity import Rates, Shape, rates_of, shape_of, size_up
+from qcfuse_rag.evaluation.speed.roofline import row_operations
 from tests.unit.cli import Run
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, StoreError, TieredStore
-from qcfuse_rag.store import manifest
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.documents import manifest
+from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.sources import Sources
-from qcfuse_rag.store.tenant import TenantStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 
 SECRET = bytes(range(32))
@@ -98,7 +98,7 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
     """Others who open the file are waited for; a folder that cannot be written will not change."""
     begun = time.monotonic()
     Sources(store).close()
-    monkeypatch.setattr("qcfuse_rag.store.manifest.sqlite3.connect", unwritable)
+    monkeypatch.setattr("qcfuse_rag.store.documents.manifest.sqlite3.connect", unwritable)
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)
     assert time.monotonic() - begun < manifest.OPENING_S / 2

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
-from qcfuse_rag.fuse.buffer import KVBuffer
-from qcfuse_rag.fuse.recorder import Recorder
-from qcfuse_rag.fuse.stand_in import StandIn
-from qcfuse_rag.fuse.step import forward_step
-from qcfuse_rag.fuse.step_graph import DecodeSteps
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeSteps
+from qcfuse_rag.runtime.graphs.recorder import Recorder
+from qcfuse_rag.runtime.model_views import StandIn
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 from tests.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone
@@ -32,12 +32,12 @@ if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cann
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("step", "recorder"):
-        monkeypatch.setattr(f"qcfuse_rag.fuse.{module}.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5, 6, 70))
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TIMED", 1)
+    for module in ("decode_step", "graphs.recorder"):
+        monkeypatch.setattr(f"qcfuse_rag.runtime.{module}.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 6, 70))
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TIMED", 1)
     monkeypatch.setattr(
-        "qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"model": model}
+        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"model": model}
     )  # the interpreter is slow
 
 
@@ -66,7 +66,7 @@ def test_a_recorded_step_is_the_step(
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
 
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", leanest_alone)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 3) if family == "llama" else (3,))
@@ -158,7 +158,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.fuse.recorder.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
     recorder = CountingRecorder()
     steps = DecodeSteps(model_of("llama", tokenizer), recorder)
     steps.warm_up()
@@ -172,7 +172,7 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
     monkeypatch.setattr(
-        "qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"other": other.model, "model": model}
+        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"other": other.model, "model": model}
     )
     steps = DecodeSteps(lm, CountingRecorder())
     steps.warm_up(requests=(1,))
@@ -196,9 +196,9 @@ def test_steps_are_recorded_by_the_view_that_is_fastest(
     lm, recorder = model_of("llama", tokenizer, layers=1), CountingRecorder()
     views = {"slow": Slow(lm.model), "model": lm.model}
     offered = dict(sorted(views.items(), reverse=reverse))
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: offered)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.TRIED_AT", (5,))
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.ROUNDS", 1)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: offered)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5,))
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.ROUNDS", 1)
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 2))
     assert steps.refusal is None
@@ -215,7 +215,9 @@ def test_a_view_that_cannot_be_timed_is_not_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"one": model, "model": model})
+    monkeypatch.setattr(
+        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"one": model, "model": model}
+    )
 
     def no_room(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
@@ -233,7 +235,9 @@ def test_after_a_recording_that_ended_half_way_none_is_made(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    monkeypatch.setattr("qcfuse_rag.fuse.step_graph.leanest_steps", lambda model: {"one": model, "model": model})
+    monkeypatch.setattr(
+        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"one": model, "model": model}
+    )
     recorder = Breaking()
     steps = DecodeSteps(lm, recorder)
     steps.warm_up(requests=(1, 2))

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, ModelNotFound, UnsupportedModel, make_method
-from qcfuse_rag.fuse.attention import rows_attention
-from qcfuse_rag.fuse.rows import RowsPlan
-from qcfuse_rag.fuse.self_check import check_exact
-from qcfuse_rag.model.support import refuse_unsupported
+from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.models.compatibility import refuse_unsupported
+from qcfuse_rag.runtime.attention.dispatch import rows_attention
+from qcfuse_rag.runtime.rows import RowsPlan
 from tests.families import FAMILIES, SIZES, YARN, build_model
 from tests.unit.test_attention import Layer
 
@@ -130,7 +130,7 @@ def test_the_self_check_catches_attention_that_is_not_what_it_seems(
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama"), tokenizer)
     monkeypatch.setattr(
-        "qcfuse_rag.model.rope.angles",
+        "qcfuse_rag.models.rope.angles",
         lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
     )
     with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):
@@ -183,7 +183,7 @@ def test_the_self_check_crosses_a_short_sliding_window(
     lm = LanguageModel.wrap(build_model("qwen2-moe-silent-window"), tokenizer)
     assert check_exact(lm).passed
     without = replace(lm, sliding=(None,) * lm.n_layers)
-    monkeypatch.setattr("qcfuse_rag.fuse.self_check._segment_tokens", lambda _: 24)
+    monkeypatch.setattr("qcfuse_rag.engine.exactness_check._segment_tokens", lambda _: 24)
     with pytest.raises(UnsupportedModel, match="does not reproduce"):
         check_exact(without)
 

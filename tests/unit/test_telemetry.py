@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, generate_latest
 
 from qcfuse_rag import FRAMED, FusionEngine, FusionReport, SamplingParams, ServedEngine, make_method
-from qcfuse_rag.report.metrics import Metrics
-from qcfuse_rag.report.spans import Spans
+from qcfuse_rag.monitoring.metrics import Metrics
+from qcfuse_rag.monitoring.tracing import Spans
 from tests.conftest import PASSAGES, QUESTION
 
 STAGES = ("load", "probe", "select", "recompute")
@@ -36,14 +36,14 @@ def exported() -> tuple[TracerProvider, InMemorySpanExporter]:
     return provider, exporter
 
 
-@pytest.mark.parametrize(("missing", "module"), [("prometheus_client", "metrics"), ("opentelemetry", "spans")])
+@pytest.mark.parametrize(("missing", "module"), [("prometheus_client", "metrics"), ("opentelemetry", "tracing")])
 def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     missing: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, f"qcfuse_rag.report.{module}")
+    monkeypatch.delitem(sys.modules, f"qcfuse_rag.monitoring.{module}")
     with pytest.raises(ImportError, match=r"qcfuse-rag\[telemetry\]"):
-        importlib.import_module(f"qcfuse_rag.report.{module}")
+        importlib.import_module(f"qcfuse_rag.monitoring.{module}")
 
 
 def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Miss, StoreError, open_store
-from qcfuse_rag.store.control import lookup
+from qcfuse_rag.store.admin import lookup
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.backends.tiered import TieredStore
+from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.key import tenant_prefix
-from qcfuse_rag.store.seal import Seal
-from qcfuse_rag.store.tenant import TenantStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from qcfuse_rag.store.tiered import TieredStore
 from tests.conftest import PASSAGES
 from tests.unit.test_tiered_store import PATIENCE_S, Watched
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from qcfuse_rag import DiskStore, MemoryStore, Miss, StoreError, TieredStore, open_store
-from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.numbers import compress
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 
 KEY = example_key()

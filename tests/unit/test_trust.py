@@ -24,11 +24,11 @@ from qcfuse_rag import (
     UnverifiedMethod,
     make_method,
 )
-from qcfuse_rag.fuse.method import Method
-from qcfuse_rag.trust.activity import Activity
-from qcfuse_rag.trust.checks import Limits, verify
-from qcfuse_rag.trust.examples import own
-from qcfuse_rag.trust.verdict import Check, Verdict, find_verdict, look_up, method_digest
+from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, look_up, method_digest
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.monitoring.in_flight import Activity
+from qcfuse_rag.verification.cases import own
+from qcfuse_rag.verification.checks import Limits, verify
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 
@@ -73,7 +73,7 @@ def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
 
 def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
     """Verified is what fusing gives, not what is computed in full because the prompts of the test are short."""
-    from qcfuse_rag.fuse.guard import BreakEven
+    from qcfuse_rag.fusion.guard import BreakEven
 
     guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
     found = verify(engine, guarded, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE)
@@ -251,7 +251,7 @@ def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monke
 
     shadow = served.watch(ShadowSettings(every=1))
     with monkeypatch.context() as patch:
-        patch.setattr("qcfuse_rag.trust.shadow.prefill", fails)
+        patch.setattr("qcfuse_rag.monitoring.shadow.prefill", fails)
         ask(served, 1)
         assert shadow.wait(30)
     ask(served, 1)

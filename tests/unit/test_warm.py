@@ -26,10 +26,10 @@ from qcfuse_rag import (
     StoreError,
     WarmJob,
 )
-from qcfuse_rag.ingest.anchors import instruction_ids
-from qcfuse_rag.ingest.batch import batches_by_length
+from qcfuse_rag.ingestion.length_buckets import batches_by_length
+from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.layout import entry_bytes
 from tests.conftest import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
@@ -84,7 +84,9 @@ def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.Mo
     def note(done: int, total: int) -> None:
         order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
 
-    monkeypatch.setattr("qcfuse_rag.ingest.batch.BATCHES_PER_WINDOW", 1)  # otherwise sorted by length within 32 batches
+    monkeypatch.setattr(
+        "qcfuse_rag.ingestion.length_buckets.BATCHES_PER_WINDOW", 1
+    )  # otherwise sorted by length within 32 batches
     engine.warm_job(ids, priority=priority, batch_tokens=1).run(note)
     wanted = [priority[i] for i in order]
     assert wanted == sorted(priority, reverse=True)

@@ -13,7 +13,7 @@ from langchain_huggingface import ChatHuggingFace, HuggingFaceEmbeddings, Huggin
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag.demo.assets import corpus, default_embedder
+from qcfuse_rag.bundled import corpus, default_embedder
 from tests.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
 
 pytestmark = TAKES_MINUTES

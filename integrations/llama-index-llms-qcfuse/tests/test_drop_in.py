@@ -13,7 +13,7 @@ from llama_index.embeddings.huggingface import HuggingFaceEmbedding
 from llama_index.llms.huggingface import HuggingFaceLLM
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
-from qcfuse_rag.demo.assets import corpus, default_embedder
+from qcfuse_rag.bundled import corpus, default_embedder
 from tests.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
 
 pytestmark = TAKES_MINUTES

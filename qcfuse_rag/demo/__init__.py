@@ -1,1 +1,0 @@
-"""The demonstration behind `qcfuse demo`: a small invented corpus and a run over it."""

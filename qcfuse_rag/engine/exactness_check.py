@@ -1,0 +1,149 @@
+"""Before a model is trusted: compare the engine with the model's own code on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.prefill_base import BLIND
+
+SEGMENT_TOKENS = 12
+MAX_CHECK_TOKENS = {"cpu": 160, "cuda": 4600}
+
+
+@dataclass(frozen=True, slots=True)
+class ExactnessCheck:
+    """Largest difference between the engine's logits and the model's own, as a fraction of their standard deviation.
+
+    Attributes:
+        all_rows: every row computed, against the model's plain forward.
+        question_rows: the question's rows over moved chunks, against caches the model computed in place.
+        step: the last row as a decode step computes it, against the model's plain forward.
+        tolerance: what the model's dtype allows.
+    """
+
+    all_rows: float
+    question_rows: float
+    step: float
+    tolerance: float
+
+    @property
+    def largest(self) -> float:
+        """The largest of them."""
+        return max(self.all_rows, self.question_rows, self.step)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all are within the tolerance."""
+        return self.largest <= self.tolerance
+
+    def to_dict(self) -> dict[str, float | bool]:
+        """Return plain data for JSON."""
+        return {**asdict(self), "passed": self.passed}
+
+
+@torch.inference_mode()
+def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
+    """Run four short prompts: the engine's two extremes, and what the model itself makes of the same tokens.
+
+    Not safe while other threads use the model: its own attention is switched on in between.
+    """
+    vocabulary = lm.model.get_input_embeddings().num_embeddings
+    each = _segment_tokens(lm)
+    tokens = [(7 + 31 * i) % vocabulary for i in range(4 * each)]
+    parts = [tuple(tokens[i : i + each]) for i in range(0, len(tokens), each)]
+    roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
+    prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), frame=parts[0])
+    store = MemoryStore()
+    WarmJob(lm, store, prompt.frame, parts[1:3], bases=(BLIND,)).run()
+    done = prefill(lm, store, prompt, Method("full", base=None))
+    step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [done.buffer])[0]
+    fused_reuse = prefill(lm, store, prompt, Method("reuse", base=BLIND)).logits
+    with stock_attention(lm):
+        plain = lm.model(input_ids=torch.tensor([prompt.ids], device=lm.device)).logits[0, -1].float()
+        naive = naive_concatenation(lm, [torch.tensor(ids, device=lm.device) for ids in parts])[-1]
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}.get(lm.dtype, 1e-3)
+    return ExactnessCheck(
+        _difference(done.logits, plain), _difference(fused_reuse, naive), _difference(step, plain), tolerance
+    )
+
+
+def check_exact(lm: LanguageModel) -> ExactnessCheck:
+    """Run `measure_exactness`.
+
+    Raises:
+        UnsupportedModel: if a difference exceeds the tolerance.
+    """
+    check = measure_exactness(lm)
+    if not check.passed:
+        raise UnsupportedModel(
+            f"the engine does not reproduce {type(lm.model).__name__}: logits differ from the model's own by "
+            f"{check.all_rows:.3g} (all rows), {check.question_rows:.3g} (reused rows) and {check.step:.3g} (a decode "
+            f"step) standard deviations, "
+            f"allowed are {check.tolerance:g}"
+        )
+    return check
+
+
+@contextmanager
+def stock_attention(lm: LanguageModel) -> Iterator[None]:
+    """Switch the model to the attention it came with, for comparisons."""
+    lm.model.set_attn_implementation(lm.stock_attention)
+    try:
+        yield
+    finally:
+        lm.model.set_attn_implementation(NAME)
+
+
+def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor:
+    """Compute position-only reuse with nothing but the model's own forward.
+
+    Every segment but the last is run alone, at the positions it has in the whole; the caches are joined; the last
+    segment is run over them. Slow, and independent of everything in this library.
+
+    Args:
+        lm: the model.
+        segments: `[n]` int64 token ids each.
+
+    Returns:
+        `[n_last, vocabulary]` float32 logits of the last segment.
+    """
+    joined = Cache(layer_class_to_replicate=DynamicLayer)
+    start = 0
+    for ids in segments[:-1]:
+        alone = Cache(layer_class_to_replicate=DynamicLayer)
+        positions = torch.arange(start, start + len(ids), device=ids.device)[None]
+        lm.model.get_decoder()(input_ids=ids[None], position_ids=positions, past_key_values=alone, use_cache=True)
+        for index, layer in enumerate(alone.layers):
+            joined.update(layer.keys, layer.values, index)
+        start += len(ids)
+    positions = torch.arange(start, start + len(segments[-1]), device=segments[-1].device)[None]
+    out = lm.model(input_ids=segments[-1][None], position_ids=positions, past_key_values=joined, use_cache=True)
+    return out.logits[0].float()  # type: ignore[no-any-return]
+
+
+def _segment_tokens(lm: LanguageModel) -> int:
+    """Return how long each of four segments is: long enough to cross a sliding window, where that is affordable."""
+    crossing = [window // 4 + SEGMENT_TOKENS for window in lm.sliding if window is not None]
+    wanted = max([SEGMENT_TOKENS, *crossing])
+    limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.window.tokens)
+    return wanted if 4 * wanted <= limit else SEGMENT_TOKENS
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-6))

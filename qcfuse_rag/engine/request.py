@@ -1,0 +1,213 @@
+"""An answer that a scheduler makes: read by one thread or event loop, written by the scheduler's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+
+from torch import Tensor
+
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.sampling import Sampler, SamplingParams
+from qcfuse_rag.generation.stop_criteria import Answer
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.language_model import LanguageModel
+
+
+class ScheduledAnswer(Iterator[str]):
+    """Iterate for pieces of text, with `for` or `async for`, or wait for the `result`.
+
+    To stop reading does not end it; `cancel` does. Leaving an `async for` before its end cancels.
+
+    Attributes:
+        prompt, params, method: as submitted.
+        context: of whoever submitted it, in which it is prefilled, so that traces hang together.
+        report: what the prefill did; None before it is done.
+        generation: the finished answer; None while it is not.
+    """
+
+    def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
+        self.prompt, self.params, self.method = prompt, params, method
+        self.context = contextvars.copy_context()
+        self.report: FusionReport | None = None
+        self.generation: Generation | None = None
+        self._answer = Answer(lm, params)
+        self._sampler = Sampler(params, lm)
+        self._prefilled: Prefilled | None = None
+        self._logits: Tensor | None = None
+        self._started = 0.0
+        self._cancelled = threading.Event()
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._interruption: Exception | None = None
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._wake: Callable[[], object] = lambda: None
+
+    def cancel(self) -> None:
+        """End the answer before its next token, from any thread; what there is of it stays."""
+        self._cancelled.set()
+
+    def interrupt(self, error: Exception) -> None:
+        """End the answer like `cancel` where its reader has not asked for that; an answer that is not whole fails."""
+        if not self._cancelled.is_set():
+            self._interruption = error
+        self._cancelled.set()
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the whole answer.
+
+        Raises:
+            TimeoutError: if it is not finished after so many seconds.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
+            CancelledError: if it was cancelled before it began.
+        """
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"no answer after {timeout:g} seconds")
+        return self._outcome()
+
+    async def aresult(self) -> Generation:
+        """Wait for the whole answer without blocking the event loop; a cancelled task cancels the request.
+
+        Raises:
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
+            CancelledError: if it was cancelled before it began.
+        """
+        async for _ in self:
+            pass
+        return self._outcome()
+
+    def __next__(self) -> str:
+        if self._over.is_set() and self._pieces.empty():
+            self._outcome()
+            raise StopIteration
+        piece = self._pieces.get()
+        if piece is None:
+            self._outcome()
+            raise StopIteration
+        return piece
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(ready.set)
+        try:
+            while True:
+                ready.clear()
+                over = self._over.is_set()  # looked at first: what comes after it is read in the next turn
+                while not self._pieces.empty():
+                    piece = self._pieces.get()
+                    if piece is not None:
+                        yield piece
+                if over:
+                    self._outcome()
+                    return
+                await ready.wait()
+        finally:
+            self.cancel()
+
+    # What follows is for the scheduler's thread.
+
+    @property
+    def tokens(self) -> int:
+        """Tokens its buffer has room for."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+    @property
+    def last(self) -> int:
+        """The token to go on from."""
+        return self._answer.ids[-1]
+
+    @property
+    def position(self) -> int:
+        """Where that token stands."""
+        return len(self.prompt) + len(self._answer.ids) - 1
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """Keys and values of prompt and answer."""
+        assert self._prefilled is not None
+        return self._prefilled.buffer
+
+    def abandoned(self) -> bool:
+        """Return whether it was cancelled, and end it if it was."""
+        if self._cancelled.is_set() and not self._over.is_set():
+            self._end()
+        return self._over.is_set()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    def begin(self, prefilled: Prefilled) -> None:
+        """Go on from a prefilled prompt."""
+        self._prefilled, self._logits, self.report = prefilled, prefilled.logits, prefilled.report
+        self._started = time.perf_counter()
+
+    def advance(self) -> bool:
+        """Choose the next token; return whether another is to follow."""
+        if self._cancelled.is_set():
+            self._answer.reason = "cancelled"
+        else:
+            assert self._logits is not None
+            try:
+                self._tell(self._answer.push(self._sampler(self._logits)))
+            except Exception as error:
+                self.fail(error)
+                return False
+        if self._answer.reason is not None:
+            self._end()
+        return self._answer.reason is None
+
+    def follow(self, logits: Tensor) -> None:
+        """Take the scores of the token after the last."""
+        self._logits = logits
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which its reader gets; what the error's frames hold is let go of."""
+        traceback.clear_frames(error.__traceback__)
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        prefilled, self._prefilled, self._logits = self._prefilled, None, None  # the buffer is free from here on
+        if prefilled is not None and self._error is None:
+            self._tell(self._answer.finish())
+            elapsed = time.perf_counter() - self._started
+            ids = tuple(self._answer.ids)
+            reason = self._answer.reason
+            assert reason is not None
+            self.generation = Generation(self._answer.text, ids, reason, prefilled.report, elapsed)
+        self._over.set()
+        self._pieces.put(None)
+        self._call()
+
+    def _tell(self, piece: str) -> None:
+        if piece:
+            self._pieces.put(piece)
+            self._call()
+
+    def _call(self) -> None:
+        try:
+            self._wake()
+        except RuntimeError:  # the reader's event loop is closed
+            self.cancel()
+
+    def _outcome(self) -> Generation:
+        if self._error is not None:
+            raise self._error
+        whole = self.generation is not None and self.generation.finish_reason != "cancelled"
+        if self._interruption is not None and not whole:
+            raise self._interruption
+        if self.generation is None:
+            raise CancelledError("the request was cancelled before it began")
+        return self.generation

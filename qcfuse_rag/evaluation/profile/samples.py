@@ -1,0 +1,152 @@
+"""Questions over passages: from a file, for profiles as for the bench, or from the demonstration's own corpus."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from qcfuse_rag.bundled import corpus, questions
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.verification.samples import Sample
+
+EXPECTED = (
+    'expected {"question": ..., "passages": [text or {"title", "text"}, ...], "answers": [...]} or {"input": ..., '
+    '"context": text or [text, ...], "answers": [...]} a line'
+)
+NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n", re.MULTILINE)
+STEP = 5
+"""From one question of the demonstration to the next, how much further on its distractors begin."""
+
+
+class BadDataset(QCFuseError):
+    """A file of questions is missing, or a line of it cannot be used; the message names file and line."""
+
+
+class Line(NamedTuple):
+    """One question of a file.
+
+    Attributes:
+        number: of its line, from 1.
+        id: what the file calls it, if it does.
+        sample: the question.
+    """
+
+    number: int
+    id: str | None
+    sample: Sample
+
+
+def demo_samples(distractors: int = 3) -> list[Sample]:
+    """Return the demonstration's questions, each over the documents it needs and some of the others."""
+    texts, samples = corpus(), []
+    names = list(texts)
+    for index, asked in enumerate(questions()):
+        start = index * STEP % len(names)
+        others = [name for name in names[start:] + names[:start] if name not in asked.documents]
+        apart = max(1, len(others) // max(1, distractors))  # so that the evidence is not always first or last
+        chosen = sorted([*asked.documents, *others[::apart][:distractors]])
+        supporting = tuple(chosen.index(name) for name in asked.documents)
+        samples.append(Sample(asked.question, tuple(texts[name] for name in chosen), asked.answers, supporting))
+    return samples
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read all questions of a file of JSON lines, see `read_lines`.
+
+    Raises:
+        BadDataset: naming the line that cannot be used.
+    """
+    return [line.sample for line in read_lines(path)]
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """Yield the questions of a file of JSON lines, in any of three layouts; lines that are not asked for are not read.
+
+    Ours has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a string or
+    several) if they are known, and perhaps `supporting` (indices of the passages needed) and `id`. That of the QCFuse
+    release has `input` and `context`, a list of passages; LongBench's has one string as `context`, which is cut at its
+    lines `Passage N:`, else at blank lines. A passage is its title, a line break and its text; blank answers are none.
+
+    Raises:
+        BadDataset: if the file cannot be read, or a line of it.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadDataset(f"cannot read {path} ({error}); name a file of JSON lines in UTF-8") from error
+    # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            found = Line(number, _id(record), _sample(record))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadDataset(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
+        yield found
+
+
+def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return title and text of each passage of a record; the title is empty where there is none.
+
+    Raises:
+        KeyError: if the record has no passages.
+        TypeError: if they are not what they should be.
+    """
+    name = "context" if record.get("passages") is None and "context" in record else "passages"
+    items = record[name]
+    if name == "context" and isinstance(items, str):
+        items = _cut(items)
+    if not isinstance(items, list):
+        raise TypeError(f"`{name}` must be a list")
+    return [_part(item) for item in items]
+
+
+def _id(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        raise TypeError("not a JSON object")
+    name = record.get("id")
+    return None if name is None else str(name)
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    parts = passage_parts(record)
+    question = record["input" if record.get("passages") is None else "question"]
+    answers = record.get("answers") or ()
+    answers = [answers] if isinstance(answers, str) else answers
+    supporting = record.get("supporting") or ()
+    if not isinstance(question, str):
+        raise TypeError("the question must be a string")
+    if not isinstance(answers, list | tuple) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError("`answers` must be a string or a list of strings")
+    if not parts:
+        raise ValueError("there are no passages")
+    if not isinstance(supporting, list | tuple) or any(
+        type(index) is not int or not 0 <= index < len(parts) for index in supporting
+    ):
+        raise ValueError(f"`supporting` must be indices of the {len(parts)} passages")
+    return Sample(
+        question,
+        tuple(f"{title}\n{text}" if title else text for title, text in parts),
+        tuple(answer for answer in answers if answer.strip()),
+        tuple(sorted(set(supporting))),
+    )
+
+
+def _part(item: Any) -> tuple[str, str]:
+    title, text = (item.get("title") or "", item["text"]) if isinstance(item, dict) else ("", item)
+    if not isinstance(title, str) or not isinstance(text, str):
+        raise TypeError("a passage must be a string, or an object with strings as `text` and `title`")
+    return title, text
+
+
+def _cut(context: str) -> list[str]:
+    parts = NUMBERED.split(context) if NUMBERED.search(context) else re.split(r"\n\s*\n", context)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _reason(error: Exception) -> str:
+    return f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,76 @@
+"""Scores of an answer from 0 to 1: token F1, exact match, ROUGE-L, string match; and how far its first token is."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.verification.cases import string_match
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalized(text: str) -> str:
+    """Return a text as SQuAD and LongBench compare it: lower case, no punctuation, no articles, single spaces."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
+
+
+def token_f1(answer: str, gold: Sequence[str]) -> float:
+    """Return the F1 of the bags of normalised words, the best over the gold answers."""
+    return max(_word_f1(normalized(answer).split(), normalized(one).split()) for one in gold)
+
+
+def exact_match(answer: str, gold: Sequence[str]) -> float:
+    """Return 1 if the normalised answer is a normalised gold answer, else 0."""
+    return float(any(normalized(answer) == normalized(one) for one in gold))
+
+
+def rouge_l(answer: str, gold: Sequence[str]) -> float:
+    """Return the F-measure of ROUGE-L with stemming, by `rouge-score`, the best over the gold answers.
+
+    Raises:
+        QCFuseError: if `rouge-score` is not installed.
+    """
+    return max(float(rouge_scorer().score(one, answer)["rougeL"].fmeasure) for one in gold)
+
+
+def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict[str, float]:
+    """Return all scores by their names in a record.
+
+    Args:
+        answer: what was generated.
+        gold: gold answers.
+        needs_all: the gold answers are parts of one, which words are compared with; see `string_match`.
+    """
+    whole = [", ".join(gold)] if needs_all else gold
+    return {
+        "f1": token_f1(answer, whole),
+        "em": exact_match(answer, whole),
+        "rouge_l": rouge_l(answer, whole),
+        "match": string_match(answer, gold, needs_all=needs_all),
+    }
+
+
+@cache
+def rouge_scorer() -> Any:
+    """Return the scorer of `rouge-score`.
+
+    Raises:
+        QCFuseError: if it is not installed.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise QCFuseError('the quality bench needs rouge-score; run `pip install "qcfuse-rag[bench]"`') from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def _word_f1(answer: list[str], gold: list[str]) -> float:
+    shared = sum((Counter(answer) & Counter(gold)).values())
+    return 2 * shared / (len(answer) + len(gold)) if shared else 0.0

@@ -1,0 +1,160 @@
+"""Records as they come, one JSON line each, so that a bench that was killed goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.evaluation.quality.configurations import Configuration
+from qcfuse_rag.evaluation.quality.offline import OfflineCost, made_beside
+from qcfuse_rag.models.fingerprint import digest
+from qcfuse_rag.verification.samples import Example
+
+Record = dict[str, Any]
+RecordKey = tuple[str, str, str, str | None, float | None]
+"""`(dataset, id, method, base, ratio)`."""
+
+BEGINNING = b'{"conditions": '
+
+
+class RecordLog:
+    """An append-only file of records; its first line says what they may be mixed with.
+
+    Attributes:
+        records: by question and configuration.
+        offline: what preparations cost.
+        damaged: numbers of lines that could not be read and were left out.
+        outdated: records that were left out because they were made beside other passages.
+
+    Args:
+        path: of the file; begun if it is not there.
+        conditions: model, data and options on which records depend, as plain data.
+
+    Raises:
+        QCFuseError: if the file was begun under other conditions, or is no such file.
+    """
+
+    def __init__(self, path: Path, conditions: Mapping[str, Any]) -> None:
+        self.path = path
+        self.records: dict[RecordKey, Record] = {}
+        self.offline: list[OfflineCost] = []
+        self.damaged: list[int] = []
+        self.outdated = 0
+        expected = json.loads(json.dumps(conditions))
+        sound = self._read(expected) if path.exists() else 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by `close`
+        self._file.truncate(sound)  # what a killed process half wrote
+        if not sound:
+            self._append({"conditions": expected})
+            self.flush()
+
+    def missing(self, example: Example, configurations: list[Configuration], beside: str) -> list[Configuration]:
+        """Return the configurations of which there is no record of a question, or none that holds.
+
+        A record of enriched or captured caches that were made beside other passages is left out and counted.
+
+        Args:
+            example: the question.
+            configurations: what is wanted.
+            beside: `digest_of_passages` of all that are prepared together.
+        """
+        missing = []
+        for one in configurations:
+            key = (example.dataset, example.id, *one.key)
+            if key in self.records and made_beside(one) and self.records[key].get("beside") != beside:
+                del self.records[key]
+                self.outdated += 1
+            if key not in self.records:
+                missing.append(one)
+        return missing
+
+    def add(self, record: Record) -> None:
+        """Write a record, unless there is one of the same question and configuration."""
+        key = record_key(record)
+        if key not in self.records:
+            self.records[key] = record
+            self._append({"record": record})
+
+    def add_offline(self, cost: OfflineCost) -> None:
+        """Write what a preparation cost."""
+        self.offline.append(cost)
+        self._append({"offline": asdict(cost)})
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self.flush()
+        self._file.close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+
+    def _read(self, expected: Mapping[str, Any]) -> int:
+        """Take in what is there; return how many bytes of it are whole lines."""
+        *lines, unfinished = self.path.read_bytes().split(b"\n")
+        if not lines and not unfinished.startswith(BEGINNING[: len(unfinished)]):
+            self._check(None, expected)
+        for number, line in enumerate(lines, start=1):
+            entry = _entry(line)
+            if number == 1:
+                self._check(entry, expected)
+            elif entry is None:
+                self.damaged.append(number)
+            elif "record" in entry:
+                self.records[record_key(entry["record"])] = entry["record"]
+            elif "offline" in entry:
+                self.offline.append(OfflineCost(**entry["offline"]))
+        return sum(len(line) + 1 for line in lines)
+
+    def _check(self, entry: Any, expected: Mapping[str, Any]) -> None:
+        if entry is None or "conditions" not in entry:
+            raise QCFuseError(f"{self.path} is not a file of this bench; give another --json")
+        found = entry["conditions"]
+        differing = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        if differing:
+            was = "; ".join(f"{name} was {found.get(name)!r}, is {expected.get(name)!r}" for name in differing)
+            raise QCFuseError(
+                f"{self.path} holds records of other conditions ({was}); give another --json or remove it"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def digest_of_passages(passages: Iterable[str]) -> str:
+    """Return what to know passages by that are prepared together; repetitions count once."""
+    return digest(json.dumps(list(dict.fromkeys(passages))).encode())
+
+
+def record_key(record: Mapping[str, Any]) -> RecordKey:
+    """Return what a record is found by."""
+    return record["dataset"], record["id"], record["method"], record["base"], record["ratio"]
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Return what a line holds, or None if it is damaged."""
+    try:
+        entry = json.loads(line)
+        if "record" in entry:
+            record_key(entry["record"])
+        elif "offline" in entry:
+            OfflineCost(**entry["offline"])
+    except (ValueError, TypeError, KeyError):
+        return None
+    return entry if isinstance(entry, dict) else None

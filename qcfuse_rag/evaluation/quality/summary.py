@@ -1,0 +1,119 @@
+"""From records to one line for each dataset and configuration: means, times, paired differences, offline cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
+from qcfuse_rag.evaluation.quality.configurations import FULL, RANDOM, method_name, plain_base
+from qcfuse_rag.evaluation.quality.offline import OfflineCost
+from qcfuse_rag.evaluation.quality.records import Record
+
+SCORES = ("f1", "em", "rouge_l", "match", "nll")
+COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s", "recompute_s", "bytes_loaded")
+MEANS = (*SCORES, "kl", *COSTS)
+
+Group = dict[str, Record]
+"""Records of one dataset and configuration by the question's id."""
+
+GroupKey = tuple[str, str, str | None, float | None]
+"""`(dataset, method, base, ratio)`."""
+
+
+def summarize(
+    records: Iterable[Record],
+    offline: Iterable[OfflineCost] = (),
+    preparations: Mapping[tuple[str, str | None, float | None], str | None] | None = None,
+    *,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Return the summary, in the order of the preparations, then of first appearance; full prefill is first.
+
+    Differences are paired: taken question by question, then averaged and resampled. The control of a method is
+    `random` over the same base at the same ratio, whatever its other parameters; how tokens were ranked does not matter
+    to it. Of several, the one without parameters or else the first is taken.
+
+    Args:
+        records: of one or more datasets.
+        offline: what preparations cost.
+        preparations: `(method, base, ratio)` -> name of its preparation.
+        seed: of the resamples.
+    """
+    groups: dict[GroupKey, Group] = {}
+    for record in records:
+        key = (record["dataset"], record["method"], record["base"], record["ratio"])
+        groups.setdefault(key, {})[record["id"]] = record
+    costs = list(offline)
+    lines = []
+    datasets = list(dict.fromkeys(key[0] for key in groups))
+    order = {key: at for at, key in enumerate(preparations or ())}
+    for dataset, method, base, ratio in sorted(
+        groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL, order.get(key[1:], len(order)))
+    ):
+        group = groups[dataset, method, base, ratio]
+        full = groups.get((dataset, FULL, None, 1.0), {})
+        control = _control(groups, dataset, base, ratio) if method_name(method) not in (RANDOM, FULL) else None
+        preparation = (preparations or {}).get((method, base, ratio))
+        lines.append(
+            {
+                "dataset": dataset,
+                "method": method,
+                "base": base,
+                "ratio": ratio,
+                **_own(list(group.values()), seed),
+                "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
+                "minus_random": {name: _difference(group, control, name, seed) for name in ("f1", "kl")}
+                if control
+                else None,
+                **_offline([cost for cost in costs if cost.preparation == preparation]),
+            }
+        )
+    return lines
+
+
+def _control(groups: Mapping[GroupKey, Group], dataset: str, base: str | None, ratio: float | None) -> Group | None:
+    wanted = (dataset, RANDOM, plain_base(base), ratio)
+    alike = [key for key in groups if (key[0], method_name(key[1]), key[2], key[3]) == wanted]
+    return groups[wanted if wanted in groups else alike[0]] if alike else None
+
+
+def _own(records: Sequence[Record], seed: int) -> dict[str, Any]:
+    ttft = [record["ttft_s"] for record in records]
+    to_full = [record["ttft_s"] / record["full_ttft_s"] for record in records]
+    selecting = [(record["probe_s"] + record["select_s"]) / record["ttft_s"] for record in records]
+    return {
+        "n": len(records),
+        **{name: _mean([record[name] for record in records if name in record]) for name in MEANS},
+        "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, "kl")},
+        "ttft_s": statistics.median(ttft),
+        "ttft_to_full": statistics.median(to_full),
+        "selection_share": statistics.median(selecting),
+        "zero_share": statistics.fmean(record["f1"] == 0 for record in records),
+        "fallbacks": sum(record.get("fallback") is not None for record in records),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict[str, float] | None:
+    shared = [identity for identity in group if other and identity in other]
+    if not other or not shared:
+        return None
+    return mean_interval([group[i][name] - other[i][name] for i in shared], seed)
+
+
+def _offline(costs: Sequence[OfflineCost]) -> dict[str, Any]:
+    """Return what a passage costs beforehand, over all passages that were prepared; None if none had to be."""
+    chunks = sum(cost.chunks for cost in costs)
+    seconds, stored = sum(cost.seconds for cost in costs), sum(cost.size_bytes for cost in costs)
+    return {
+        "offline_chunks": chunks,
+        "offline_s": seconds,
+        "offline_bytes": stored,
+        "offline_s_per_chunk": seconds / chunks if chunks else None,
+        "offline_bytes_per_chunk": stored / chunks if chunks else None,
+    }

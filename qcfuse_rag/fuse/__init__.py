@@ -1,1 +1,0 @@
-"""Online: place stored keys and values, probe, select, recompute."""

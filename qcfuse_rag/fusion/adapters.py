@@ -1,0 +1,185 @@
+"""Adapters: alter or replace a stored chunk by what stands before it in this prompt, before it is placed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from qcfuse_rag.prompts.segments import Prompt, Span
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.chunk import KINDS, Blocks, ChunkKV
+from qcfuse_rag.store.key import ChunkKey, hash_ids
+from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.quantization import LOSSLESS
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk is about to stand.
+
+    Attributes:
+        lm: the model.
+        store: where its chunks are kept.
+        prompt: the prompt.
+        span: the chunk's place in it.
+        base: the method's base, under which the chunk was looked up.
+    """
+
+    lm: LanguageModel
+    store: KVStore
+    prompt: Prompt
+    span: Span
+    base: Base
+
+    @property
+    def predecessors(self) -> tuple[str, ...]:
+        """Hashes of the token ids of the chunks in front, in order."""
+        before = [span for span in self.prompt.chunks if span.stop <= self.span.start]
+        return tuple(hash_ids(span.segment.stored_ids) for span in before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapted:
+    """What to place.
+
+    Attributes:
+        chunk: keys and values.
+        exact: whether a full prefill of this prompt would give the same.
+        demand: the share of its tokens that ought to be recomputed, for budgets that ask; None if not known.
+        note: what was done, in words, for the report.
+        key: the entry it came from, if not the one looked up; discarded should it prove damaged.
+    """
+
+    chunk: ChunkKV
+    exact: bool = False
+    demand: float | None = None
+    note: str | None = None
+    key: ChunkKey | None = None
+
+
+class Adapter(Protocol):
+    """Decides what is placed for a chunk."""
+
+    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+        """Choose or alter.
+
+        Args:
+            place: where the chunk is to stand.
+            found: what the store had under the method's base, or why it had nothing.
+
+        Returns:
+            What to place, or the reason to compute the chunk in full.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsBases(Protocol):
+    """An adapter that takes chunks from other bases too.
+
+    Attributes:
+        bases: which.
+    """
+
+    bases: tuple[Base, ...]
+
+
+def stands_behind_head(place: Place) -> bool:
+    """Return whether the frame and the chunks in front are all there is before a place, as where slots are born."""
+    before = [span.segment.stored_ids for span in place.prompt.chunks if span.stop <= place.span.start]
+    return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.frame, *before))
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Bases to fall back to, in this order; on request, those that are exact at a place come before the method's own.
+
+    FusionRAG's alternative path (arXiv 2601.12904): instead of a prefix for every combination of earlier chunks there
+    is one physical cache per chunk, found by dropping the earlier chunks from the path. Chunks here are addressed by
+    head and content to begin with; what is left of the idea is the second key.
+
+    Attributes:
+        bases: where else to look.
+        exact_first: take a chunk from one of them where it is what full prefill would give, whatever the method's own
+            base has: a prompt's first passage, framed.
+    """
+
+    bases: tuple[Base, ...]
+    exact_first: bool = False
+
+    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+        """Return the chunk under the first base that has it."""
+        frame, before = place.prompt.frame, place.prompt.ids[: place.span.start]
+        if self.exact_first and not place.base.exact_behind(before, frame):
+            for base in (one for one in self.bases if one.exact_behind(before, frame)):
+                key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
+                other = place.store.get(key)
+                if isinstance(other, ChunkKV):
+                    return Adapted(other, exact=True, key=key)
+        if isinstance(found, ChunkKV):
+            return Adapted(found, place.base.exact_behind(before, frame))
+        for base in self.bases:
+            key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
+            other = place.store.get(key)
+            if isinstance(other, ChunkKV):
+                note = f"{base.name} instead of {place.base.name}"
+                return Adapted(other, base.exact_behind(before, frame), note=note, key=key)
+        return found
+
+
+Weighted = tuple[float, ChunkKV]
+"""A difference and the factor it is added with."""
+
+
+class CorrectedBlocks(Blocks):
+    """Blocks of a cache, in the model's dtype, with differences added as they are read; nothing is kept.
+
+    Args:
+        chunk: the cache, in any format.
+        differences: of the same tokens, unrotated like the cache, in any format.
+        first_layer: layers below it stay as they are.
+    """
+
+    def __init__(self, chunk: ChunkKV, differences: Sequence[Weighted], first_layer: int) -> None:
+        self._chunk, self._differences, self._first_layer = chunk, differences, first_layer
+        self._names = replace(chunk, numbers=LOSSLESS).names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name.partition(".")[0] not in KINDS:
+            return self._chunk.blocks[name]
+        return self.rows(name, 0, self._chunk.n_tokens)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of the sum, summed in float32 and rounded once."""
+        kind, _, layer = name.partition(".")
+        if kind not in KINDS:
+            return self._chunk.blocks.rows(name, start, stop)
+        own = self._chunk.part(kind, int(layer), start, stop)
+        if int(layer) < self._first_layer:
+            return own.transpose(0, 1)
+        total = own.float()
+        for weight, difference in self._differences:
+            total = total + weight * difference.part(kind, int(layer), start, stop).to(own.device).float()
+        return total.to(own.dtype).transpose(0, 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def corrected(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
+    """Return a cache with weighted differences added, computed layer by layer as it is read.
+
+    Args:
+        chunk: the cache.
+        differences: of the same tokens and model.
+        first_layer: layers below it stay as they are.
+    """
+    return replace(chunk, numbers=LOSSLESS, blocks=CorrectedBlocks(chunk, differences, first_layer))

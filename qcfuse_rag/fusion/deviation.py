@@ -1,0 +1,115 @@
+"""How far stored keys and values are from what this prompt makes of them: the score of CacheBlend and its kin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.layer_hooks import SteeredPass
+from qcfuse_rag.runtime.rows import RowsPlan
+
+Measure = Literal["key", "value", "key and value"]
+
+
+def deviation(
+    fresh: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], measure: Measure = "key and value"
+) -> Tensor:
+    """Return the squared distance of keys, values or both, summed over heads and channels.
+
+    Args:
+        fresh: keys and values `[1, Hkv, R, D]`, computed in the prompt.
+        stored: the same rows' as they were stored, keys rotated to the same positions.
+        measure: what counts.
+
+    Returns:
+        `[R]` float32.
+    """
+    counted = [kind in measure for kind in ("key", "value")]
+    pairs = [pair for pair, counts in zip(zip(fresh, stored, strict=True), counted, strict=True) if counts]
+    parts = [(new.float() - old.float()).square().sum((0, 1, 3)) for new, old in pairs]
+    return torch.stack(parts).sum(0)
+
+
+@dataclass(slots=True, eq=False)
+class DeviationWatch:
+    """Steers nothing: remembers a layer's stored keys and values, and how far the fresh ones are from them.
+
+    Attributes:
+        layer: the layer.
+        measure: what counts.
+        found: `[R]` float32 afterwards.
+    """
+
+    layer: int
+    measure: Measure
+    found: Tensor | None = None
+    _stored: tuple[Tensor, Tensor] | None = None
+
+    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+        """Keep all rows."""
+        if layer == self.layer:
+            self._stored = stored_rows(buffer, layer, rows)
+        return rows
+
+    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+        """Compare."""
+        if layer == self.layer and self._stored is not None:
+            self.found = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviationProbe:
+    """Compute every reused token through the first layers and see whose keys and values change.
+
+    Keys and values of layer 0 depend on the token alone and never deviate, so layer 1 is the first that tells.
+
+    Attributes:
+        layer: where to compare.
+        measure: squared distance of keys, of values, or both.
+    """
+
+    layer: int = 1
+    measure: Measure = "key and value"
+
+    def __post_init__(self) -> None:
+        if self.layer < 0:
+            raise ValueError(f"layer must not be negative, got {self.layer}")
+
+    def scores(self, assembly: Assembly) -> Scores:
+        """Score every position; the stored rows are put back afterwards.
+
+        A model with fewer layers is compared at its last.
+        """
+        lm = assembly.lm
+        layer = min(self.layer, lm.n_layers - 1)
+        last = max(placed.span.stop for placed in assembly.placed_chunks)
+        is_row = ~assembly.known
+        for placed in assembly.placed_chunks:
+            if not placed.exact:
+                is_row[placed.span.start : placed.span.stop] = True
+        is_row[last:] = False
+        plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device)
+        rows = plan.rows
+        kept = [stored_rows(assembly.buffer, index, rows) for index in range(layer + 1)]
+        watch = DeviationWatch(layer, self.measure)
+        course = SteeredPass(plan, watch, assembly.buffer)
+        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
+        assembly.row_layers += course.row_layers
+        for index, (keys, values) in enumerate(kept):
+            assembly.buffer.keys[index][:, :, rows] = keys
+            assembly.buffer.values[index][:, :, rows] = values
+        assert watch.found is not None
+        by_layer = torch.zeros(1, len(assembly.prompt), dtype=torch.float32, device=lm.device)
+        by_layer[0, rows] = watch.found
+        return Scores(by_layer, (layer,))
+
+
+def stored_rows(buffer: KVBuffer, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of a layer's keys and values at some positions, each `[1, Hkv, R, D]`."""
+    return buffer.keys[layer][:, :, rows], buffer.values[layer][:, :, rows]

@@ -1,0 +1,79 @@
+"""A method: parts put together under a published name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
+from qcfuse_rag.fusion.budgets import Budget, FixedRatio
+from qcfuse_rag.fusion.guard import Guard
+from qcfuse_rag.fusion.probes import Probe
+from qcfuse_rag.fusion.selectors import Nothing, Selection, Selector
+from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.layer_hooks import Steering
+from qcfuse_rag.store.prefill_base import Base
+
+
+class Layerwise(Protocol):
+    """What a method does between the layers of the fused pass."""
+
+    def steer(
+        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
+    ) -> Steering:
+        """Return what steers one pass.
+
+        Args:
+            assembly: the prompt with its stored chunks placed.
+            candidates: placed chunks that are not exact.
+            selection: the reused tokens the pass begins with.
+            scores: from the method's probe, if it has one.
+            budget: how many reused tokens the method may recompute.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What to reuse and what to recompute.
+
+    Attributes:
+        name: as in the method table.
+        base: which stored caches chunks start from; None reuses nothing, which is full prefill.
+        adapter: what becomes of a stored chunk before it is placed; None leaves it as it is.
+        probe: how tokens are scored; None for methods that do not look.
+        selector: how scores become rows.
+        budget: how many of the reused tokens are recomputed; None leaves the number to the selector.
+        layerwise: what changes from layer to layer while rows are computed; None for nothing.
+        context: what recomputed tokens see of the reused ones: `all`, or those `selected` with them.
+        guard: when to compute everything instead; None for never.
+    """
+
+    name: str
+    base: Base | None
+    adapter: Adapter | None = None
+    probe: Probe | None = None
+    selector: Selector = field(default_factory=Nothing)
+    budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
+    layerwise: Layerwise | None = None
+    context: Literal["all", "selected"] = "all"
+    guard: Guard | None = None
+
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """Every base that chunks may be read under, the method's own first."""
+        others = self.adapter.bases if isinstance(self.adapter, ReadsBases) else ()
+        return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
+
+    @property
+    def in_full(self) -> Method:
+        """Full prefill under the method's name."""
+        return Method(self.name, base=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """The budget as a fraction; 1 for full prefill, None if the selector decides."""
+        if self.base is None:
+            return 1.0
+        return None if self.budget is None else self.budget.ratio

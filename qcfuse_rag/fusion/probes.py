@@ -1,0 +1,142 @@
+"""Probes: run the question over the stored caches and see which tokens it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
+from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.rows import RowsPlan
+
+NamedLayers = Literal["critical", "all", "upper", "third_quarter", "last"]
+NAMED: tuple[str, ...] = get_args(NamedLayers)
+ProbeLayers = NamedLayers | tuple[int, ...]
+"""Whose attention a probe counts."""
+
+
+class Probe(Protocol):
+    """Scores the tokens of a prompt whose stored chunks have been placed."""
+
+    def scores(self, assembly: Assembly) -> Scores:
+        """Score every position, leaving the buffer's stored rows as they were; `assembly.row_layers` grows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionProbe:
+    """The question's rows through the first layers, their attention to every reused token as its score.
+
+    Attributes:
+        layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper` (the
+            second half), `third_quarter`, `last`, or indices. The pass stops after the last of them, and caches of
+            later layers go on arriving while the rows are recomputed.
+        anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them, 0
+            none. The scores are over all tokens either way.
+        reduce: over the question's rows and the heads: `mean`, or `max`.
+        rows: `question`, or `suffix`: all that stands behind the passages, what opens the answer included.
+        normalized: scale each layer's attention to reused tokens that are not exact to a sum of 1, so that layers which
+            look elsewhere most of the time have as much of a say as the others.
+    """
+
+    layers: ProbeLayers = "critical"
+    anchor_ratio: float = 1.0
+    reduce: Literal["mean", "max"] = "mean"
+    rows: Literal["question", "suffix"] = "question"
+    normalized: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.anchor_ratio <= 1:
+            raise ValueError(f"anchor_ratio must be in [0, 1], got {self.anchor_ratio}")
+        indices = self.layers if isinstance(self.layers, list | tuple) else ()
+        if self.layers not in NAMED and (not indices or min(indices) < 0):
+            raise ValueError(f"layers must be one of {', '.join(NAMED)}, or indices from 0, got {self.layers!r}")
+        if self.reduce not in ("mean", "max"):
+            raise ValueError(f"reduce must be 'mean' or 'max', got {self.reduce!r}")
+        if self.rows not in ("question", "suffix"):
+            raise ValueError(f"rows must be 'question' or 'suffix', got {self.rows!r}")
+
+    def layers_of(self, lm: LanguageModel) -> tuple[int, ...]:
+        """Return the scored layers of a model, ascending.
+
+        Raises:
+            ValueError: if the model has no such layer.
+        """
+        if self.layers == "critical":
+            return lm.critical_layers
+        if self.layers == "all":
+            return tuple(range(lm.n_layers))
+        if self.layers == "upper":
+            return tuple(range(lm.n_layers // 2, lm.n_layers))
+        if self.layers == "third_quarter":
+            return tuple(range(lm.n_layers // 2, max(lm.n_layers * 3 // 4, lm.n_layers // 2 + 1)))
+        if self.layers == "last":
+            return (lm.n_layers - 1,)
+        if max(self.layers) >= lm.n_layers:
+            raise ValueError(f"the model has {lm.n_layers} layers, the probe asks for layer {max(self.layers)}")
+        return tuple(sorted(set(self.layers)))
+
+    def depth(self, lm: LanguageModel) -> int:
+        """Return how many layers of a model the pass runs through."""
+        return max(self.layers_of(lm)) + 1
+
+    def scores(self, assembly: Assembly) -> Scores:
+        """Score every position of the prompt.
+
+        Args:
+            assembly: the prompt with its stored chunks placed. The buffer's rows of the probe are overwritten; fusion
+                computes them again.
+
+        Returns:
+            Per layer the attention each position gets, over all heads and probe rows.
+        """
+        lm, asking = assembly.lm, assembly.probe_rows(suffix=self.rows == "suffix")
+        wanted = self.layers_of(lm)
+        length, depth = int(asking[-1]) + 1, self.depth(lm)
+        there = assembly.known[:length].clone()
+        there[asking] = True
+        # The host waits for nothing: the device is to have work before it has done what it has.
+        rows, known = (one.to(lm.device, non_blocking=True) for one in (asking, there))
+        by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)
+
+        def observe(
+            layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
+        ) -> None:
+            if layer in wanted:
+                weights = attention_weights(
+                    query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=self.reduce
+                )
+                # Kept in memory of this stream: recorded passes compute on another one.
+                by_layer[wanted.index(layer), :length] = weights
+
+        visible = self._visible(assembly, there, depth)
+        plan = RowsPlan(rows, length, visible, observe, lm.sliding, asking)
+        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
+        assembly.row_layers += len(asking) * depth
+        if self.normalized:
+            counted = candidate_positions(inexact_chunks(assembly), lm.device)
+            by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
+        return Scores(by_layer, wanted)
+
+    def _visible(self, assembly: Assembly, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
+        """Return what the probe's rows may see in each layer; None where that is every position before them."""
+        if self.anchor_ratio == 1 and bool(there.all()):
+            return None
+        outside = there.clone()
+        if self.anchor_ratio < 1:
+            for placed in assembly.placed_chunks:
+                outside[placed.span.start : placed.span.stop] = False
+        always = outside.nonzero()[:, 0]
+        if self.anchor_ratio in (0, 1):
+            return [always] * depth
+        anchors = [
+            placed.chunk.anchors(self.anchor_ratio)[:depth].cpu() + placed.span.start
+            for placed in assembly.placed_chunks
+        ]
+        return torch.cat([always.expand(depth, -1), *anchors], dim=1).sort().values.unbind()

@@ -1,0 +1,247 @@
+"""Selectors: turn scores and a budget into the tokens to recompute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.runtime.attention.scores import Scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The reused tokens to recompute.
+
+    Attributes:
+        positions: `[S]` int64 ascending, without repetition.
+        until: `[S]` int64, the last layer each is recomputed in; None for all layers.
+    """
+
+    positions: Tensor
+    until: Tensor | None = None
+
+    @classmethod
+    def none(cls) -> Selection:
+        """Recompute nothing."""
+        return cls(torch.empty(0, dtype=torch.int64))
+
+    def to(self, device: torch.device) -> Selection:
+        """Return the same selection on a device."""
+        ahead = device.type == "cuda"
+        until = None if self.until is None else self.until.to(device, non_blocking=ahead)
+        return Selection(self.positions.to(device, non_blocking=ahead), until)
+
+
+class Selector(Protocol):
+    """Chooses among the reused tokens that are not known to be exact already."""
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Choose.
+
+        Args:
+            candidates: placed chunks that are not exact.
+            scores: from the method's probe; None for methods without one.
+            budget: how many tokens to choose.
+
+        Returns:
+            Tokens of the candidates, none of them twice.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """Recompute no reused token."""
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return no position."""
+        return Selection.none()
+
+
+@dataclass(frozen=True, slots=True)
+class AllTokens:
+    """Begin with every token: for passes that let go of rows on their way."""
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return all positions."""
+        return Selection(candidate_positions(candidates))
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The best tokens over all chunks together, by their mean score over layers."""
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return the `budget` positions of highest score."""
+        assert scores is not None
+        total = scores.mean
+        positions = candidate_positions(candidates, total.device)
+        best = total[positions].topk(min(budget, len(positions))).indices
+        return Selection(positions[best].sort().values)
+
+
+@dataclass(frozen=True, slots=True)
+class TopOfEachChunk:
+    """The best tokens of every chunk, each chunk with a budget of its own.
+
+    A chunk's share follows its demand (see `Placed.demand`) times its length, or its length alone where nothing is
+    known of demands.
+
+    Attributes:
+        by_demand: leave the number to the demands, `ceil(demand * n_tokens)` each, instead of sharing out a budget.
+    """
+
+    by_demand: bool = False
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return the best positions of every chunk."""
+        assert scores is not None
+        total = scores.mean
+        chosen = []
+        for placed, count in zip(candidates, self._counts(candidates, budget), strict=True):
+            best = total[placed.span.start : placed.span.stop].topk(count).indices
+            chosen.append(best.sort().values + placed.span.start)
+        return Selection(torch.cat(chosen)) if chosen else Selection.none()
+
+    def _counts(self, candidates: list[Placed], budget: int) -> list[int]:
+        lengths = [len(placed.span) for placed in candidates]
+        demands = [1.0 if placed.demand is None else placed.demand for placed in candidates]
+        if self.by_demand:
+            return [min(n, math.ceil(demand * n)) for n, demand in zip(lengths, demands, strict=True)]
+        wanted = [max(demand, 1e-6) * n for n, demand in zip(lengths, demands, strict=True)]
+        return share_out(budget, wanted, lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class NestedTokens:
+    """Each scored layer its own best tokens, recomputed from the first layer to the last that wants them.
+
+    RelaxKV (arXiv 2609.33503): importance is scaled to [0, 1] within each layer; a token chosen in layer l is needed in
+    all layers below, since its hidden state has to come from somewhere. The sets shrink with depth.
+
+    Attributes:
+        charge: what the budget counts: the tokens of one `layer`, as published, or the `average` of tokens computed
+            over all layers, which costs what the same budget costs other methods.
+    """
+
+    charge: str = "layer"
+
+    def __post_init__(self) -> None:
+        if self.charge not in ("layer", "average"):
+            raise ValueError(f"charge must be 'layer' or 'average', got {self.charge!r}")
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return every token that some layer chose, and the last layer that did."""
+        assert scores is not None
+        device = scores.by_layer.device
+        positions = candidate_positions(candidates, device)
+        if not len(positions):
+            return Selection.none()
+        order = scores.by_layer[:, positions].argsort(dim=1, descending=True, stable=True)
+        layers = torch.tensor(scores.layers, device=device)
+        count = min(budget, len(positions))
+        if self.charge == "average":
+            count = self._affordable(order, layers, count)
+        until = _deepest(order[:, :count], layers, len(positions))
+        chosen = until >= 0
+        return Selection(positions[chosen], until[chosen])
+
+    @staticmethod
+    def _affordable(order: Tensor, layers: Tensor, budget: int) -> int:
+        """Return the most tokens a layer may choose for the average over layers to keep within the budget."""
+        low, high = 1, budget
+        while low < high:
+            middle = (low + high + 1) // 2
+            until = _deepest(order[:, :middle], layers, order.shape[1])
+            within = int((until + 1).sum()) <= budget * (int(layers[-1]) + 1)
+            low, high = (middle, high) if within else (low, middle - 1)
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class RandomTokens:
+    """Tokens drawn evenly over all chunks: the control every informed choice has to beat."""
+
+    seed: int = 0
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return `budget` positions, the same ones for the same seed and prompt length."""
+        positions = candidate_positions(candidates)
+        order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(self.seed))
+        return Selection(positions[order[:budget]].sort().values)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkHeads:
+    """The first tokens of every chunk, where a chunk prefilled on its own grows an attention sink.
+
+    Attributes:
+        n_tokens: how many per chunk; None shares the budget in proportion to the chunks' lengths.
+    """
+
+    n_tokens: int | None = 16
+
+    def __post_init__(self) -> None:
+        if self.n_tokens is not None and self.n_tokens < 0:
+            raise ValueError(f"n_tokens must not be negative, got {self.n_tokens}")
+
+    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+        """Return the first positions of every chunk."""
+        lengths = [len(placed.span) for placed in candidates]
+        if self.n_tokens is None:
+            counts = share_out(budget, [float(length) for length in lengths], lengths)
+        else:
+            counts = [min(self.n_tokens, length) for length in lengths]
+        starts = (placed.span.start for placed in candidates)
+        heads = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        return Selection(torch.cat(heads)) if heads else Selection.none()
+
+
+def candidate_positions(candidates: list[Placed], device: torch.device | None = None) -> Tensor:
+    """Return `[N]` int64, the positions of all tokens of the candidates, ascending; on the CPU or a device.
+
+    Made there: for a copy of so many the host may have to wait.
+    """
+    if not candidates:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([torch.arange(placed.span.start, placed.span.stop, device=device) for placed in candidates])
+
+
+def inexact_chunks(assembly: Assembly) -> list[Placed]:
+    """Return the placed chunks whose keys and values a full prefill would not give."""
+    return [placed for placed in assembly.placed_chunks if not placed.exact]
+
+
+def share_out(budget: int, wanted: list[float], most: list[int]) -> list[int]:
+    """Share a budget in proportion to what is wanted, nobody getting more than the most they can take.
+
+    Returns:
+        Whole shares that add up to the budget, or to all that can be taken if that is less.
+    """
+    shares = [0] * len(wanted)
+    left = min(budget, sum(most))
+    while left > 0:
+        open_ = [i for i in range(len(wanted)) if shares[i] < most[i]]
+        total = sum(wanted[i] for i in open_)
+        exact = {i: left * wanted[i] / total for i in open_}
+        given = {i: min(most[i] - shares[i], int(exact[i])) for i in open_}
+        if not any(given.values()):  # fractions only: one each to those with the largest
+            first = sorted(open_, key=lambda i: -exact[i])[:left]
+            given = dict.fromkeys(first, 1)
+        for i, count in given.items():
+            shares[i] += count
+            left -= count
+    return shares
+
+
+def _deepest(chosen: Tensor, layers: Tensor, candidates: int) -> Tensor:
+    """Return `[candidates]`, the last layer that chose each; -1 for none. `chosen`: `[n_layers, count]` indices."""
+    until = torch.full((candidates,), -1, dtype=torch.int64, device=chosen.device)
+    for layer, indices in zip(layers, chosen, strict=True):  # ascending, so later layers overwrite
+        until[indices] = layer
+    return until

@@ -1,1 +1,0 @@
-"""From the first token's logits to the answer."""

@@ -1,0 +1,89 @@
+"""How the next token is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from qcfuse_rag.generation.grammar import Constraint
+from qcfuse_rag.runtime.language_model import LanguageModel
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Settings of one generation.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token; higher is more varied.
+        top_p: keep the likeliest tokens that together have this probability.
+        top_k: keep this many likeliest tokens; 0 keeps all.
+        stop: strings that end the answer and are not part of it.
+        seed: makes sampling repeatable; None draws anew each time.
+        grammar: what the answer has to follow, see `generation.grammar`; None lets it be anything.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
+
+
+class Sampler:
+    """Draws tokens by the settings; keeps the state of random numbers and grammar between them.
+
+    Raises:
+        InvalidGrammar: if there is a grammar and it cannot be followed.
+        QCFuseError: if there is one and llguidance is not installed.
+    """
+
+    def __init__(self, params: SamplingParams, lm: LanguageModel) -> None:
+        self._greedy = params.temperature == 0
+        self._constraint = None if params.grammar is None else Constraint(lm.grammar_vocabulary, params.grammar)
+        self._generator = torch.Generator(device=lm.device)
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+        self._warpers = LogitsProcessorList()
+        if not self._greedy:
+            self._warpers.append(TemperatureLogitsWarper(params.temperature))
+            if params.top_k:
+                self._warpers.append(TopKLogitsWarper(params.top_k))
+            if params.top_p < 1:
+                self._warpers.append(TopPLogitsWarper(params.top_p))
+
+    def __call__(self, logits: Tensor) -> int:
+        """Choose a token from `[vocabulary]` float32 logits."""
+        if self._constraint is None:
+            return self._choose(logits)
+        token = self._choose(self._constraint.mask(logits))
+        self._constraint.take(token)
+        return token
+
+    def _choose(self, logits: Tensor) -> int:
+        if self._greedy:
+            return int(logits.argmax())
+        empty = torch.empty(1, 0, dtype=torch.int64, device=logits.device)
+        warped = self._warpers(empty, logits[None])[0]
+        return int(torch.multinomial(warped.softmax(-1), 1, generator=self._generator))

@@ -1,1 +1,0 @@
-"""Offline: from text to stored keys and values."""

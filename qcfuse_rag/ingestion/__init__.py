@@ -1,0 +1,5 @@
+"""Compute the keys and values of passages once.
+
+In: token ids of passages.
+Out: entries in a store, with a ranking of their tokens.
+"""

@@ -1,0 +1,179 @@
+"""Read what is to be warmed: folders of text, lines of JSON, or an index that another library keeps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingestion.split import TextSplitting
+
+TEXT_ENDINGS = {".txt", ".text", ".md", ".markdown", ".rst"}
+JSON_LINES = {".jsonl", ".ndjson"}
+KNOWN_ENDINGS = TEXT_ENDINGS | JSON_LINES
+READERS_GROUP = "qcfuse_rag.readers"
+FILES = "files"
+
+Passages = dict[str, list[str]]
+"""Source -> its passages, in order."""
+
+
+def read_passages(
+    paths: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    reader: str = FILES,
+    max_tokens: int,
+    progress: Callable[[int, int], None] | None = None,
+    unread: list[str] | None = None,
+) -> Passages:
+    """Read passages from files or from an index.
+
+    Args:
+        paths: text files (also text extracted from PDF), files of JSON lines, and folders of them; or, for another
+            reader, what that reader reads.
+        tokenizer: measures passages.
+        reader: `files`, or the name of an entry point in the group `qcfuse_rag.readers`: a function that takes a path
+            and yields `(source, passage)`. The integrations bring `llama-index` and `langchain`.
+        max_tokens: most tokens of a passage; what other libraries have split is left as it is.
+        progress: called with files `(done, total)`.
+        unread: gets why a file of a folder could not be read, and the others are read all the same; None raises.
+
+    Raises:
+        QCFuseError: if something cannot be read.
+    """
+    given = list(paths)
+    passages: Passages = {}
+    if reader != FILES:
+        read = reader_named(reader)
+        for path in given:
+            for source, text in read(path):
+                passages.setdefault(source, []).append(text)
+    else:
+        splitting = TextSplitting(tokenizer, max_tokens)
+        files = list(find_files(given))
+        for done, file in enumerate(files, start=1):
+            try:
+                for source, texts in _read_file(file, splitting).items():
+                    passages.setdefault(source, []).extend(texts)
+            except QCFuseError as error:
+                if unread is None or file in given:
+                    raise
+                unread.append(str(error))
+            if progress is not None:
+                progress(done, len(files))
+    return passages
+
+
+def find_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield the files that can be read among paths and in folders below them, in order and each once.
+
+    Raises:
+        QCFuseError: if a path does not exist, or a file named outright cannot be read.
+    """
+    seen = set[Path]()
+    for path in paths:
+        if path.is_dir():
+            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
+        elif not path.exists():
+            raise QCFuseError(f"no file or folder at {path}")
+        elif path.suffix.lower() not in KNOWN_ENDINGS:
+            raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(KNOWN_ENDINGS))}); convert it first")
+        else:
+            found = [path]
+        for file in found:
+            if file.resolve() not in seen:  # named twice, or by a link
+                seen.add(file.resolve())
+                yield file
+
+
+def passed_over(paths: Iterable[Path]) -> Iterator[str]:
+    """Say what in folders `find_files` does not read: files of other kinds, and links to folders that are elsewhere.
+
+    Of hidden ones nothing is said.
+    """
+    given = list(paths)
+    real = [path.resolve() for path in given]
+    for folder in filter(Path.is_dir, given):
+        endings = Counter[str]()
+        for path in sorted(folder.rglob("*")):
+            ending = path.suffix.lower()
+            if any(part.startswith(".") for part in path.relative_to(folder).parts):
+                continue
+            if path.is_symlink() and path.is_dir():
+                if not any(path.resolve().is_relative_to(one) for one in real):
+                    yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
+            elif path.is_file() and ending not in KNOWN_ENDINGS:
+                endings[ending or "without ending"] += 1
+        if endings:
+            kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
+            yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
+
+
+def reader_named(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
+    """Return the reader that an installed package brings.
+
+    Raises:
+        QCFuseError: if none brings it.
+    """
+    found = entry_points(group=READERS_GROUP)
+    if name not in found.names:
+        names = ", ".join(sorted({FILES, *found.names}))
+        raise QCFuseError(
+            f"no reader {name!r}; there are {names}. `llama-index` comes with llama-index-llms-qcfuse, "
+            "`langchain` with langchain-qcfuse"
+        )
+    read: Callable[[Path], Iterable[tuple[str, str]]] = found[name].load()
+    return read
+
+
+def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise QCFuseError(f"cannot read {path}: {error}") from error
+    name = str(path.resolve())
+    if not _can_be_kept(name):
+        raise QCFuseError(f"the name of {name.encode(errors='surrogateescape')!r} is not UTF-8; rename it")
+    if path.suffix.lower() in JSON_LINES:
+        return _read_lines(path, text, name, splitting)
+    return {name: splitting.split(text, markdown=path.suffix.lower() in {".md", ".markdown"})}
+
+
+def _can_be_kept(text: str) -> bool:
+    """Return whether a text is Unicode, and not what Python makes of bytes or escapes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(text: str) -> str:
+    """Return a text with a question mark for every byte of a name that is not UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
+    """Read one passage a line: `{"text": ..., "source": ...}`; the source is the file if none is given."""
+    passages: Passages = {}
+    # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            passage, source = data["text"], data.get("source", name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
+        if not isinstance(passage, str) or not isinstance(source, str):
+            raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
+        if not _can_be_kept(passage + source):
+            raise QCFuseError(f"{path}, line {number}: half a character, written as an escape, is no text")
+        passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
+    return passages

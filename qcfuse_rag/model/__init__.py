@@ -1,1 +1,0 @@
-"""A transformers model and what fusion needs to know about it."""

@@ -1,0 +1,5 @@
+"""What happened in production.
+
+In: reports of fused prefills.
+Out: pictures, metrics, traces and comparisons with full prefill.
+"""

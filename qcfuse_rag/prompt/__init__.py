@@ -1,1 +1,0 @@
-"""Prompts as segments of token ids."""

@@ -1,1 +1,0 @@
-"""What happened, as plain data."""

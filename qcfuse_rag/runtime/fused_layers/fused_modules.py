@@ -1,0 +1,253 @@
+"""A view of a model whose norms, rotations and gates are a kernel each, for passes that are recorded.
+
+Nothing of the model is changed: the view shares its weights, see `decoder_view`, and what is put in a module's place
+was compared with it on random numbers before. What is not known, or comes out otherwise, stays the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qcfuse_rag.runtime.fused_layers.likeness import same
+from qcfuse_rag.runtime.model_views import StandIn
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.fused_layers.pointwise import Norm
+
+GATED = {"gate_proj", "up_proj", "down_proj"}
+"""What transformers' models call the parts of a gated feed-forward network."""
+ROTATION = "apply_rotary_pos_emb"
+"""What transformers' models call the function by which their attention rotates."""
+CAPTURING = "transformers.utils.output_capturing"
+SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
+"""Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
+so many times that they are more than one program's."""
+ROWS = 3
+"""To be rotated."""
+
+LOG = logging.getLogger(__name__)
+
+
+class LeanNorm(StandIn):
+    """Root mean square normalisation in one kernel.
+
+    Args:
+        inner: the model's own.
+        eps: added to the mean square.
+        offset: added to the weight.
+    """
+
+    def __init__(self, inner: nn.Module, eps: float, offset: float) -> None:
+        super().__init__(inner)
+        self._eps, self._offset = eps, offset
+
+    @property
+    def norm(self) -> Norm:
+        """What is computed."""
+        from qcfuse_rag.runtime.fused_layers.pointwise import Norm
+
+        weight = self.inner.weight
+        assert isinstance(weight, Tensor)
+        return Norm(weight, self._eps, self._offset)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Normalise; what is more than hidden states of the weight's width, as the model does."""
+        from qcfuse_rag.runtime.fused_layers.pointwise import normalized
+
+        norm = self.norm
+        if kwargs or len(args) != 1 or args[0].shape[-1] != len(norm.weight):
+            return self.inner(*args, **kwargs)
+        return normalized(args[0], norm)
+
+
+class LeanGate(StandIn):
+    """A gated feed-forward network whose gate is one kernel.
+
+    Args:
+        inner: the model's own.
+        activation: see `pointwise.ACTIVATIONS`.
+    """
+
+    def __init__(self, inner: nn.Module, activation: str) -> None:
+        super().__init__(inner)
+        self.activation = activation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the model's own does."""
+        from qcfuse_rag.runtime.fused_layers.pointwise import gated
+
+        if kwargs or len(args) != 1:
+            return self.inner(*args, **kwargs)
+        parts: Any = self.inner
+        return parts.down_proj(gated(parts.gate_proj(args[0]), parts.up_proj(args[0]), self.activation))
+
+
+def leanest_first(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield a lean view of a model and then the model itself, for who finds that the first will not do."""
+    try:
+        view = lean_view(model)
+    except Exception as error:  # of whatever a model has
+        LOG.warning("no operations are spared: %s: %s", type(error).__name__, error)
+        view = model
+    if view is not model:
+        yield view
+    yield model
+
+
+def lean_view(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a view of a model that computes the same with fewer kernels; the model itself if nothing can be spared."""
+    leaning = _Leaning(model)
+    view = leaning.view(model)
+    LOG.info("in one kernel each: %s", dict(leaning.spared) or "nothing")
+    assert isinstance(view, PreTrainedModel)
+    return view
+
+
+class _Leaning:
+    """Finds what can be put in the place of a model's modules."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._device, self._dtype = model, model.device, model.dtype
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        self._rotations: dict[Callable[..., Any], Callable[..., Any] | None] = {}
+        self._views: dict[nn.Module, nn.Module] = {}
+        self.spared: Counter[str] = Counter()
+
+    @torch.inference_mode()
+    def view(self, module: nn.Module) -> nn.Module:
+        """Return a view of a module with everything inside replaced that can be; of the same one the same."""
+        if module not in self._views:
+            lean = None if changed(module) else self._norm(module) or self._gate(module) or self._inside(module)
+            self._views[module] = lean or module
+        return self._views[module]
+
+    def _inside(self, module: nn.Module) -> nn.Module:
+        parts = {name: None if child is None else self.view(child) for name, child in module._modules.items()}
+        forward = self._forward(module)
+        if forward is None and all(parts[name] is child for name, child in module._modules.items()):
+            return module
+        self.spared["rotations"] += forward is not None
+        return view_of(module, parts, forward)
+
+    def _norm(self, module: nn.Module) -> nn.Module | None:
+        weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or len(weight) == 1 or not isinstance(eps, float):
+            return None
+        if [name for name, _ in module.named_parameters()] != ["weight"]:
+            return None
+        return self._first(
+            "norms", module, (LeanNorm(module, eps, one) for one in (0.0, 1.0)), SMALL + LARGE, len(weight)
+        )
+
+    def _gate(self, module: nn.Module) -> nn.Module | None:
+        from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS
+
+        first = getattr(module, "gate_proj", None)
+        if not isinstance(first, nn.Linear) or set(module._modules) - {"act_fn"} != GATED:
+            return None
+        tried = (LeanGate(module, activation) for activation in ACTIVATIONS)
+        return self._first("gates", module, tried, LARGE, first.in_features)
+
+    def _first(
+        self, kind: str, own: nn.Module, tried: Iterable[nn.Module], scales: tuple[float, ...], channels: int
+    ) -> nn.Module | None:
+        """Return the first that computes what a module does, over rows of different scales.
+
+        None of the rows has a mean of 0: some norms take the mean away.
+        """
+        factors = torch.tensor(scales, device=self._device).repeat(REPEATS)[None, :, None]
+        given = ((1 + self._random(1, factors.shape[1], channels).float()) * factors).to(self._dtype)
+        found = next((one for one in tried if same(own, one, given)), None)
+        self.spared[kind] += found is not None
+        return found
+
+    def _forward(self, module: nn.Module) -> types.FunctionType | None:
+        """Return a module's forward that rotates by a kernel, or None if it rotates otherwise or not at all."""
+        forward = type(module).forward
+        if not isinstance(forward, types.FunctionType) or ROTATION not in forward.__code__.co_names:
+            return None
+        own = forward.__globals__.get(ROTATION)
+        if own is None:
+            return None
+        if own not in self._rotations:
+            self._rotations[own] = self._rotation(own)
+        rotation = self._rotations[own]
+        if rotation is None:
+            return None
+        return seeing(forward, **{ROTATION: rotation})
+
+    def _rotation(self, own: Callable[..., Any]) -> Callable[..., Any] | None:
+        from qcfuse_rag.runtime.fused_layers.pointwise import rotated
+
+        about = self._model.config.get_text_config()
+        heads = int(about.num_attention_heads)
+        kv_heads = int(getattr(about, "num_key_value_heads", None) or heads)
+        dim = int(getattr(about, "head_dim", None) or about.hidden_size // heads)
+        query, key = (self._random(1, ROWS, count, dim).transpose(1, 2) for count in (heads, kv_heads))
+        angles = self._random(1, ROWS, dim // 2).float().repeat(1, 1, 2)
+        both = {dtype: (angles.cos().to(dtype), angles.sin().to(dtype)) for dtype in {self._dtype, torch.float32}}
+        taken = {dtype for dtype, angle in both.items() if same(own, rotated, query, key, *angle)}
+
+        def rotation(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 4 or args[2].dtype not in taken or not _rotates_all(*args):
+                return own(*args, **kwargs)
+            return rotated(*args)
+
+        return rotation if taken else None
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device).to(self._dtype)
+
+
+def changed(module: nn.Module) -> bool:
+    """Return whether somebody has put another function in a module's place, or hooks, who knows this module only.
+
+    Hooks by which transformers hands out hidden states, for good once somebody has asked for some, do nothing else.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
+
+
+def seeing(forward: types.FunctionType, **others: Any) -> types.FunctionType:
+    """Return a function that calls others than it did, by the names they have in its module."""
+    seen = {**forward.__globals__, **others}
+    other = types.FunctionType(forward.__code__, seen, forward.__name__, forward.__defaults__, forward.__closure__)
+    other.__kwdefaults__ = forward.__kwdefaults__
+    return other
+
+
+def view_of(
+    module: nn.Module, parts: dict[str, nn.Module | None], forward: types.FunctionType | None = None
+) -> nn.Module:
+    """Return a view of a module that has other modules inside, and another forward if one is given."""
+    view = copy.copy(module)
+    view._modules = parts
+    if forward is not None:  # a class, since a bound method would keep the view and its weights in a ring
+        own = type(module)
+        view.__class__ = type(f"Lean{own.__name__}", (own,), {"forward": forward, "__module__": own.__module__})
+    return view
+
+
+def _rotates_all(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Return whether all channels of all heads are to be rotated, and lie as the kernel expects."""
+    if not query.dim() == key.dim() == 4 or not cos.dim() == sin.dim() == 3:
+        return False
+    requests, _, rows, channels = query.shape
+    return (
+        key.shape[0] == requests
+        and cos.shape == sin.shape
+        and cos.shape[0] in (1, requests)
+        and key.shape[2:] == cos.shape[1:] == (rows, channels)
+        and query.dtype == key.dtype
+        and cos.dtype == sin.dtype
+        and query.stride(3) == key.stride(3) == 1
+    )

@@ -1,0 +1,141 @@
+"""A view of a model that shares its weights and runs other layers: how a pass changes what happens between layers.
+
+transformers' decoders run a list of layers. In a view the list is another one, so that no model code is patched, and
+passes that run the model itself know of none of this.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+
+class StandIn(nn.Module):
+    """Stands for a module, and answers for it.
+
+    Args:
+        inner: the module.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        """Ask the module inside: decoders ask layers for their kind of attention, some models a norm for its weight."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+class Course(Protocol):
+    """What runs instead of a decoder's layers in one pass."""
+
+    def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer.
+
+        Args:
+            layer: which.
+            inner: the layer itself.
+            hidden: `[1, R, H]` hidden states.
+            args: what else the decoder gives its layers.
+            kwargs: the same, by name.
+
+        Returns:
+            What the decoder expects of a layer.
+        """
+        ...
+
+
+class SteeredLayer(StandIn):
+    """A decoder layer in a view."""
+
+    def __init__(self, inner: nn.Module, index: int, course: Course) -> None:
+        super().__init__(inner)
+        self._index, self._course = index, course
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Have the course compute the layer."""
+        return self._course.run(self._index, self.inner, hidden_states, args, kwargs)
+
+
+def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Module:
+    """Return a decoder with its first `depth` layers, which a course runs if there is one."""
+    layers = decoder._modules["layers"]
+    assert isinstance(layers, nn.ModuleList)
+    first: Sequence[nn.Module] = list(layers[:depth])
+    if course is not None:
+        first = [SteeredLayer(layer, index, course) for index, layer in enumerate(first)]
+    return with_module(decoder, nn.ModuleList(first), instead=layers)
+
+
+def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: Course) -> nn.Module:
+    """Return a model whose decoder's layers a course runs."""
+    return with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
+
+
+class KeptViews:
+    """Views of a model that are made once, because making one takes as long as launching many kernels.
+
+    One pass at a time runs through them.
+
+    Args:
+        model: the model.
+        decoder: of the model.
+        n_layers: it has.
+    """
+
+    def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
+        self._decoder, self._given = decoder, _Given()
+        self._model = model_view(model, decoder, n_layers, self._given)
+        self._decoders: dict[int, nn.Module] = {}
+
+    @contextmanager
+    def model(self, course: Course) -> Iterator[nn.Module]:
+        """Have a course run all layers; yields the model."""
+        with self._given.instead(course):
+            yield self._model
+
+    @contextmanager
+    def decoder(self, depth: int, course: Course) -> Iterator[nn.Module]:
+        """Have a course run the first `depth` layers; yields the decoder."""
+        if depth not in self._decoders:
+            self._decoders[depth] = decoder_view(self._decoder, depth, self._given)
+        with self._given.instead(course):
+            yield self._decoders[depth]
+
+
+class _Given:
+    """Runs the course of the pass that is running, and holds on to none."""
+
+    def __init__(self) -> None:
+        self._course: Course | None = None
+
+    @contextmanager
+    def instead(self, course: Course) -> Iterator[None]:
+        self._course = course
+        try:
+            yield
+        finally:
+            self._course = None
+
+    def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        assert self._course is not None
+        return self._course.run(layer, inner, hidden, args, kwargs)
+
+
+def with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
+    """Return a view of a module that shares its weights and has another module instead of one inside, however deep."""
+    if module is instead:
+        return new
+    view = copy.copy(module)
+    view._modules = dict(module._modules)
+    for name, child in module._modules.items():
+        if child is not None and any(one is instead for one in child.modules()):
+            view._modules[name] = with_module(child, new, instead=instead)
+    return view

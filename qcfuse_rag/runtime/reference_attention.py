@@ -1,0 +1,90 @@
+"""Attention step by step in float32: the slow path of unusual models, and the reference that fast paths are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def explicit_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend step by step in float32: the slow path of unusual models, and the reference the fast path is tested by.
+
+    Args:
+        query: `[1, Hq, R, D]`.
+        key: `[1, Hkv, T, D]`.
+        value: `[1, Hkv, T, Dv]`.
+        mask: broadcastable to `[1, Hq, R, T]`: bool, True where a row sees a key, or additive; None if all are seen.
+        scaling: factor on the scores.
+        softcap: cap on scores, or None.
+        sinks: `[Hq]` extra logits of the softmax, or None.
+
+    Returns:
+        `[1, Hq, R, Dv]` in the dtype of `query`.
+    """
+    scores = attention_scores(query, key, scaling, softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        extra = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    batch, heads, rows, keys = weights.shape
+    grouped = weights.reshape(batch, value.shape[1], -1, keys) @ value.float()
+    return grouped.reshape(batch, heads, rows, value.shape[-1]).to(query.dtype)
+
+
+def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Return `[1, Hq, R, T]` float32 scores before masking and softmax."""
+    batch, heads, rows, dim = query.shape
+    folded = query.reshape(batch, key.shape[1], -1, dim).float() * scaling
+    scores = folded @ key.float().transpose(-1, -2)
+    if softcap is not None:  # in place: scores are all a pass has of this size
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    return scores.reshape(batch, heads, rows, key.shape[2])
+
+
+LEAST_ROWS = 8
+"""Rows scored at a time even if they take more than a layer's keys and values; fewer make slow products."""
+
+
+def plain_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    known: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduce: str = "mean",
+) -> Tensor:
+    """Return the same in plain torch, a part of the rows at a time: the way without a GPU, and the reference of it."""
+    length = key.shape[2]
+    positions = torch.arange(length, device=key.device)
+    total = torch.zeros(length, dtype=torch.float32, device=key.device)
+    # Scores, weights and masks of some rows: no more than the layer's keys and values themselves.
+    step = max(LEAST_ROWS, 2 * key.nbytes // (3 * 4 * query.shape[1] * length))
+    for start in range(0, query.shape[2], step):
+        part = rows[start : start + step]
+        distance = part[:, None] - positions[None, :]
+        seen = (distance >= 0) & known[None, :]
+        if window is not None:
+            seen &= distance < window
+        scores = attention_scores(query[:, :, start : start + step], key, scaling, softcap)
+        hidden = int(seen.all(0).long().argmin())  # where keys begin that not every row sees: the question's own
+        scores[..., hidden:].masked_fill_(~seen[:, hidden:], float("-inf"))
+        weights = scores.softmax(-1)[0]  # [Hq, r, T]
+        if reduce == "max":
+            total = torch.maximum(total, weights.amax((0, 1)))
+        else:
+            total += weights.sum((0, 1)) / (query.shape[1] * query.shape[2])
+    return total

@@ -1,0 +1,287 @@
+"""A store on local disk: one file per chunk, found by name; an index beside them keeps the folder within its limit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.backends.disk_files import StoreFiles
+from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, open_index
+from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, Room
+from qcfuse_rag.store.backends.disk_settings import settle, try_writing
+from qcfuse_rag.store.backends.eviction import policy_named
+from qcfuse_rag.store.backends.remote import lasting_url
+from qcfuse_rag.store.chunk import ChunkKV, as_kept
+from qcfuse_rag.store.entry.codec import encode
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
+from qcfuse_rag.store.key import ChunkKey, address_of
+
+
+class DiskStore(KVStore):
+    """Keeps chunks in a folder, across processes and restarts.
+
+    Reading an entry needs its file and nothing else. Where the index cannot be opened, on a full or read-only disk, the
+    store still reads; where it is damaged, it is made again from the files.
+
+    Args:
+        folder: created if it does not exist.
+        limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never said.
+        numbers: format of new entries, see `store.quantization`; the model's own if never said.
+        eviction: `cost` (if never said), `lru` or `lfu`, see `store.backends.eviction`.
+        ttl_s: seconds after which new entries are gone.
+        seal: encrypts entries.
+        remote: URL of what stands behind the folder, kept for whoever opens it next; empty for nothing.
+
+    What is not given is as the store was opened before.
+
+    Raises:
+        StoreError: if the folder cannot be used, or is encrypted and no seal is given.
+        ValueError: if there is no such format or policy.
+    """
+
+    kind = "disk"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        limit_bytes: int | None = None,
+        *,
+        numbers: str | None = None,
+        eviction: str | None = None,
+        ttl_s: float | None = None,
+        seal: Seal | None = None,
+        remote: str | None = None,
+    ) -> None:
+        place = Path(folder).expanduser()
+        self.folder = place
+        self.files = StoreFiles(place)
+        self.notes: list[str] = []  # what is remarkable and has been mended
+        self._broken: list[str] = []  # what keeps the store from being written
+        self.seal = seal
+        self._counts = {"hits": 0, "misses": 0, "discarded": 0}
+        self._lock = threading.Lock()
+        try:
+            self.files.create()
+        except OSError as error:
+            if not self.files.objects.is_dir():
+                raise StoreError(f"cannot open a store in {place}: {error}") from error
+            self._broken.append(f"cannot be written: {error}")
+        given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
+        given["remote"] = None if remote is None else lasting_url(remote)
+        self.settings = settle(self.files, given, seal)
+        self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
+        self.ttl_s = self.settings.ttl_s
+        self._models = self._known_models()
+        self.room = self._open_room()
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the chunk, its blocks checked when they are used, or why there is none."""
+        found = self._open(key.address, key)
+        with self._lock:
+            self._counts["misses" if isinstance(found, Miss) else "hits"] += 1
+        if isinstance(found, Miss):
+            return Miss(self._absence(key)) if found == Miss("absent") else found
+        if self.room is not None:
+            self.room.note_use(key.address)
+        return found[1]
+
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry with its key."""
+        return self._open(address, None)
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+        """Write the chunk; it can be found only once it is complete on disk."""
+        if self.room is None:
+            raise self._unwritable()
+        lasting = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        parts = encode(key, lasting, seal=self.seal)
+        saved = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN if saved_ms is None else saved_ms
+        try:
+            reserved = self.room.reserve(key.address, sum(len(part) for part in parts))
+            try:
+                self.files.write(reserved.temporary, parts)
+                self.room.publish(reserved, lasting.numbers, saved, lasting.expires)
+            except BaseException:
+                self.room.release(reserved)
+                raise
+        except INDEX_FAILURES as error:
+            raise self._unwritable(error) from error
+        self._note_model(key)
+
+    def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
+        """Remove an entry; one that was found damaged goes into quarantine."""
+        address = address_of(key)
+        if self.room is None:
+            return False
+        try:
+            found = self.room.remove(address) if reason is None else self.room.quarantine(address, reason)
+        except INDEX_FAILURES:
+            return False
+        with self._lock:
+            self._counts["discarded"] += found and reason is not None
+        return found
+
+    def __contains__(self, key: ChunkKey | str) -> bool:
+        try:
+            there = self.files.path(address_of(key)).exists()
+        except OSError:
+            return False
+        return there and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """Yield what is known of every entry."""
+        if self.room is None:
+            for address, path in self.files.entries():
+                yield EntryInfo(address, path.stat().st_size)
+            return
+        for address, record, expires, tag in list(self.room.index.rows(ENTRY, PINNED)):
+            u = record.usage
+            about = (u.size_bytes, record.numbers, u.uses, u.used, u.saved_ms, expires)
+            yield EntryInfo(address, *about, pinned=tag == PINNED)
+
+    def clear(self) -> int:
+        """Remove every entry, pinned ones too, and those that only have a file; return how many that was.
+
+        Raises:
+            StoreError: if it cannot be done.
+        """
+        try:
+            if self.room is not None:
+                addresses = {one.address for one in self.entries()} | {address for address, _ in self.files.entries()}
+                return sum(self.room.remove(address) for address in addresses)
+        except INDEX_FAILURES:
+            pass  # a full disk has no room for the index to note that there is room again
+        try:
+            count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        if self.room is None:
+            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # made again by whoever opens the store
+        else:
+            with suppress(*INDEX_FAILURES), self.room.index.transact():
+                self.room.index.clear()
+        return count
+
+    def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
+        """Keep an entry from being evicted, or allow it again.
+
+        Raises:
+            StoreError: if the index cannot be written.
+        """
+        if self.room is None:
+            raise self._unwritable()
+        try:
+            return self.room.pin(address_of(key), pinned=pinned)
+        except INDEX_FAILURES as error:
+            raise self._unwritable(error) from error
+
+    def stats(self) -> list[StoreStats]:
+        """Return contents and counters."""
+        limit, evicted = self.settings.limit_bytes, self.room.evicted if self.room else 0
+        try:
+            if self.room is not None:
+                self.room.write_uses()
+                entries, size = self.room.index.count(ENTRY, PINNED), self.room.index.size()
+            else:
+                sizes = [entry.size_bytes for entry in self.entries()]
+                entries, size = len(sizes), sum(sizes)
+        except INDEX_FAILURES as error:
+            raise StoreError(f"cannot read {self.folder}: {error}") from error
+        return [StoreStats("disk", entries, size, limit, **self._counts, evicted=evicted)]
+
+    def health(self) -> list[Health]:
+        """Try whether the folder can be written, the index answers, and the disk has the room that was promised."""
+        problems = list(self._broken)
+        try:
+            probe = self.files.new_temporary()
+            self.files.write(probe, [b"health"])
+            probe.unlink()
+            if self.room is not None:
+                left = self.settings.limit_bytes - self.room.index.size()
+                if left < 0:
+                    problems.append(f"holds {-left:,} bytes more than its limit, pinned ones; unpin some, or raise it")
+                free = shutil.disk_usage(self.files.folder).free
+                if free < left:
+                    problems.append(f"may take {left:,} bytes more, the disk has {free:,}; lower the limit")
+        except INDEX_FAILURES as error:
+            problems.append(f"cannot be written: {error}")
+        return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
+
+    def close(self) -> None:
+        """Write what was counted and close the index."""
+        if self.room is not None:
+            self.room.write_uses()
+            self.room.index.close()
+
+    def models(self) -> dict[str, dict[str, str]]:
+        """Return the fingerprints of the models whose chunks have been stored here, by digest."""
+        return dict(self._models)
+
+    def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
+        try:
+            header, chunk = open_chunk(MappedFile(self.files.path(address)), self.seal)
+            check_key(header.key, key, address)
+        except FileNotFoundError:
+            return Miss("absent")
+        except ForeignEntry as error:
+            return Miss(str(error))
+        except CorruptEntry as error:
+            self.discard(address, reason=str(error))
+            return Miss(str(error))
+        except (OSError, ValueError) as error:
+            return Miss(f"cannot be read: {error}")
+        if chunk.expired:
+            self.discard(address)
+            return Miss("expired")
+        return header.key, chunk
+
+    def _absence(self, key: ChunkKey) -> str:
+        """Say why an entry is missing: never stored, or stored for another model, and what differs then."""
+        if not self._models or key.fingerprint.digest in self._models:
+            return "absent"
+        differing = min((key.fingerprint.differences(other) for other in self._models.values()), key=len)
+        return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
+
+    def _open_room(self) -> Room | None:
+        """Open the index, and fill it from the files if it is new and they are not."""
+        index, note, problem = open_index(self.files.folder / "index")
+        self.notes += [note] if note else []
+        self._broken += [problem] if problem else []
+        if index is None:
+            return None
+        worth = policy_named(self.settings.eviction)
+        room = Room(index, self.files, self.settings.limit_bytes, worth, self.seal)
+        try:
+            if not index.count(ENTRY, PINNED):
+                room.adopt_all()
+            room.shrink()
+        except INDEX_FAILURES as error:
+            self._broken.append(f"its index cannot be written: {error}")
+            return None
+        return room
+
+    def _unwritable(self, error: Exception | None = None) -> StoreError:
+        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._broken)}")
+
+    def _known_models(self) -> dict[str, dict[str, str]]:
+        models = {}
+        for path in (self.files.folder / "models").glob("*.json"):
+            try:
+                models[path.stem] = dict(json.loads(path.read_text("utf-8")))
+            except (OSError, ValueError, TypeError):
+                continue  # it only serves to explain misses
+        return models
+
+    def _note_model(self, key: ChunkKey) -> None:
+        digest = key.fingerprint.digest
+        if digest not in self._models:
+            self._models[digest] = key.fingerprint.fields()
+            path = self.files.folder / "models" / f"{digest}.json"
+            try_writing(lambda: self.files.write_json(path, key.fingerprint.fields()))

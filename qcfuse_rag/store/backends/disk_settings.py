@@ -1,0 +1,123 @@
+"""What was decided about a store on disk, kept with it, so that whoever opens it next need not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
+from qcfuse_rag.store.backends.disk_files import StoreFiles
+from qcfuse_rag.store.backends.eviction import policy_named
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import MappedFile, open_header
+from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Decisions about a store.
+
+    Attributes:
+        limit_bytes: most bytes its files may take.
+        numbers: format of new entries, see `store.quantization`.
+        eviction: `cost`, `lru` or `lfu`, see `store.backends.eviction`.
+        ttl_s: seconds after which an entry is gone, or None.
+        secret: what proves a secret to be the one entries are encrypted under, without telling it; None if they are
+            not encrypted.
+        remote: URL of the remote behind it, its password left out; empty if there is none.
+    """
+
+    limit_bytes: int = 64 << 30
+    numbers: str = LOSSLESS
+    eviction: str = "cost"
+    ttl_s: float | None = None
+    secret: str | None = None
+    remote: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
+            raise ValueError("limit_bytes and ttl_s are numbers")
+        if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
+            raise ValueError("limit_bytes and ttl_s must be more than 0")
+        check_numbers(self.numbers)
+        policy_named(self.eviction)
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether entries are encrypted."""
+        return self.secret is not None
+
+
+def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> StoreSettings:
+    """Return a store's settings: those given, else those kept with it, else the defaults; and keep them.
+
+    Args:
+        files: of the store.
+        given: settings by name; None stands for not given.
+        seal: the secret that was given, if any.
+
+    Raises:
+        StoreError: if they cannot be read, or the store is not encrypted under this secret, or not as it says.
+        ValueError: if there is no such format or policy.
+    """
+    path = files.folder / "store.json"
+    kept = kept_settings(files.folder)
+    proof = None if seal is None else seal.proof
+    if kept is not None and kept.secret != proof:
+        if kept.secret is None or proof is None:
+            have, need = ("a secret was given", "is not") if kept.secret is None else ("no secret was given", "is")
+            raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
+        raise StoreError(f"the store in {files.folder} is encrypted under another secret than the one given")
+    if kept is None and (sealed := files.sealed()) is not None and sealed != (seal is not None):
+        have, need = ("no secret was given", "are") if sealed else ("a secret was given", "are not")
+        raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
+    if kept is None and seal is not None and not opens(files, seal):
+        raise StoreError(f"entries of the store in {files.folder} are encrypted under another secret")
+    start = kept or StoreSettings(secret=proof)
+    settings = replace(start, **{name: value for name, value in given.items() if value is not None})
+    if settings != kept:
+        written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
+        try_writing(lambda: files.write_json(path, written))
+    return settings
+
+
+def opens(files: StoreFiles, seal: Seal) -> bool:
+    """Return whether a secret is that of a store: of one of its entries, if there are any that can be read."""
+    foreign = False
+    for _, path in files.entries():
+        try:
+            open_header(MappedFile(path, header_only=True), seal)
+            return True
+        except ForeignEntry:
+            foreign = True
+        except (OSError, CorruptEntry):
+            continue
+    return not foreign
+
+
+def try_writing(write: Callable[[], None]) -> None:
+    """Write something that a store can do without; a disk that is full or read-only is reported elsewhere."""
+    try:
+        write()
+    except OSError:
+        return
+
+
+def kept_settings(folder: Path) -> StoreSettings | None:
+    """Return the settings kept with a store, or None if there is no store.
+
+    Raises:
+        StoreError: if they cannot be read.
+    """
+    path = folder / "store.json"
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        known = {one.name for one in fields(StoreSettings)}
+        return StoreSettings(**{name: value for name, value in found.items() if name in known})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"cannot read {path} ({error}); remove it and give the store's settings again") from error

@@ -1,0 +1,166 @@
+"""Blobs in a bucket or a shared folder: whatever fsspec reaches, such as S3, Google Cloud Storage, SFTP or NFS."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.entry.codec import Buffer
+
+WHOLE = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""Protocols under which an object can be seen only once all of it is there."""
+
+UNFINISHED = "tmp"
+"""Folder where the others write before they rename; what is in it has no name yet."""
+
+
+class Bucket:
+    """Blobs under a URL; nothing is connected to before it is asked for.
+
+    A bucket keeps expired entries until somebody asks for one, and files in `tmp/` if their writers died; give it a
+    lifecycle rule that removes what is old. Files of a shared folder are readable for whom the umask says, and are not
+    forced to disk: one that a power cut has torn is found damaged and stored again.
+
+    Args:
+        url: such as `s3://bucket/folder`, `gs://bucket/folder`, `sftp://host/folder` or `file:///mnt/shared/folder`.
+        timeout_s: seconds after which a read or a write has failed. Holds where fsspec works asynchronously, which it
+            does for object stores; other protocols have options of their own for it.
+        options: for fsspec's file system, such as `key`, `secret` and `endpoint_url` for S3.
+
+    Raises:
+        StoreError: if fsspec, or what it needs for such a URL, is not installed.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 20.0, **options: Any) -> None:
+        try:
+            from fsspec import get_filesystem_class
+            from fsspec.asyn import AsyncFileSystem
+            from fsspec.core import split_protocol
+        except ImportError as error:
+            raise StoreError("a bucket needs `pip install 'qcfuse-rag[remote]'`") from error
+        self.kind: str = split_protocol(url)[0] or "file"
+        try:
+            system = get_filesystem_class(self.kind)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"cannot use URLs that begin with {self.kind}://: {error}") from error
+        self._root = str(system._strip_protocol(url)).rstrip("/")
+        self._asynchronous = issubclass(system, AsyncFileSystem)
+        self._url, self._options, self._timeout_s = url, options, timeout_s
+        self._system: Any = None
+
+    def read(self, name: str) -> bytes | None:
+        """Return a blob, or None if there is none."""
+        try:
+            return bytes(self._ask("cat_file", self._path(name)))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
+        """Write a blob: under its name where that shows all of it or nothing, else under another one first."""
+        data = b"".join(parts)
+        if self.kind in WHOLE:
+            self._ask("pipe_file", self._path(name), data)
+            return
+        temporary = f"{UNFINISHED}/{secrets.token_hex(16)}.part"
+        self._make_folder(temporary)
+        try:
+            self._ask("pipe_file", self._path(temporary), data)
+            self._move(temporary, name)
+        except BaseException:
+            with suppress(Exception):
+                self._ask("rm_file", self._path(temporary))
+            raise
+
+    def delete(self, name: str) -> bool:
+        """Remove a blob, looked for first: object stores do not say whether there was one."""
+        try:
+            if found := self.exists(name):
+                self._ask("rm_file", self._path(name))
+        except FileNotFoundError:
+            return False
+        return found
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a blob now, whatever fsspec remembers."""
+        try:
+            return bool(self._ask("info", self._path(name), fresh=True)["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
+        """Yield name and size of the blobs in a folder, however long it takes to list them."""
+        try:
+            listing = self._ask("ls", self._path(folder), fresh=True, patient=True, detail=True)
+        except FileNotFoundError:
+            return
+        for found in listing:
+            if found["type"] == "file":
+                name = str(found["name"]).rpartition("/")[2]
+                yield (f"{folder}/{name}" if folder else name), int(found["size"])
+
+    def rename(self, name: str, new: str) -> bool:
+        """Give a blob another name; object stores copy it."""
+        try:
+            if self.kind not in WHOLE:
+                self._make_folder(new)
+            self._move(name, new)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Forget the connection, which fsspec closes when nobody uses it."""
+        self._system = None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _make_folder(self, name: str) -> None:
+        self._ask("makedirs", self._path(name).rpartition("/")[0], exist_ok=True)
+
+    def _move(self, name: str, new: str) -> None:
+        old_path, new_path = self._path(name), self._path(new)
+        if self._asynchronous:
+            self._ask("cp_file", old_path, new_path)
+            self._ask("rm_file", old_path)
+            return
+        try:
+            self._ask("mv", old_path, new_path)
+        except OSError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            self._ask("rm_file", new_path)  # SMB gives nothing the name of something else
+            self._ask("mv", old_path, new_path)
+
+    def _ask(self, method: str, *arguments: Any, fresh: bool = False, patient: bool = False, **options: Any) -> Any:
+        """Call a method of the file system; connect anew after a failure, since not every protocol does so itself.
+
+        Args:
+            method: its name.
+            arguments: for it.
+            fresh: forget listings, so that what others wrote is seen.
+            patient: take as long as it takes.
+            options: for it.
+        """
+        from fsspec.asyn import sync
+        from fsspec.core import url_to_fs
+
+        try:
+            system = self._system
+            if system is None:
+                system = self._system = url_to_fs(self._url, skip_instance_cache=True, **self._options)[0]
+            if fresh:
+                system.invalidate_cache()
+            if self._asynchronous:
+                timeout_s = None if patient else self._timeout_s
+                return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=timeout_s, **options)
+            return getattr(system, method)(*arguments, **options)
+        except FileNotFoundError:
+            raise
+        except BaseException:
+            self._system = None
+            raise

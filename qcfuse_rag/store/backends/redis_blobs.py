@@ -1,0 +1,99 @@
+"""Blobs in Redis or Valkey, which both keep them in memory and forget them by themselves."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.entry.codec import Buffer
+
+LISTED_AT_ONCE = 1000
+
+
+class RedisServer:
+    """Blobs as strings of one server, which is connected to when it is first asked for something.
+
+    Give the server a limit and let it forget: `maxmemory`, and `maxmemory-policy allkeys-lru` or another that evicts.
+    A string can have 512 MB unless `proto-max-bulk-len` says otherwise.
+
+    Args:
+        url: `redis://host:6379/0`, `rediss://` for TLS, or `unix:///path/to/socket`, with user and password if need be.
+        prefix: what its keys begin with.
+        timeout_s: seconds to wait for a connection, and for each answer after that.
+
+    Raises:
+        StoreError: if redis-py is not installed, or this is not such a URL.
+    """
+
+    kind = "redis"
+
+    def __init__(self, url: str, prefix: str = "qcfuse:", *, timeout_s: float = 5.0) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise StoreError("a Redis server needs `pip install 'qcfuse-rag[redis]'`") from error
+        # Tried once more at once, since the server may have closed a connection that was idle; timeouts are not.
+        again = Retry(NoBackoff(), 1, (redis.ConnectionError,))
+        try:
+            self._client = redis.Redis.from_url(
+                url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s, retry=again
+            )
+        except ValueError as error:
+            raise StoreError("a Redis URL begins with redis://, rediss:// or unix://, then host or path") from error
+        self._prefix = prefix
+
+    def read(self, name: str) -> bytes | None:
+        """Return a blob, or None if there is none."""
+        found = self._client.get(self._prefix + name)
+        if isinstance(found, str):
+            raise TypeError("the URL must not ask for decode_responses")
+        return found
+
+    def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
+        """Write a blob, which the server removes when its time is over."""
+        lifetime_ms = None if ttl_s is None else math.ceil(ttl_s * 1000)
+        self._client.set(self._prefix + name, b"".join(parts), px=lifetime_ms)
+
+    def delete(self, name: str) -> bool:
+        """Remove a blob; return whether there was one."""
+        return self._client.unlink(self._prefix + name) > 0
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a blob."""
+        return self._client.exists(self._prefix + name) > 0
+
+    def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
+        """Yield name and size of the blobs in a folder; the server goes through all its keys for that, in steps."""
+        start = f"{self._prefix}{folder}/" if folder else self._prefix
+        pattern = re.sub(r"([\\*?\[\]])", r"\\\1", start) + "*"
+        seen: set[bytes] = set()
+        found = self._client.scan_iter(pattern, LISTED_AT_ONCE, "string")
+        while batch := list(islice(found, LISTED_AT_ONCE)):
+            new = [key for key in dict.fromkeys(batch) if key not in seen and b"/" not in key[len(start.encode()) :]]
+            seen.update(new)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for key in new:
+                    pipeline.strlen(key)
+                sizes = pipeline.execute()
+            for key, size in zip(new, sizes, strict=True):
+                yield key.decode()[len(self._prefix) :], size
+
+    def rename(self, name: str, new: str) -> bool:
+        """Give a blob another name, under which it lasts as long as it would have."""
+        from redis import ResponseError
+
+        try:
+            return bool(self._client.rename(self._prefix + name, self._prefix + new))
+        except ResponseError as error:
+            if "no such key" not in str(error).lower():
+                raise
+            return False
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()

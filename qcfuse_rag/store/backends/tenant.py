@@ -1,0 +1,123 @@
+"""Tenants: one store, of which each sees only its own entries.
+
+The token that stands in every key of a tenant is a keyed hash of its name (BLAKE2b, RFC 7693) under a secret. The
+secret comes from configuration: whoever can put a name into a request still cannot make an address. Equal passages of
+two tenants are two entries, so that neither learns from timing what the other has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.encryption import MIN_SECRET_BYTES, PROVING
+from qcfuse_rag.store.key import ChunkKey, tenant_prefix
+
+
+class TenantStore(KVStore):
+    """A tenant's view of a store.
+
+    Args:
+        store: shared by all tenants.
+        tenant: whose view.
+        secret: at least 16 random bytes from configuration, the same for all tenants, never from a request.
+        owned: whether closing this view closes the store.
+
+    Raises:
+        StoreError: if the secret is too short, or the name cannot be a tenant's.
+    """
+
+    def __init__(self, store: KVStore, tenant: str, secret: bytes, *, owned: bool = False) -> None:
+        if len(secret) < MIN_SECRET_BYTES:
+            raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
+        self.store, self.numbers, self.folder, self._owned = store, store.numbers, store.folder, owned
+        self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
+        if tenant == PROVING:
+            raise StoreError(f"no tenant can be called {PROVING!r}; give it another name")
+        key = hashlib.blake2b(secret, digest_size=64).digest()
+        self._token = hashlib.blake2b(tenant.encode(), key=key, digest_size=16).hexdigest()
+        self.prefix = tenant_prefix(self._token)
+
+    def address(self, key: ChunkKey | str) -> str:
+        """Return the tenant's address for a key."""
+        return key if isinstance(key, str) else self._own(key).address
+
+    @property
+    def tiers(self) -> list[KVStore]:
+        """The shared store's tiers."""
+        return self.store.tiers
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the tenant's chunk."""
+        return self.store.get(self._own(key))
+
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return one of the tenant's entries with its key."""
+        return self.store.open(address) if self._owns(address) else Miss("absent")
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
+        """Keep a chunk for the tenant."""
+        self.store.put(self._own(key), chunk, saved_ms=saved_ms)
+
+    def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
+        """Remove one of the tenant's entries."""
+        address = self.address(key)
+        return self._owns(address) and self.store.discard(address, reason)
+
+    def __contains__(self, key: ChunkKey | str) -> bool:
+        address = self.address(key)
+        return self._owns(address) and address in self.store
+
+    def entries(self) -> Iterator[EntryInfo]:
+        """Yield what is known of the tenant's entries."""
+        return (entry for entry in self.store.entries() if self._owns(entry.address))
+
+    def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
+        """Keep one of the tenant's entries from being evicted, or allow it again."""
+        address = self.address(key)
+        return self._owns(address) and self.store.pin(address, pinned=pinned)
+
+    def stats(self) -> list[StoreStats]:
+        """Return the shared store's counters, with entries and bytes of the tenant alone in the last tier."""
+        *near, far = self.store.stats()
+        own = list(self.entries())
+        return [*near, replace(far, entries=len(own), size_bytes=sum(entry.size_bytes for entry in own))]
+
+    def health(self) -> list[Health]:
+        """Try the shared store."""
+        return self.store.health()
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        """Start bringing the tenant's entries nearer."""
+        self.store.prefetch([self._own(key) for key in keys])
+
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
+        """Say which of the tenant's entries will be asked for."""
+        self.store.hint([self._own(key) for key in keys], steps=steps)
+
+    def advance(self) -> None:
+        """Let a step go by, for all tenants."""
+        self.store.advance()
+
+    def drop_removed(self, addresses: Iterable[str]) -> None:
+        """Let go of what was removed behind the store's back."""
+        self.store.drop_removed(addresses)
+
+    def flush(self) -> None:
+        """Wait until everything put is where it is to stay."""
+        self.store.flush()
+
+    def close(self) -> None:
+        """Close the shared store if it is this view's own."""
+        if self._owned:
+            self.store.close()
+
+    def _own(self, key: ChunkKey) -> ChunkKey:
+        return key if key.namespace == self._token else replace(key, namespace=self._token)
+
+    def _owns(self, address: str) -> bool:
+        return address.startswith(self.prefix)

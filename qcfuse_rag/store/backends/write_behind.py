@@ -1,0 +1,122 @@
+"""Write later: a bounded queue of chunks on their way to a slower store."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A chunk that has not been written yet."""
+
+    key: ChunkKey
+    chunk: ChunkKV
+    saved_ms: float | None
+    size: int
+
+
+class WriteBehind:
+    """Writes chunks on a thread of its own, in order; whoever brings more than fits waits.
+
+    Args:
+        store: where to.
+        limit_bytes: most bytes to hold back; one chunk may always wait, however large.
+    """
+
+    def __init__(self, store: KVStore, limit_bytes: int) -> None:
+        self._store, self._limit = store, limit_bytes
+        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+        self._size = 0
+        self._writing: str | None = None
+        self._errors: list[str] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="qcfuse-write-behind", daemon=True)
+        self._thread.start()
+
+    def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
+        """Queue a chunk that nobody else will change."""
+        item = Waiting(key, chunk, saved_ms, chunk.nbytes)
+        with self._changed:
+            self._remove(key.address)
+            while self._waiting and self._size + item.size > self._limit:
+                self._changed.wait()
+            self._waiting[key.address] = item
+            self._size += item.size
+            self._changed.notify_all()
+
+    def get(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
+        """Return an entry that is still waiting."""
+        with self._changed:
+            item = self._waiting.get(address)
+            return None if item is None or item.chunk.expired else (item.key, item.chunk)
+
+    def entries(self) -> list[tuple[str, int]]:
+        """Return address and size of what is waiting."""
+        with self._changed:
+            return [(address, item.size) for address, item in self._waiting.items()]
+
+    def discard(self, address: str) -> bool:
+        """Take a chunk out of the queue, once it is not being written any more; return whether it was there."""
+        with self._changed:
+            found = self._remove(address)
+            while self._writing == address:
+                self._changed.wait()
+            return found
+
+    def flush(self) -> None:
+        """Wait until the queue is empty.
+
+        Raises:
+            StoreError: naming what could not be written since the last call.
+        """
+        with self._changed:
+            while self._waiting or self._writing:
+                self._changed.wait()
+            errors, self._errors = self._errors, []
+        if errors:
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            raise StoreError(f"{errors[0]}{more}")
+
+    def close(self) -> None:
+        """Write what is waiting and stop."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _remove(self, address: str) -> bool:
+        item = self._waiting.pop(address, None)
+        if item is not None:
+            self._size -= item.size
+            self._changed.notify_all()
+        return item is not None
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closing:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                item = next(iter(self._waiting.values()))
+                self._writing = item.key.address
+            error: str | None = None
+            try:
+                self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
+            except Exception as failure:  # whatever it is, the thread must live and the reason be told
+                error = str(failure)
+            with self._changed:
+                self._writing = None
+                if error is not None:
+                    self._errors.append(error)
+                if self._waiting.get(item.key.address) is item:  # neither discarded nor replaced meanwhile
+                    self._remove(item.key.address)
+                self._changed.notify_all()

@@ -1,0 +1,72 @@
+"""Open the store most programs want: a folder on disk behind a tier in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.backends.remote import open_remote
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.backends.tiered import TieredStore
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.quantization import LOSSLESS
+
+
+def open_store(
+    folder: str | Path | None = None,
+    *,
+    disk_bytes: int | None = None,
+    memory_bytes: int = 2 << 30,
+    numbers: str | None = None,
+    eviction: str | None = None,
+    ttl_s: float | None = None,
+    secret: bytes | None = None,
+    tenant: str | None = None,
+    encrypt: bool = False,
+    remote: str | None = None,
+    write_behind_bytes: int = 0,
+) -> KVStore:
+    """Open a store.
+
+    Args:
+        folder: where chunks are kept; None keeps them in memory only, until the process ends.
+        disk_bytes: most bytes the folder may take; 64 GiB if never said.
+        memory_bytes: most bytes the memory tier may take.
+        numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`.
+        eviction: which entries go first on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
+        ttl_s: seconds after which new entries are gone.
+        secret: for `tenant` and `encrypt`; random bytes from configuration, never from a request.
+        tenant: open this tenant's view, see `store.backends.tenant`.
+        encrypt: encrypt files, see `store.entry.encryption`.
+        remote: URL of a bucket or server behind the disk, shared by machines, in the same format and under the same
+            seal; see `store.backends.remote`. While it is away, chunks are kept on disk alone. Kept without its password; an
+            empty one takes the remote away again.
+        write_behind_bytes: write to the slowest tier later, holding back at most so many bytes.
+
+    What is not given is as the folder was opened before.
+
+    Raises:
+        StoreError: if the folder cannot be used, or the secret is missing or too short.
+        ValueError: if there is no such format or policy.
+    """
+    if (tenant is not None or encrypt) and secret is None:
+        raise StoreError("a tenant or encryption needs a secret; give one from your configuration")
+    seal = Seal(secret) if encrypt and secret is not None else None
+    store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
+    if folder is not None:
+        disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal, remote=remote)
+        far: KVStore = disk
+        numbers, ttl_s = disk.numbers, disk.ttl_s
+        remote = disk.settings.remote if remote is None else remote
+        store = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
+        if remote:
+            behind = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=seal)
+            far = TieredStore(far, behind, write_behind_bytes=write_behind_bytes, near_suffices=True)
+        store = TieredStore(store, far, write_behind_bytes=0 if remote else write_behind_bytes)
+    elif remote:
+        behind = open_remote(remote, numbers=numbers or LOSSLESS, ttl_s=ttl_s, seal=seal)
+        store = TieredStore(store, behind, write_behind_bytes=write_behind_bytes)
+    return store if tenant is None or secret is None else TenantStore(store, tenant, secret, owned=True)

@@ -1,0 +1,75 @@
+"""Bases: what a chunk is prefilled behind, hence which keys and values it starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.store.key import ChunkKey, hash_ids
+
+Ranking = Literal["instruction", "kvzip", "knorm", "sinks"]
+"""How a chunk's tokens are ranked when it is stored; see `ingestion.token_ranking`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A way to prefill chunks.
+
+    Attributes:
+        name: part of every key.
+        behind_frame: prefill behind the prompt's fixed head, whose keys and values are not kept with the chunk.
+        enriched: prefill behind the stored caches of related chunks too, see `ingestion.enrichment`.
+        primed: prefill behind the prompt's head and a short fixed text, see `ingestion.primer`.
+        dummies: prefill behind so many copies of the prompt's first token instead of its whole head.
+        ranking: how its tokens are ranked.
+    """
+
+    name: str
+    behind_frame: bool
+    enriched: bool = False
+    primed: bool = False
+    dummies: int = 0
+    ranking: Ranking = "instruction"
+
+    def prefix(self, frame: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the token ids a chunk is prefilled behind, given the ids of the prompt's fixed head.
+
+        The neighbours of an enriched chunk and the text that primes one are not among them: they are not in the prompt.
+        """
+        return frame if self.behind_frame else frame[:1] * self.dummies
+
+    def exact_behind(self, before: tuple[int, ...], frame: tuple[int, ...]) -> bool:
+        """Return whether a chunk is what full prefill would give when the ids `before` stand in front of it."""
+        return not self.enriched and not self.primed and before == self.prefix(frame)
+
+    def key(self, fingerprint: Fingerprint, frame: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
+        """Return the address of a chunk's keys and values under this base."""
+        return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(frame)), hash_ids(ids))
+
+    def ranked(self, ranking: Ranking) -> Base:
+        """Return the same base with its tokens ranked another way; its chunks are entries of their own."""
+        if ranking == self.ranking:
+            return self
+        plain = self.name.split("+")[0]
+        name = plain if ranking == "instruction" else f"{plain}+{ranking}"
+        return replace(self, name=name, ranking=ranking)
+
+
+BLIND = Base("blind", behind_frame=False)
+"""No prefix, positions from 0: what QCFuse, CacheBlend and PromptCache store. Every chunk grows a sink of its own."""
+
+FRAMED = Base("framed", behind_frame=True)
+"""Behind the prompt's fixed head: the first chunk of a prompt is exact, the others have no sinks of their own."""
+
+ENRICHED = Base("enriched", behind_frame=True, enriched=True)
+"""Behind the head and the caches of related chunks: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
+
+PRIMED = Base("primed", behind_frame=True, primed=True)
+"""Behind the head and a fixed text: no passage takes itself for the first one, and none remembers another."""
+
+BEGUN = Base("begun", behind_frame=False, dummies=4)
+"""Behind four copies of the token every prompt begins with, which take the attention sink away from the chunk: EPIC's
+LegoLink-0 (arXiv 2410.15332). Independent of the prompt's wording."""
+
+BASES = {base.name: base for base in (BLIND, FRAMED, PRIMED, BEGUN, ENRICHED)}

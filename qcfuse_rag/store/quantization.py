@@ -1,0 +1,83 @@
+"""How keys and values are written: in the model's own dtype, in one byte a number, or as a product of thin factors.
+
+Keys have a few channels much larger than the others, the same ones for every token, so each channel of each head gets
+its scale; values have no such channels, so each token of each head does (Liu et al., KIVI, arXiv 2402.02750, section
+3). Keys are stored unrotated, where their channels are steadiest. Low rank is for differences, see `store.low_rank`: a
+store never writes a cache so by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.store.low_rank import RANKS
+
+LOSSLESS = "model"
+"""The model's dtype, unchanged."""
+
+NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Formats of one byte a number, with the largest number each can hold."""
+
+NUMBERS = (LOSSLESS, *NARROW)
+"""Formats a store may write everything in."""
+
+FORMATS = (*NUMBERS, *RANKS)
+"""Formats an entry may be written in."""
+
+
+def check_numbers(numbers: str) -> None:
+    """Raise `ValueError` unless there is such a format for all a store writes."""
+    if numbers not in NUMBERS:
+        raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(NUMBERS)}")
+
+
+def check_rank(rank: int) -> str:
+    """Return the format of a rank.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if f"rank{rank}" not in RANKS:
+        raise ValueError(f"no format of rank {rank}; there are {', '.join(map(str, RANKS.values()))}")
+    return f"rank{rank}"
+
+
+def companion(numbers: str) -> Literal["scale", "basis"] | None:
+    """Return what stands beside each block of keys or values in a format, or None."""
+    if numbers == LOSSLESS:
+        return None
+    return "basis" if numbers in RANKS else "scale"
+
+
+def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
+    """Write numbers in one byte each, with shared scales.
+
+    Args:
+        tokens: `[n, H, D]`, any float dtype.
+        numbers: `int8` or `fp8`.
+        over: dimension whose numbers share a scale: 0 for one scale a channel, 2 for one a token.
+
+    Returns:
+        `[n, H, D]` in the narrow dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
+    """
+    dtype, largest = NARROW[numbers]
+    wide = tokens.to(torch.float32)
+    scale = wide.abs().amax(over, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * largest) / largest
+    scaled = wide / scale
+    if not dtype.is_floating_point:
+        scaled = scaled.round()
+    return scaled.clamp(-largest, largest).to(dtype).contiguous(), scale.contiguous()
+
+
+def restore(narrowed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `narrow` as far as it goes.
+
+    Args:
+        narrowed: `[n, H, D]`.
+        scale: `[1, H, D]` or `[n, H, 1]`.
+        dtype: of the result.
+    """
+    return (narrowed.to(torch.float32) * scale).to(dtype)

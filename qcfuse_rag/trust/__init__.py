@@ -1,1 +1,0 @@
-"""Whether a method may be relied on for a model: a verdict beforehand, a shadow while it serves."""

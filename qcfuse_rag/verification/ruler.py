@@ -1,0 +1,207 @@
+"""RULER-style tasks, made on the spot: hidden numbers and chains of variables in a context of a chosen length.
+
+The tasks are those of RULER (Hsieh et al., arXiv 2404.06654): several numbers under one key (`mv`), several keys with
+a number each (`mq`), a chain of variables (`vt`); metric, wording and numbers of needles are its own. "RULER-style",
+because the text around the needles comes from the dataset's passages instead of essays, because the context is cut into
+passages, because the answer's beginning stands at the end of the question instead of in the model's turn, and because
+the key words are our own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.verification.samples import Example
+
+ADJECTIVES = tuple(
+    """
+    amber ancient bitter blue bold brave brief bright brisk broad calm clever cold crisp curious dark deep dusty eager
+    early faint fierce gentle golden grand green happy heavy hollow humble idle jolly keen kind late lazy light lively
+    lonely loud lucky mellow merry mild modest narrow noble odd pale patient plain polite proud quick quiet rapid rare
+    red rough round rusty shy silent silver simple sleepy slow smooth soft solid spare steady steep stern stout strange
+    sunny sweet swift tall tame tender thin tidy tiny urban vast vivid warm weary wide wild wise witty young zesty
+    """.split()  # noqa: SIM905
+)
+
+NOUNS = tuple(
+    """
+    acorn anchor apron arrow badge barrel basket beacon bell blanket boat bottle bridge broom bucket button cabin
+    candle canoe carpet castle chimney clock cloud compass copper cradle curtain desk drum engine falcon feather fence
+    ferry field flute forest fountain garden glove hammer harbor hedge helmet hinge island jacket jar kettle kite
+    ladder lantern lemon letter lever lily magnet maple marble meadow mirror needle oar orchard otter oven paddle
+    parcel pebble pencil piano pillow pocket quarry quilt rabbit ribbon river rope saddle sail shovel sparrow spoon
+    stove table tent thimble ticket tower trumpet tunnel umbrella valley violin wagon walnut whistle window
+    """.split()  # noqa: SIM905
+)
+
+
+TASKS = ("ruler_mv", "ruler_mq", "ruler_vt")
+NEEDLES = 4
+HOPS = 4
+ANSWER_TOKENS = {"ruler_mv": 128, "ruler_mq": 128, "ruler_vt": 30}
+
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+NUMBERS_QUESTION = (
+    "Some special magic numbers are hidden within the passages. What are all the special magic numbers for {query} "
+    "mentioned in the provided text? The special magic numbers for {query} mentioned in the provided text are"
+)
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+CHAIN_QUESTION = (
+    "Memorize and track the chain(s) of variable assignment hidden in the text. Find all variables that are assigned "
+    "the value {value} in the text above. According to the chain(s) of variable assignment in the text above, "
+    "{count} variables are assigned the value {value}, they are:"
+)
+
+Count = Callable[[str], int]
+"""Text -> how many tokens it has."""
+
+
+class _TooLong(Exception):
+    """What has to be in a question is longer than it may be; the argument is the least it needs."""
+
+
+def generate(
+    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, frame: int = 0
+) -> list[Example]:
+    """Make questions of a task; the same arguments make the same questions.
+
+    Args:
+        task: one of `TASKS`.
+        size: how many questions.
+        tokens: target length of the whole prompt and the answer.
+        count: the model's tokenizer.
+        haystack: texts to hide needles in; `vt` hides its chain in a line that repeats.
+        seed: of what is drawn.
+        frame: tokens of the prompt that are neither passages nor question.
+
+    Raises:
+        QCFuseError: if the needles alone are longer than the target; it says what would be long enough for all.
+    """
+    sentences = [sentence for text in haystack for sentence in split_sentences(text)]
+    made: list[Example] = []
+    least = 0
+    for number in range(size):
+        draw = random.Random(f"{seed}/{task}/{number}")
+        try:
+            if task == "ruler_vt":
+                made.append(_chain(task, number, draw, tokens - frame, count))
+            else:
+                made.append(_numbers(task, number, draw, tokens - frame, count, sentences))
+        except _TooLong as error:
+            least = max(least, frame + error.args[0])
+    if least:
+        raise QCFuseError(
+            f"{task} does not fit {tokens} tokens: what it hides, the question, the answer and the wording of the "
+            f"prompt need {least}; give at least that length"
+        )
+    return made
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split running text after the marks that end a sentence."""
+    return [part for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
+
+
+def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:
+    """Join units into passages of at most `most_tokens` tokens, never cutting one; a longer unit stands alone."""
+    passages: list[list[str]] = [[]]
+    used = 0
+    for unit in units:
+        needs = count(unit + separator)
+        if passages[-1] and used + needs > most_tokens:
+            passages.append([])
+            used = 0
+        passages[-1].append(unit)
+        used += needs
+    return tuple(separator.join(units) for units in passages if units)
+
+
+def chunk_tokens(tokens: int) -> int:
+    """Return the length of a passage for a target length: 512 tokens, less where that would make few passages."""
+    return min(512, max(32, tokens // 8))
+
+
+def _numbers(
+    task: str, number: int, draw: random.Random, tokens: int, count: Count, sentences: Sequence[str]
+) -> Example:
+    """Make a question about four numbers, under one key or under four."""
+    if not sentences:
+        raise QCFuseError("there is no text to hide numbers in")
+    keys = _distinct(1 if task == "ruler_mv" else NEEDLES, lambda: f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}")
+    values = _distinct(NEEDLES, lambda: str(draw.randint(1_000_000, 9_999_999)))
+    needles = [NEEDLE.format(key=keys[i % len(keys)], value=value) for i, value in enumerate(values)]
+    query = keys[0] if len(keys) == 1 else ", ".join(keys[:-1]) + f", and {keys[-1]}"
+    question = NUMBERS_QUESTION.format(query=query)
+    room = _room(task, tokens, count, [*needles, question])
+    start = draw.randrange(len(sentences))
+    text: list[str] = []
+    while (room := room - count(sentences[(start + len(text)) % len(sentences)] + " ")) > 0:
+        text.append(sentences[(start + len(text)) % len(sentences)])
+    depths = sorted(draw.sample(range(40), NEEDLES))
+    shuffled = draw.sample(needles, NEEDLES)
+    cuts = [0, *(len(text) * depth // 39 for depth in depths), len(text)]
+    units = [*text[: cuts[1]]]
+    for needle, (begin, end) in zip(shuffled, pairwise(cuts[1:]), strict=True):
+        units += [needle, *text[begin:end]]
+    passages = passages_of(units, " ", chunk_tokens(tokens), count)
+    return _example(task, number, question, passages, values)
+
+
+def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Count) -> Example:
+    """Make a question about a chain of five variables, with a solved one as its first passage."""
+    names = _distinct(HOPS + 1, lambda: "".join(draw.choices(string.ascii_uppercase, k=5)))
+    value = str(draw.randint(10_000, 99_998))
+    question = CHAIN_QUESTION.format(value=value, count=HOPS + 1)
+    example = _solved_chain(draw)
+    room = _room(task, tokens, count, [*_assignments(names, value), question, example])
+    lines = [NOISE] * max(HOPS + 1, room // count(NOISE + "\n"))
+    for place, line in reversed(
+        list(zip(sorted(draw.sample(range(len(lines)), HOPS + 1)), _assignments(names, value), strict=True))
+    ):
+        lines.insert(place, line)
+    passages = passages_of(lines, "\n", chunk_tokens(tokens), count)
+    return _example(task, number, question, (example, *passages), names)
+
+
+def _example(task: str, number: int, question: str, passages: tuple[str, ...], answers: Sequence[str]) -> Example:
+    return Example(
+        question,
+        passages,
+        tuple(answers),
+        id=str(number),
+        dataset=task,
+        needs_all=True,
+        max_new_tokens=ANSWER_TOKENS[task],
+    )
+
+
+def _solved_chain(draw: random.Random) -> str:
+    names = _distinct(HOPS + 1, lambda: "".join(draw.choices(string.ascii_uppercase, k=3)))
+    value = str(draw.randint(10_000, 99_998))
+    lines = [line for assignment in _assignments(names, value) for line in (NOISE, assignment)]
+    question = CHAIN_QUESTION.format(value=value, count=HOPS + 1)
+    return "\n".join(["Example:", *lines, f"Question: {question}", f"Answer: {' '.join(names)}"])
+
+
+def _assignments(names: Sequence[str], value: str) -> list[str]:
+    return [f"VAR {names[0]} = {value}", *(f"VAR {new} = VAR {old}" for old, new in pairwise(names))]
+
+
+def _room(task: str, tokens: int, count: Count, fixed: Sequence[str]) -> int:
+    """Return the tokens left for the haystack."""
+    taken = ANSWER_TOKENS[task] + sum(count(text + "\n") for text in fixed)
+    if tokens <= taken:
+        raise _TooLong(taken + 1)
+    return tokens - taken
+
+
+def _distinct(wanted: int, draw: Callable[[], str]) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < wanted:
+        found[draw()] = None
+    return list(found)
