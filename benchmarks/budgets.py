@@ -32,8 +32,8 @@ from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
 from qcfuse_rag.evaluation.quality.datasets import read_dataset
 from qcfuse_rag.fusion.probes import Probe
-from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
@@ -51,10 +51,10 @@ class Listening:
     probe: Probe
     coverage: tuple[float, ...] = ()
 
-    def scores(self, assembly: Assembly) -> Scores:
+    def scores(self, assembly: FusedPrompt) -> Scores:
         """Score, and keep the coverage."""
         scores = self.probe.scores(assembly)
-        own = scores.mean[candidate_positions(inexact_chunks(assembly))].sort(descending=True).values
+        own = scores.mean[candidate_positions(recomputable_chunks(assembly))].sort(descending=True).values
         total = own.cumsum(0) / own.sum()
         self.coverage = tuple(float(total[max(1, int(ratio * len(own))) - 1]) for ratio in RATIOS)
         return scores

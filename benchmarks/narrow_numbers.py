@@ -98,7 +98,7 @@ def main() -> None:
         for numbers, engine in engines.items():
             engine.warm(passages)
             held = engine.store.stats()[0].size_bytes
-            token_bytes[numbers] = held / (len(prompt.frame) + sum(len(span) for span in prompt.chunks))
+            token_bytes[numbers] = held / (len(prompt.prefix_ids) + sum(len(span) for span in prompt.chunks))
         oracle = first.prefill(prompt, method=make_method("full"), room=PARAMS.max_new_tokens)
         full = oracle.logits
         answer = TextStream(first.lm, oracle, PARAMS).result().text

@@ -26,9 +26,9 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
 from qcfuse_rag.evaluation.quality.datasets import read_dataset
-from qcfuse_rag.fusion.adapters import Adapted, Adapter, Place, corrected
+from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext, add_differences
 from qcfuse_rag.fusion.selectors import NestedTokens
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.capture_job import difference_of
 from qcfuse_rag.methods.agentkvshift import MeanShift
 from qcfuse_rag.monitoring.divergence import divergence
@@ -46,14 +46,14 @@ class LowRank:
     inner: Adapter
     numbers: str
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return framed caches with the difference added as far as the rank goes."""
         adapted = self.inner.adapt(place, found)
-        framed = place.store.get(FRAMED.key(place.lm.fingerprint, place.prompt.frame, place.span.segment.ids))
+        framed = place.store.get(FRAMED.key(place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.ids))
         if isinstance(adapted, Miss) or adapted.exact or isinstance(framed, Miss):
             return adapted
         difference = compress(difference_of(adapted.chunk, framed), self.numbers)
-        return replace(adapted, chunk=corrected(framed, [(1.0, difference)]))
+        return replace(adapted, chunk=add_differences(framed, [(1.0, difference)]))
 
 
 def variants() -> dict[str, Method]:
@@ -63,14 +63,14 @@ def variants() -> dict[str, Method]:
     return {
         "auto": AUTO,
         "nested sets": replace(AUTO, selector=NestedTokens("average")),
-        "residual shift": replace(AUTO, layerwise=MeanShift()),
+        "residual shift": replace(AUTO, layer_hook=MeanShift()),
         **ranks,
     }
 
 
 def best_first(engine: FusionEngine, prompt: Prompt) -> Prompt:
     """Return the prompt with its passages in the order of the attention they get from its end."""
-    assembly = Assembly.empty(engine.lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(engine.lm, prompt, len(prompt))
     assert AUTO.base is not None
     assert AUTO.probe is not None
     assembly.load(engine.store, AUTO.base, AUTO.adapter)

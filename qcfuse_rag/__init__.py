@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.prompts.special_tokens import Rendered
     from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
     from qcfuse_rag.runtime.language_model import LanguageModel
-    from qcfuse_rag.runtime.layer_profile import Profile
+    from qcfuse_rag.runtime.layer_profile import LayerProfile
     from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
     from qcfuse_rag.store.backends.disk import DiskStore
     from qcfuse_rag.store.backends.memory import MemoryStore

@@ -57,7 +57,7 @@ def stored_table(lm: LanguageModel, prompt: Prompt, base: Base) -> Table:
     """Assemble every segment of a prompt as its base says, each by the model's own forward, at its place."""
     tables = []
     for span in prompt.spans:
-        before = base.prefix(prompt.frame) if span.segment.role is Role.CHUNK else ()
+        before = base.prefix(prompt.prefix_ids) if span.segment.role is Role.CHUNK else ()
         tables.append(alone_at(lm, span.segment.ids, span.start, before=before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from qcfuse_rag import bundled as assets
 
 from qcfuse_rag import METHODS, Method
+from qcfuse_rag import bundled as assets
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

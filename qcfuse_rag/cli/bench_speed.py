@@ -14,7 +14,7 @@ from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed
 from qcfuse_rag.evaluation.speed.shapes import random_model
 from qcfuse_rag.evaluation.speed.tables import draw, markdown
-from qcfuse_rag.runtime.kernels.support import kernel_refusal
+from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.atomic_write import write_whole
 
@@ -36,7 +36,7 @@ def run_speed(
     gpu = lm.device.type == "cuda"
     if not options.tiers:
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
-    refusal = kernel_refusal(lm.device, lm.dtype, lm.widest_head)
+    refusal = unavailable_reason(lm.device, lm.dtype, lm.widest_head)
     about = {**about_run(lm, lm.name), "kernels": refusal or "used"}
 
     def keep(measured: dict[str, Any]) -> None:

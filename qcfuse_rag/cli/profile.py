@@ -16,7 +16,7 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.profile.measure import profile_layers
 from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
 from qcfuse_rag.runtime.language_model import default_critical_layers
-from qcfuse_rag.runtime.layer_profile import NAME, Profile
+from qcfuse_rag.runtime.layer_profile import NAME, LayerProfile
 from qcfuse_rag.verification.samples import Sample
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
         OUT.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
 
 
-def to_table(profile: Profile) -> Table:
+def to_table(profile: LayerProfile) -> Table:
     """Return the layers with a bar for each one's recall; a star marks those chosen, a dot those by depth alone."""
     by_depth = default_critical_layers(len(profile.recall))
     highest = max(profile.recall) or 1.0
@@ -99,7 +99,7 @@ def to_table(profile: Profile) -> Table:
     return table
 
 
-def _listed(profile: Profile, layers: tuple[int, ...]) -> str:
+def _listed(profile: LayerProfile, layers: tuple[int, ...]) -> str:
     mean = sum(profile.recall[layer] for layer in layers) / len(layers)
     return f"{', '.join(map(str, layers))}; mean recall {mean:.3f}"
 
@@ -133,7 +133,7 @@ def _plotting() -> Any:
     return lambda: Figure(figsize=(7, 3), layout="constrained")
 
 
-def _draw(profile: Profile, figure: Figure) -> Figure:
+def _draw(profile: LayerProfile, figure: Figure) -> Figure:
     axes = figure.add_subplot()
     colours = ["C1" if layer in profile.layers else "C0" for layer in range(len(profile.recall))]
     axes.bar(range(len(profile.recall)), profile.recall, color=colours)

@@ -80,7 +80,7 @@ def _serve_here(library: Path, method: Method, options: ServeOptions, name: str,
         engine = open_engine(store, options.model, method, options.device, options.dtype)
         note_verdict(engine)
         with status("warming up"):
-            engine.warm_up()
+            engine.compile()
         for what, refusal in (("fused passes", engine.passes.refusal), ("decode steps", engine.step.refusal)):
             if engine.lm.device.type == "cuda" and refusal is not None:
                 ERR.print(f"{what} are launched kernel by kernel: {refusal}", highlight=False)

@@ -58,14 +58,14 @@ class RayWorkers:
         """Return the resources that Ray sets aside for one worker."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
-    def prefill(self, lm: LanguageModel, frame: Ids, primer: Ids, batches: Iterable[Batch]) -> Iterator[Done]:
+    def prefill(self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]) -> Iterator[Done]:
         """Compute and store batches on the cluster; yield the result of each batch as it is done, in any order.
 
         Raises:
             QCFuseError: if Ray is not installed, there is no cluster, or a worker fails for a reason of its own.
         """
         connect(self.address, self.runtime_env)
-        rest, arguments = iter(batches), (self, lm.fingerprint.digest, frame, primer)
+        rest, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
         while window := [{"batch": to_json(batch)} for batch in islice(rest, AT_ONCE)]:
             done = through_pool(
                 window,
@@ -96,7 +96,7 @@ class PrefillWorker:
         QCFuseError: if its model is not the driver's.
     """
 
-    def __init__(self, workers: RayWorkers, fingerprint: str, frame: Ids, primer: Ids) -> None:
+    def __init__(self, workers: RayWorkers, fingerprint: str, prefix_ids: Ids, primer: Ids) -> None:
         lm, self._store = workers.open()
         if lm.fingerprint.digest != fingerprint:
             raise QCFuseError(
@@ -104,7 +104,7 @@ class PrefillWorker:
                 f"(a worker has {str(lm.dtype).removeprefix('torch.')})"
             )
         check_exact(lm)
-        self._prefiller = Prefiller(lm, self._store, frame, primer)
+        self._prefiller = Prefiller(lm, self._store, prefix_ids, primer)
         self._head = self._prefiller.head()
 
     def __call__(self, rows: Column) -> Column:

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.engine.verdict import Verdict, look_up
-from qcfuse_rag.engine.warm_up import warm_up
 from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
@@ -36,7 +36,7 @@ from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, Stale, WarmJob, with_first_pass
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.methods.relaycaching.answer_cache import Kept, keep_generated
-from qcfuse_rag.monitoring.in_flight import Activity
+from qcfuse_rag.monitoring.in_flight import InFlight
 from qcfuse_rag.monitoring.shadow import Shadow, ShadowSettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.joined_text import flat_prompt
@@ -44,10 +44,10 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.special_tokens import Rendered, written
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.costs import MeasuredCosts
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeSteps
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_profile import Profile, find_profile
+from qcfuse_rag.runtime.layer_profile import LayerProfile, find_profile
 from qcfuse_rag.runtime.loading.loading import LIMIT_S, Loading
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.documents.passage_signatures import Located
@@ -98,19 +98,19 @@ class FusionEngine:
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
         self.method = method or choose_method()
         self.verdict: Verdict | None = None
-        self._activity = Activity()
+        self._activity = InFlight()
         self._shadow: Shadow | None = None
         self._sources: Sources | None = None
         self._inherited: Sources | None = None
         self._followed: int | None = None
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
-        self._company = Company(lm, self.prompts.frame, lambda: self.sources)
-        self.passes = FusedPasses(lm)
+        self._company = Company(lm, self.prompts.prefix_ids, lambda: self.sources)
+        self.passes = PrefillRunner(lm)
         self.costs = MeasuredCosts(lm, store, self.passes)
-        self.step = DecodeSteps(lm)
+        self.step = DecodeRunner(lm)
         self._loading = Loading(lm, load_limit_s)
-        self.profile: Profile | None = None
+        self.profile: LayerProfile | None = None
         self.profile_ignored: str | None = None
 
     @classmethod
@@ -274,7 +274,7 @@ class FusionEngine:
         return WarmJob(
             self.lm,
             self.store,
-            self.prompts.frame,
+            self.prompts.prefix_ids,
             chunks,
             bases=chosen,
             priority=priority,
@@ -316,13 +316,19 @@ class FusionEngine:
             ValueError: if there is nothing of that name to keep, or no such rank.
         """
         job = CaptureJob(
-            self.lm, self.store, self.prompts.frame, keep=keep, slots=variants, rank=rank, ledger=self._company.ledger()
+            self.lm,
+            self.store,
+            self.prompts.prefix_ids,
+            keep=keep,
+            slots=variants,
+            rank=rank,
+            ledger=self._company.ledger(),
         )
         return job.run(self._company.rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
-        return [base.key(self.lm.fingerprint, self.prompts.frame, ids) for base in bases] if ids else []
+        return [base.key(self.lm.fingerprint, self.prompts.prefix_ids, ids) for base in bases] if ids else []
 
     @property
     def sources(self) -> Sources:
@@ -453,7 +459,7 @@ class FusionEngine:
         chosen = method or self.method
         if self._shadow is not None and method is None:
             chosen = self._shadow.method(chosen)
-        with self._activity.one_more():
+        with self._activity.track():
             self.store.advance()
             self._follow()
             done = prefill(
@@ -493,7 +499,7 @@ class FusionEngine:
         """
         self._observers = (*self._observers, observer)
 
-    def warm_up(self) -> float:
+    def compile(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.
 
         Kernels are compiled and compared with their references, the first passes of the process made, passes and
@@ -501,9 +507,9 @@ class FusionEngine:
         something in the store to measure loading by. To be done before anything is asked.
         """
         started = time.perf_counter()
-        warm_up(self.lm, self.prompts)
-        self.passes.warm_up()
-        self.step.warm_up()
+        run_first_passes(self.lm, self.prompts)
+        self.passes.compile()
+        self.step.compile()
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.costs()
         return time.perf_counter() - started

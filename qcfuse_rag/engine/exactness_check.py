@@ -68,9 +68,9 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     tokens = [(7 + 31 * i) % vocabulary for i in range(4 * each)]
     parts = [tuple(tokens[i : i + each]) for i in range(0, len(tokens), each)]
     roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
-    prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), frame=parts[0])
+    prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), prefix_ids=parts[0])
     store = MemoryStore()
-    WarmJob(lm, store, prompt.frame, parts[1:3], bases=(BLIND,)).run()
+    WarmJob(lm, store, prompt.prefix_ids, parts[1:3], bases=(BLIND,)).run()
     done = prefill(lm, store, prompt, Method("full", base=None))
     step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [done.buffer])[0]
     fused_reuse = prefill(lm, store, prompt, Method("reuse", base=BLIND)).logits

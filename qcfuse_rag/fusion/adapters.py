@@ -19,7 +19,7 @@ from qcfuse_rag.store.quantization import LOSSLESS
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacementContext:
     """Where a chunk is about to stand.
 
     Attributes:
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Adapted:
+class AdaptedChunk:
     """What to place.
 
     Attributes:
@@ -65,7 +65,7 @@ class Adapted:
 class Adapter(Protocol):
     """Decides what is placed for a chunk."""
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Choose or alter.
 
         Args:
@@ -89,14 +89,14 @@ class ReadsBases(Protocol):
     bases: tuple[Base, ...]
 
 
-def stands_behind_head(place: Place) -> bool:
+def follows_system_prefix(place: PlacementContext) -> bool:
     """Return whether the frame and the chunks in front are all there is before a place, as where slots are born."""
     before = [span.segment.stored_ids for span in place.prompt.chunks if span.stop <= place.span.start]
-    return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.frame, *before))
+    return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.prefix_ids, *before))
 
 
 @dataclass(frozen=True, slots=True)
-class Alternatives:
+class FallbackBases:
     """Bases to fall back to, in this order; on request, those that are exact at a place come before the method's own.
 
     FusionRAG's alternative path (arXiv 2601.12904): instead of a prefix for every combination of earlier chunks there
@@ -112,23 +112,23 @@ class Alternatives:
     bases: tuple[Base, ...]
     exact_first: bool = False
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the chunk under the first base that has it."""
-        frame, before = place.prompt.frame, place.prompt.ids[: place.span.start]
-        if self.exact_first and not place.base.exact_behind(before, frame):
-            for base in (one for one in self.bases if one.exact_behind(before, frame)):
-                key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
+        prefix_ids, before = place.prompt.prefix_ids, place.prompt.ids[: place.span.start]
+        if self.exact_first and not place.base.exact_behind(before, prefix_ids):
+            for base in (one for one in self.bases if one.exact_behind(before, prefix_ids)):
+                key = base.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
                 other = place.store.get(key)
                 if isinstance(other, ChunkKV):
-                    return Adapted(other, exact=True, key=key)
+                    return AdaptedChunk(other, exact=True, key=key)
         if isinstance(found, ChunkKV):
-            return Adapted(found, place.base.exact_behind(before, frame))
+            return AdaptedChunk(found, place.base.exact_behind(before, prefix_ids))
         for base in self.bases:
-            key = base.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
+            key = base.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
             other = place.store.get(key)
             if isinstance(other, ChunkKV):
                 note = f"{base.name} instead of {place.base.name}"
-                return Adapted(other, base.exact_behind(before, frame), note=note, key=key)
+                return AdaptedChunk(other, base.exact_behind(before, prefix_ids), note=note, key=key)
         return found
 
 
@@ -136,7 +136,7 @@ Weighted = tuple[float, ChunkKV]
 """A difference and the factor it is added with."""
 
 
-class CorrectedBlocks(Blocks):
+class SummedBlocks(Blocks):
     """Blocks of a cache, in the model's dtype, with differences added as they are read; nothing is kept.
 
     Args:
@@ -174,7 +174,7 @@ class CorrectedBlocks(Blocks):
         return len(self._names)
 
 
-def corrected(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
+def add_differences(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
     """Return a cache with weighted differences added, computed layer by layer as it is read.
 
     Args:
@@ -182,4 +182,4 @@ def corrected(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: i
         differences: of the same tokens and model.
         first_layer: layers below it stay as they are.
     """
-    return replace(chunk, numbers=LOSSLESS, blocks=CorrectedBlocks(chunk, differences, first_layer))
+    return replace(chunk, numbers=LOSSLESS, blocks=SummedBlocks(chunk, differences, first_layer))

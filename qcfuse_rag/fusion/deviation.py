@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.layer_hooks import SteeredPass
+from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.rows import RowsPlan
 
 Measure = Literal["key", "value", "key and value"]
@@ -81,7 +81,7 @@ class DeviationProbe:
         if self.layer < 0:
             raise ValueError(f"layer must not be negative, got {self.layer}")
 
-    def scores(self, assembly: Assembly) -> Scores:
+    def scores(self, assembly: FusedPrompt) -> Scores:
         """Score every position; the stored rows are put back afterwards.
 
         A model with fewer layers is compared at its last.
@@ -98,7 +98,7 @@ class DeviationProbe:
         rows = plan.rows
         kept = [stored_rows(assembly.buffer, index, rows) for index in range(layer + 1)]
         watch = DeviationWatch(layer, self.measure)
-        course = SteeredPass(plan, watch, assembly.buffer)
+        course = HookedPass(plan, watch, assembly.buffer)
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
         assembly.row_layers += course.row_layers
         for index, (keys, values) in enumerate(kept):

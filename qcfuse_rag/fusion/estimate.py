@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qcfuse_rag.fusion.method import Method
 
 
-def outlook(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -> PrefillEstimate:
+def estimate_prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -> PrefillEstimate:
     """Look into the store without loading anything.
 
     A segment counts as stored if the store has it under any base the method reads; whether it can be read is not tried.
@@ -23,11 +23,11 @@ def outlook(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -
     stored = inexact = absent = 0
     for span in prompt.spans:
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
-        there = [one for one in bases if one.key(lm.fingerprint, prompt.frame, span.segment.stored_ids) in store]
+        there = [one for one in bases if one.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids) in store]
         stored += len(span) if there else 0
         absent += span.segment.role is Role.CHUNK and not there
         before = prompt.ids[: span.start]
-        exact = span.segment.role is Role.HEAD or any(one.exact_behind(before, prompt.frame) for one in there)
+        exact = span.segment.role is Role.HEAD or any(one.exact_behind(before, prompt.prefix_ids) for one in there)
         inexact += len(span) if there and not exact else 0
     selected = method.budget.tokens(inexact) if method.budget is not None else 0
     after = max((span.stop for span in prompt.chunks), default=0)

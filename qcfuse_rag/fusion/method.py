@@ -9,19 +9,24 @@ from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
 from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
-from qcfuse_rag.fusion.selectors import Nothing, Selection, Selector
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
-from qcfuse_rag.runtime.layer_hooks import Steering
+from qcfuse_rag.runtime.layer_hooks import LayerHook
 from qcfuse_rag.store.prefill_base import Base
 
 
-class Layerwise(Protocol):
+class LayerHookFactory(Protocol):
     """What a method does between the layers of the fused pass."""
 
     def steer(
-        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
-    ) -> Steering:
+        self,
+        assembly: FusedPrompt,
+        candidates: list[PlacedChunk],
+        selection: Selection,
+        scores: Scores | None,
+        budget: int,
+    ) -> LayerHook:
         """Return what steers one pass.
 
         Args:
@@ -54,9 +59,9 @@ class Method:
     base: Base | None
     adapter: Adapter | None = None
     probe: Probe | None = None
-    selector: Selector = field(default_factory=Nothing)
+    selector: Selector = field(default_factory=SelectNone)
     budget: Budget | None = field(default_factory=lambda: FixedRatio(0.0))
-    layerwise: Layerwise | None = None
+    layer_hook: LayerHookFactory | None = None
     context: Literal["all", "selected"] = "all"
     guard: Guard | None = None
 
@@ -67,7 +72,7 @@ class Method:
         return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
 
     @property
-    def in_full(self) -> Method:
+    def as_full_prefill(self) -> Method:
         """Full prefill under the method's name."""
         return Method(self.name, base=None)
 

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.fusion.estimate import outlook
+from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.recompute import Pause, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
-from qcfuse_rag.fusion.selectors import Selection, inexact_chunks
+from qcfuse_rag.fusion.selectors import Selection, recomputable_chunks
 from qcfuse_rag.fusion.shared_prefix import SharedPrefix
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import Costs
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_hooks import NestedRows, Steering
-from qcfuse_rag.runtime.loading.device_timer import Moment
-from qcfuse_rag.runtime.loading.layer_loader import LateMiss, Wait
+from qcfuse_rag.runtime.layer_hooks import LayerHook, NestedRows
+from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
+from qcfuse_rag.runtime.loading.layer_loader import LateMissError, Wait
 from qcfuse_rag.runtime.loading.loading import Loading
-from qcfuse_rag.runtime.loading.wait_budget import Patience, within
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.store.backends.base import KVStore, Miss
 
 
@@ -63,7 +63,7 @@ def prefill(
     costs: Callable[[], Costs] | None = None,
     loading: Loading | None = None,
     pause: Pause | None = None,
-    passes: FusedPasses | None = None,
+    passes: PrefillRunner | None = None,
 ) -> Prefilled:
     """Bring a prompt to its first token.
 
@@ -85,18 +85,18 @@ def prefill(
     """
     require_room(lm, prompt, room)
     begun = time.perf_counter()
-    patience = Patience(None if loading is None else loading.limit_s)
+    patience = WaitBudget(None if loading is None else loading.limit_s)
     refusal = None if costs is None else _refusal(lm, store, prompt, method, costs, patience)
-    method = method if refusal is None else method.in_full
+    method = method if refusal is None else method.as_full_prefill
     refused: dict[int, Miss] = {}
     while True:  # each time around without another chunk at least
         pool = None if loading is None else loading.pool
-        assembly = Assembly.empty(lm, prompt, len(prompt) + room, pool, passes)
+        assembly = FusedPrompt.empty(lm, prompt, len(prompt) + room, pool, passes)
         try:
             return _attempt(
                 assembly, store, method, shared or SharedPrefix(), begun, refusal, loading, patience, refused, pause
             )
-        except LateMiss as late:  # found out while computing
+        except LateMissError as late:  # found out while computing
             for start in late.corrupt:
                 store.discard(assembly.keys[start], late.misses[start].reason)
             refused |= {one.start: Miss(one.reason or "absent") for one in assembly.lookups if not one.hit}
@@ -107,17 +107,17 @@ def prefill(
 
 
 def _refusal(
-    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, costs: Callable[[], Costs], patience: Patience
+    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, costs: Callable[[], Costs], patience: WaitBudget
 ) -> str | None:
     """Return why a method's guard would rather compute everything; None if it would not, or there is none."""
     if method.guard is None or method.base is None:
         return None
     try:
-        ahead = patience.call(lambda: outlook(lm, store, prompt, method))
+        ahead = patience.call(lambda: estimate_prefill(lm, store, prompt, method))
         # Without any passage there is little to load: fusing is full prefill, and says what it did not find.
         if not ahead.stored_tokens or 0 < ahead.passages == ahead.absent:
             return None
-        refusal = method.guard.refusal(ahead, within(patience.left_s, costs))
+        refusal = method.guard.refusal(ahead, call_with_timeout(patience.left_s, costs))
         if refusal is None or not ahead.absent:
             return refusal
         return f"{refusal}; {ahead.absent} of {ahead.passages} passages are absent"
@@ -126,18 +126,18 @@ def _refusal(
 
 
 def _attempt(
-    assembly: Assembly,
+    assembly: FusedPrompt,
     store: KVStore,
     method: Method,
     shared: SharedPrefix,
     begun: float,
     refusal: str | None,
     loading: Loading | None,
-    patience: Patience,
+    patience: WaitBudget,
     refused: dict[int, Miss],
     pause: Pause | None,
 ) -> Prefilled:
-    """Fuse; raises `LateMiss` if chunks that were found turn out not to be there while computing."""
+    """Fuse; raises `LateMissError` if chunks that were found turn out not to be there while computing."""
     lm, prompt = assembly.lm, assembly.prompt
     shared.give(assembly)
     if method.base is not None:
@@ -154,7 +154,7 @@ def _attempt(
             assembly.arrival.wait()  # after one surprise nothing is computed before everything is there
         if shared.keep or shared.held:
             shared.take(assembly, assembly.known)
-    candidates = inexact_chunks(assembly)
+    candidates = recomputable_chunks(assembly)
     inexact_tokens = sum(len(placed.span) for placed in candidates)
     budget = inexact_tokens if method.budget is None else method.budget.tokens(inexact_tokens)
 
@@ -164,12 +164,12 @@ def _attempt(
     selection = method.selector.select(candidates, scores, budget) if budget else Selection.none()
     selection = selection.to(lm.device)
     chosen = _mark(assembly)
-    steering: Steering | None = None
+    steering: LayerHook | None = None
     if len(selection.positions):
         if selection.until is not None:
             steering = NestedRows(selection.positions, selection.until)
-        elif method.layerwise is not None:
-            steering = method.layerwise.steer(assembly, candidates, selection, scores, budget)
+        elif method.layer_hook is not None:
+            steering = method.layer_hook.steer(assembly, candidates, selection, scores, budget)
     logits, selected = recompute(assembly, candidates, selection, steering, method.context, pause)
     if method.base is None:
         shared.take(assembly, torch.ones_like(assembly.known))
@@ -186,7 +186,7 @@ def _attempt(
         allowed[placed.span.start : placed.span.stop] = True
     if not bool(allowed[positions].all()):
         raise ValueError(f"method {method.name!r} selects a token that is none of the candidates'")
-    if selection.until is None and method.layerwise is None and len(positions) > budget:
+    if selection.until is None and method.layer_hook is None and len(positions) > budget:
         raise ValueError(f"method {method.name!r} selects {len(positions):,} tokens, of which {budget:,} are allowed")
     report = FusionReport(
         method=method.name,
@@ -220,12 +220,12 @@ def require_room(lm: LanguageModel, prompt: Prompt, room: int) -> None:
         )
 
 
-def _mark(assembly: Assembly) -> tuple[Moment, int]:
+def _mark(assembly: FusedPrompt) -> tuple[DeviceTimestamp, int]:
     """Return the present moment, and how many waits for the store lie before it."""
-    return Moment.on(assembly.lm.device), len(assembly.waits)
+    return DeviceTimestamp.on(assembly.lm.device), len(assembly.waits)
 
 
-def _computing_s(first: tuple[Moment, int], last: tuple[Moment, int], waits: Sequence[Wait]) -> float:
+def _computing_s(first: tuple[DeviceTimestamp, int], last: tuple[DeviceTimestamp, int], waits: Sequence[Wait]) -> float:
     """Return the seconds between two marks, without those of waiting."""
     waited = sum(began.until(ended) for began, ended in waits[first[1] : last[1]])
     return first[0].until(last[0]) - waited

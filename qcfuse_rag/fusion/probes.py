@@ -9,8 +9,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import RowsPlan
@@ -24,7 +24,7 @@ ProbeLayers = NamedLayers | tuple[int, ...]
 class Probe(Protocol):
     """Scores the tokens of a prompt whose stored chunks have been placed."""
 
-    def scores(self, assembly: Assembly) -> Scores:
+    def scores(self, assembly: FusedPrompt) -> Scores:
         """Score every position, leaving the buffer's stored rows as they were; `assembly.row_layers` grows."""
         ...
 
@@ -86,7 +86,7 @@ class QuestionProbe:
         """Return how many layers of a model the pass runs through."""
         return max(self.layers_of(lm)) + 1
 
-    def scores(self, assembly: Assembly) -> Scores:
+    def scores(self, assembly: FusedPrompt) -> Scores:
         """Score every position of the prompt.
 
         Args:
@@ -120,11 +120,11 @@ class QuestionProbe:
         assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
         assembly.row_layers += len(asking) * depth
         if self.normalized:
-            counted = candidate_positions(inexact_chunks(assembly), lm.device)
+            counted = candidate_positions(recomputable_chunks(assembly), lm.device)
             by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
-    def _visible(self, assembly: Assembly, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
+    def _visible(self, assembly: FusedPrompt, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
         if self.anchor_ratio == 1 and bool(there.all()):
             return None

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.selectors import Selection
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_hooks import SteeredPass, Steering
+from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
 from qcfuse_rag.runtime.rows import RowsPlan
 
 
@@ -30,10 +30,10 @@ class Pause:
 
 
 def recompute(
-    assembly: Assembly,
-    candidates: list[Placed],
+    assembly: FusedPrompt,
+    candidates: list[PlacedChunk],
     selection: Selection,
-    steering: Steering | None,
+    steering: LayerHook | None,
     context: Literal["all", "selected"],
     pause: Pause | None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def recompute(
         plan = RowsPlan(torch.cat([plan.rows, selected]).sort().values, plan.length, windows=lm.sliding)
     if pause is not None and steering is None:
         plan = _in_parts(assembly, plan, pause)
-    course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
+    course = None if steering is None else HookedPass(plan, steering, assembly.buffer)
     buffer = assembly.arriving if course is None else assembly.buffer
     logits = assembly.passes.forward_rows(assembly.ids[plan.rows], plan, buffer, course)
     assembly.row_layers += _paid(lm, plan, course)
@@ -62,7 +62,7 @@ def recompute(
     return logits, selected
 
 
-def _in_parts(assembly: Assembly, plan: RowsPlan, pause: Pause) -> RowsPlan:
+def _in_parts(assembly: FusedPrompt, plan: RowsPlan, pause: Pause) -> RowsPlan:
     """Compute all rows but the last part of them, pausing after each; return the plan of the rest.
 
     A row sees none behind it, so parts one after the other give what one pass gives.
@@ -76,7 +76,9 @@ def _in_parts(assembly: Assembly, plan: RowsPlan, pause: Pause) -> RowsPlan:
     return plan if len(rows) == len(plan.rows) else RowsPlan.of(rows, lm.sliding, device=lm.device)
 
 
-def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Tensor, steering: Steering | None) -> None:
+def _recompute_apart(
+    assembly: FusedPrompt, candidates: list[PlacedChunk], selected: Tensor, steering: LayerHook | None
+) -> None:
     """Compute the selected tokens, and what the store lacks in front of them, seeing no reused token but themselves.
 
     What is exact, and what is no passage, is seen as ever.
@@ -89,10 +91,10 @@ def _recompute_apart(assembly: Assembly, candidates: list[Placed], selected: Ten
     seen[chosen], is_row[chosen] = True, True
     visible = [seen.nonzero()[:, 0]] * lm.n_layers
     plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device, visible=visible)
-    course = None if steering is None else SteeredPass(plan, steering, assembly.buffer)
+    course = None if steering is None else HookedPass(plan, steering, assembly.buffer)
     assembly.passes.forward_hidden(assembly.ids[plan.rows], plan, assembly.buffer, depth=lm.n_layers, course=course)
     assembly.row_layers += _paid(lm, plan, course)
 
 
-def _paid(lm: LanguageModel, plan: RowsPlan, course: SteeredPass | None) -> int:
+def _paid(lm: LanguageModel, plan: RowsPlan, course: HookedPass | None) -> int:
     return len(plan.rows) * lm.n_layers if course is None else course.row_layers

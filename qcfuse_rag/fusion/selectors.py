@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
 
 
@@ -40,7 +40,7 @@ class Selection:
 class Selector(Protocol):
     """Chooses among the reused tokens that are not known to be exact already."""
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Choose.
 
         Args:
@@ -55,10 +55,10 @@ class Selector(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Nothing:
+class SelectNone:
     """Recompute no reused token."""
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return no position."""
         return Selection.none()
 
@@ -67,7 +67,7 @@ class Nothing:
 class AllTokens:
     """Begin with every token: for passes that let go of rows on their way."""
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return all positions."""
         return Selection(candidate_positions(candidates))
 
@@ -76,7 +76,7 @@ class AllTokens:
 class TopTokens:
     """The best tokens over all chunks together, by their mean score over layers."""
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return the `budget` positions of highest score."""
         assert scores is not None
         total = scores.mean
@@ -86,10 +86,10 @@ class TopTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class TopOfEachChunk:
+class TopPerChunk:
     """The best tokens of every chunk, each chunk with a budget of its own.
 
-    A chunk's share follows its demand (see `Placed.demand`) times its length, or its length alone where nothing is
+    A chunk's share follows its demand (see `PlacedChunk.demand`) times its length, or its length alone where nothing is
     known of demands.
 
     Attributes:
@@ -98,7 +98,7 @@ class TopOfEachChunk:
 
     by_demand: bool = False
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return the best positions of every chunk."""
         assert scores is not None
         total = scores.mean
@@ -108,7 +108,7 @@ class TopOfEachChunk:
             chosen.append(best.sort().values + placed.span.start)
         return Selection(torch.cat(chosen)) if chosen else Selection.none()
 
-    def _counts(self, candidates: list[Placed], budget: int) -> list[int]:
+    def _counts(self, candidates: list[PlacedChunk], budget: int) -> list[int]:
         lengths = [len(placed.span) for placed in candidates]
         demands = [1.0 if placed.demand is None else placed.demand for placed in candidates]
         if self.by_demand:
@@ -135,7 +135,7 @@ class NestedTokens:
         if self.charge not in ("layer", "average"):
             raise ValueError(f"charge must be 'layer' or 'average', got {self.charge!r}")
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return every token that some layer chose, and the last layer that did."""
         assert scores is not None
         device = scores.by_layer.device
@@ -169,7 +169,7 @@ class RandomTokens:
 
     seed: int = 0
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return `budget` positions, the same ones for the same seed and prompt length."""
         positions = candidate_positions(candidates)
         order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(self.seed))
@@ -190,7 +190,7 @@ class ChunkHeads:
         if self.n_tokens is not None and self.n_tokens < 0:
             raise ValueError(f"n_tokens must not be negative, got {self.n_tokens}")
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return the first positions of every chunk."""
         lengths = [len(placed.span) for placed in candidates]
         if self.n_tokens is None:
@@ -202,7 +202,7 @@ class ChunkHeads:
         return Selection(torch.cat(heads)) if heads else Selection.none()
 
 
-def candidate_positions(candidates: list[Placed], device: torch.device | None = None) -> Tensor:
+def candidate_positions(candidates: list[PlacedChunk], device: torch.device | None = None) -> Tensor:
     """Return `[N]` int64, the positions of all tokens of the candidates, ascending; on the CPU or a device.
 
     Made there: for a copy of so many the host may have to wait.
@@ -212,7 +212,7 @@ def candidate_positions(candidates: list[Placed], device: torch.device | None = 
     return torch.cat([torch.arange(placed.span.start, placed.span.stop, device=device) for placed in candidates])
 
 
-def inexact_chunks(assembly: Assembly) -> list[Placed]:
+def recomputable_chunks(assembly: FusedPrompt) -> list[PlacedChunk]:
     """Return the placed chunks whose keys and values a full prefill would not give."""
     return [placed for placed in assembly.placed_chunks if not placed.exact]
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.report import Lookup
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 
 
 @dataclass(slots=True, eq=False)
 class SharedPrefix:
     """Leading segments of one prompt on their way to the next, one prefix at a time.
 
-    What is kept is a prompt's state before any recomputation (see `Assembly`), or, where nothing is reused, after it.
+    What is kept is a prompt's state before any recomputation (see `FusedPrompt`), or, where nothing is reused, after it.
     The caller sees to it that prompts between which it is handed on begin alike, in segments and frame, and are
     brought to their first token by the same method.
 
@@ -29,11 +29,11 @@ class SharedPrefix:
     _keys: list[Tensor] = field(default_factory=list)
     _values: list[Tensor] = field(default_factory=list)
     _known: Tensor | None = None
-    _placed: list[Placed] = field(default_factory=list)
+    _placed: list[PlacedChunk] = field(default_factory=list)
     _lookups: list[Lookup] = field(default_factory=list)
 
     @torch.inference_mode()
-    def give(self, assembly: Assembly) -> None:
+    def give(self, assembly: FusedPrompt) -> None:
         """Copy what is held to the beginning of an empty assembly; nothing of it is loaded, so no bytes are counted."""
         if self._known is None or not self.held:
             return
@@ -45,7 +45,7 @@ class SharedPrefix:
         assembly.lookups += [lookup for lookup in self._lookups if lookup.start + lookup.tokens <= n]
 
     @torch.inference_mode()
-    def take(self, assembly: Assembly, known: Tensor) -> None:
+    def take(self, assembly: FusedPrompt, known: Tensor) -> None:
         """Hold the first `keep` tokens of an assembly instead of what was held.
 
         Args:

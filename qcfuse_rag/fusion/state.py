@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.fusion.adapters import Adapted, Adapter, Place
+from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.buffer_pool import BufferPool
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
-from qcfuse_rag.runtime.kernels.support import kernels_place, kernels_run_on
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.kernels.support import kernels_run_on, supports_placement
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.layer_loader import Arrival, Coming, Wait
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, PendingChunk, Wait
 from qcfuse_rag.runtime.loading.loading import Loading
-from qcfuse_rag.runtime.loading.wait_budget import Patience
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.placement import copy_chunk, stage_chunk
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -36,7 +36,7 @@ STAGED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedChunk:
     """A stored chunk at its place.
 
     Attributes:
@@ -53,7 +53,7 @@ class Placed:
 
 
 @dataclass(slots=True, eq=False)
-class Assembly:
+class FusedPrompt:
     """Keys and values of a prompt as far as the store had them.
 
     Attributes:
@@ -77,15 +77,15 @@ class Assembly:
     prompt: Prompt
     ids: Tensor
     arriving: KVBuffer
-    passes: FusedPasses
+    passes: PrefillRunner
     known: Tensor
-    placed: list[Placed] = field(default_factory=list)
+    placed: list[PlacedChunk] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     copied_bytes: int = 0
     row_layers: int = 0
     staged: list[Block] | None = None
     keys: dict[int, ChunkKey] = field(default_factory=dict)
-    arrival: Arrival | None = None
+    arrival: LayerLoader | None = None
 
     @classmethod
     def empty(
@@ -94,8 +94,8 @@ class Assembly:
         prompt: Prompt,
         capacity: int,
         pool: BufferPool | None = None,
-        passes: FusedPasses | None = None,
-    ) -> Assembly:
+        passes: PrefillRunner | None = None,
+    ) -> FusedPrompt:
         """Start with nothing known and room for `capacity` tokens.
 
         Args:
@@ -108,7 +108,7 @@ class Assembly:
         ids = torch.tensor(prompt.ids, dtype=torch.int64).to(lm.device, non_blocking=True)
         buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
         known = torch.zeros(len(prompt), dtype=torch.bool)
-        return cls(lm, prompt, ids, buffer, passes or FusedPasses(lm), known)
+        return cls(lm, prompt, ids, buffer, passes or PrefillRunner(lm), known)
 
     def load(
         self,
@@ -118,7 +118,7 @@ class Assembly:
         *,
         start: int = 0,
         loading: Loading | None = None,
-        patience: Patience | None = None,
+        patience: WaitBudget | None = None,
         refused: Mapping[int, Miss] | None = None,
     ) -> None:
         """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
@@ -142,10 +142,10 @@ class Assembly:
             if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
         ]
 
-        def look() -> list[Adapted | Miss]:
+        def look() -> list[AdaptedChunk | Miss]:
             return [refused.get(span.start) or self._look(store, span, key, base, by) for span, key, base, by in sought]
 
-        patience = patience or Patience(None)
+        patience = patience or WaitBudget(None)
         try:
             found = patience.call(look)
         except TimeoutError:
@@ -155,11 +155,13 @@ class Assembly:
         coming = []
         for (span, key, _, _), one in zip(sought, found, strict=True):
             placed = self._load(store, span, key, one, at_once=loading is None)
-            coming += [] if placed is None else [Coming(span.start, placed.chunk)]
+            coming += [] if placed is None else [PendingChunk(span.start, placed.chunk)]
         self._place()
         self.staged = None
         if loading is not None and coming:
-            self.arrival = Arrival(self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), patience=patience)
+            self.arrival = LayerLoader(
+                self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), patience=patience
+            )
             self.arriving = replace(self.arriving, arrive=self.arrival.wait)
 
     @property
@@ -189,7 +191,7 @@ class Assembly:
         return () if self.arrival is None else self.arrival.waits
 
     @property
-    def placed_chunks(self) -> list[Placed]:
+    def placed_chunks(self) -> list[PlacedChunk]:
         """The placed passages, without the head."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
 
@@ -216,19 +218,21 @@ class Assembly:
         return asking.nonzero()[:, 0]
 
     def _key(self, span: Span, base: Base) -> ChunkKey:
-        return base.key(self.lm.fingerprint, self.prompt.frame, span.segment.stored_ids)
+        return base.key(self.lm.fingerprint, self.prompt.prefix_ids, span.segment.stored_ids)
 
-    def _look(self, store: KVStore, span: Span, key: ChunkKey, base: Base, adapter: Adapter | None) -> Adapted | Miss:
+    def _look(
+        self, store: KVStore, span: Span, key: ChunkKey, base: Base, adapter: Adapter | None
+    ) -> AdaptedChunk | Miss:
         found = store.get(key)
         if found == Miss("absent"):
             found = self._absence(store, span, base)
         if adapter is not None:
-            adapted = adapter.adapt(Place(self.lm, store, self.prompt, span, base), found)
+            adapted = adapter.adapt(PlacementContext(self.lm, store, self.prompt, span, base), found)
         elif isinstance(found, ChunkKV):
-            adapted = Adapted(found, base.exact_behind(self.prompt.ids[: span.start], self.prompt.frame))
+            adapted = AdaptedChunk(found, base.exact_behind(self.prompt.ids[: span.start], self.prompt.prefix_ids))
         else:
             adapted = found
-        if isinstance(adapted, Adapted):
+        if isinstance(adapted, AdaptedChunk):
             try:
                 adapted = replace(adapted, chunk=adapted.chunk.ready_to_probe())  # what is read is waited for here
             except CorruptEntry as error:
@@ -239,21 +243,21 @@ class Assembly:
         return adapted
 
     def _load(
-        self, store: KVStore, span: Span, key: ChunkKey, found: Adapted | Miss, *, at_once: bool
-    ) -> Placed | None:
+        self, store: KVStore, span: Span, key: ChunkKey, found: AdaptedChunk | Miss, *, at_once: bool
+    ) -> PlacedChunk | None:
         """Note what became of a segment, and copy it to its place if that is to be done at once."""
         copied: int | Miss = 0
-        if isinstance(found, Adapted):
+        if isinstance(found, AdaptedChunk):
             key = found.key or key
             found = _part_of(span, found)
             copied = self._copy(store, key, span, found.chunk, at_once=at_once)
         miss = next((one for one in (found, copied) if isinstance(one, Miss)), None)
         role, reason = str(span.segment.role), miss.reason if miss else None
-        note = found.note if isinstance(found, Adapted) and miss is None else None
+        note = found.note if isinstance(found, AdaptedChunk) and miss is None else None
         self.lookups.append(Lookup(role, span.start, len(span), miss is None, reason, note))
-        if not isinstance(found, Adapted) or isinstance(copied, Miss):
+        if not isinstance(found, AdaptedChunk) or isinstance(copied, Miss):
             return None
-        self.placed.append(Placed(span, found.chunk, found.exact, found.demand))
+        self.placed.append(PlacedChunk(span, found.chunk, found.exact, found.demand))
         self.known[span.start : span.stop] = True
         self.keys[span.start] = key
         self.copied_bytes += copied
@@ -277,7 +281,7 @@ class Assembly:
         try:
             if not at_once:
                 return 0
-            if self.staged is None or not kernels_place(chunk.numbers, self.lm.device):
+            if self.staged is None or not supports_placement(chunk.numbers, self.lm.device):
                 return copy_chunk(self.arriving, span.start, chunk, ropes=self.lm.ropes)
             blocks = stage_chunk(self.arriving, span.start, chunk, self.lm.ropes)
             self.staged += blocks
@@ -299,7 +303,7 @@ class Assembly:
             self.staged = []
 
 
-def _part_of(span: Span, whole: Adapted) -> Adapted:
+def _part_of(span: Span, whole: AdaptedChunk) -> AdaptedChunk:
     """Return the part of a chunk that stands in the prompt; a chunk of another length stays whole, and is refused."""
     part = span.segment.part
     if part is None or whole.chunk.n_tokens != len(part.ids):

@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.shared_prefix import SharedPrefix
 from qcfuse_rag.generation.decode import Generation, Step, TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.loading import Loading
 from qcfuse_rag.store.backends.base import KVStore
@@ -29,7 +29,7 @@ def answer_many(
     *,
     progress: Callable[[int, int], None] | None = None,
     loading: Loading | None = None,
-    passes: FusedPasses | None = None,
+    passes: PrefillRunner | None = None,
     step: Step | None = None,
 ) -> list[Generation]:
     """Answer prompts as if one by one, sharing the work for what they begin with.
@@ -75,13 +75,13 @@ def answer_many(
 
 def sharing_order(prompts: Sequence[Prompt]) -> list[int]:
     """Return the indices of prompts in an order in which those that begin with the same segments are neighbours."""
-    return sorted(range(len(prompts)), key=lambda i: (prompts[i].frame, [s.ids for s in prompts[i].segments], i))
+    return sorted(range(len(prompts)), key=lambda i: (prompts[i].prefix_ids, [s.ids for s in prompts[i].segments], i))
 
 
 def shared_tokens(one: Prompt, other: Prompt) -> int:
     """Return how many tokens of leading segments two prompts have in common, their last segments left out."""
     count = 0
-    if one.frame == other.frame:
+    if one.prefix_ids == other.prefix_ids:
         for mine, yours in zip(one.segments[:-1], other.segments[:-1], strict=False):
             if (mine.role, mine.ids) != (yours.role, yours.ids):
                 break

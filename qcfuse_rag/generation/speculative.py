@@ -23,7 +23,7 @@ from qcfuse_rag.generation.stop_criteria import Answer
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_logits
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.loading import Loading
 from qcfuse_rag.runtime.rows import RowsPlan
@@ -106,7 +106,7 @@ def generate_verified(
     *,
     draft: int = DRAFT_TOKENS,
     loading: Loading | None = None,
-    passes: FusedPasses | None = None,
+    passes: PrefillRunner | None = None,
 ) -> VerifiedGeneration:
     """Answer greedily as full prefill would, drafting on what a method fuses.
 

@@ -57,12 +57,12 @@ class Prefiller:
     Args:
         lm: the model.
         store: where to.
-        frame: ids of the prompt's fixed head.
+        prefix_ids: ids of the prompt's fixed head.
         primer: token ids of the text that primed bases are prefilled behind.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, frame: Ids, primer: Ids) -> None:
-        self._lm, self._store, self._frame, self._primer = lm, store, frame, primer
+    def __init__(self, lm: LanguageModel, store: KVStore, prefix_ids: Ids, primer: Ids) -> None:
+        self._lm, self._store, self._frame, self._primer = lm, store, prefix_ids, primer
         self._primed_head: ChunkKV | None = None
         self._extra = len(instruction_ids(lm.tokenizer))
 
@@ -97,7 +97,7 @@ class Prefiller:
             if self._primed_head is None:
                 self._primed_head = prefill_chunk(self._lm, self._frame + self._primer)
             prefix = self._primed_head
-        elif not base.behind_frame:
+        elif not base.after_prefix:
             ids = base.prefix(self._frame)
             prefix = prefill_chunk(self._lm, ids) if ids else None
         return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)

@@ -29,11 +29,11 @@ def capture(lm: LanguageModel, prompt: Prompt) -> list[ChunkKV]:
     Raises:
         PromptTooLong: if head and passages exceed the context window.
     """
-    return capture_chunks(lm, prompt.frame, [span.segment.stored_ids for span in prompt.chunks])
+    return capture_chunks(lm, prompt.prefix_ids, [span.segment.stored_ids for span in prompt.chunks])
 
 
 @torch.inference_mode()
-def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
+def capture_chunks(lm: LanguageModel, prefix_ids: tuple[int, ...], chunks: Sequence[tuple[int, ...]]) -> list[ChunkKV]:
     """Compute a head and the chunks behind it in one exact pass, and cut out the chunks from the second on.
 
     What each chunk knows of its birth: its `context`, the facts `cci` and `inter` and the block `inter`, see
@@ -41,7 +41,7 @@ def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[t
 
     Args:
         lm: the model.
-        frame: token ids of the prompt's fixed head.
+        prefix_ids: token ids of the prompt's fixed head.
         chunks: token ids of the chunks, in order, none empty. The first is what the framed base stores anyway.
 
     Returns:
@@ -50,7 +50,7 @@ def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[t
     Raises:
         PromptTooLong: if all of it exceeds the context window.
     """
-    ids = [token for part in (frame, *chunks) for token in part]
+    ids = [token for part in (prefix_ids, *chunks) for token in part]
     if len(ids) > lm.window.tokens:
         raise PromptTooLong(
             f"{len(ids):,} tokens of head and passages exceed the context window of {lm.window.tokens:,}; capture "
@@ -58,7 +58,7 @@ def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[t
         )
     if len(chunks) < 2:
         return []
-    spans, start = [], len(frame)
+    spans, start = [], len(prefix_ids)
     for chunk in chunks:
         spans.append((start, start + len(chunk)))
         start += len(chunk)
@@ -74,7 +74,7 @@ def capture_chunks(lm: LanguageModel, frame: tuple[int, ...], chunks: Sequence[t
         first, last = spans[index]
         order = _ranked(lm, buffer, first, last, instruction[: room - last])
         rotate_buffer(buffer, lm.ropes, first, last, back=True)
-        own = slice(first - len(frame), last - len(frame))
+        own = slice(first - len(prefix_ids), last - len(prefix_ids))
         born.append(
             ChunkKV.of(
                 [keys[0, :, first:last].clone() for keys in buffer.keys],

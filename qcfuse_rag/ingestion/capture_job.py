@@ -62,7 +62,7 @@ class CaptureJob:
     Args:
         lm: the model.
         store: where to.
-        frame: token ids of the prompt's fixed head.
+        prefix_ids: token ids of the prompt's fixed head.
         keep: `variant` for whole caches; `difference` for what they have over the framed ones, which are warmed if
             they are absent; `patch` for that in low rank.
         slots: of each passage and kind.
@@ -77,7 +77,7 @@ class CaptureJob:
         self,
         lm: LanguageModel,
         store: KVStore,
-        frame: tuple[int, ...],
+        prefix_ids: tuple[int, ...],
         *,
         keep: Collection[str] = ("variant",),
         slots: int = 5,
@@ -88,7 +88,7 @@ class CaptureJob:
             raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
         if slots < 1:
             raise ValueError(f"a passage needs a slot, got {slots}")
-        self._lm, self._store, self._frame, self._slots = lm, store, frame, slots
+        self._lm, self._store, self._frame, self._slots = lm, store, prefix_ids, slots
         self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
         self._rank = check_rank(rank)
         self._ledger = ledger

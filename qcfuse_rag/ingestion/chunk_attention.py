@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.reference_attention import attention_scores
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import discordance
+from qcfuse_rag.store.context_distance import kendall_distance
 from qcfuse_rag.store.variant_slots import Slot
 
 MAX_SCORE_BYTES = 256 << 20
@@ -112,7 +112,7 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
         return 0.0
     total = sum(masses)
     beta = sum(mass for one, mass in zip(then, masses, strict=True) if one in now) / total if total > 0 else 1.0
-    return beta * (1 - discordance(then, now))
+    return beta * (1 - kendall_distance(then, now))
 
 
 def impact_of(chunk: ChunkKV) -> float:

@@ -25,12 +25,12 @@ class Company:
 
     Args:
         lm: the model.
-        frame: ids of the prompt's fixed head.
+        prefix_ids: ids of the prompt's fixed head.
         sources: of the store; asked for when first needed, since that opens a file.
     """
 
-    def __init__(self, lm: LanguageModel, frame: Ids, sources: Callable[[], Sources]) -> None:
-        self._lm, self._frame, self._sources = lm, frame, sources
+    def __init__(self, lm: LanguageModel, prefix_ids: Ids, sources: Callable[[], Sources]) -> None:
+        self._lm, self._frame, self._sources = lm, prefix_ids, sources
 
     def neighbours(
         self,

@@ -64,13 +64,13 @@ class PrefillWorkers(Protocol):
     """Processes that compute and store batches for a job, such as `cluster.workers.RayWorkers`."""
 
     def prefill(
-        self, lm: LanguageModel, frame: tuple[int, ...], primer: tuple[int, ...], batches: Iterable[Batch]
+        self, lm: LanguageModel, prefix_ids: tuple[int, ...], primer: tuple[int, ...], batches: Iterable[Batch]
     ) -> Iterator[Done]:
         """Compute and store batches; yield the result of each batch as it is done, in any order.
 
         Args:
             lm: the driver's model; the workers' has to be the same.
-            frame: ids of the prompt's fixed head.
+            prefix_ids: ids of the prompt's fixed head.
             primer: token ids of the text that primed bases are prefilled behind.
             batches: planned batches.
         """
@@ -88,7 +88,7 @@ class WarmJob:
     Args:
         lm: the model.
         store: where to.
-        frame: ids of the prompt's fixed head; stored too.
+        prefix_ids: ids of the prompt's fixed head; stored too.
         chunks: token ids of each chunk; empty ones are passed over.
         bases: under which bases to store each.
         priority: for each chunk how much it is wanted, such as how often it was retrieved; the most wanted are
@@ -112,7 +112,7 @@ class WarmJob:
         self,
         lm: LanguageModel,
         store: KVStore,
-        frame: tuple[int, ...],
+        prefix_ids: tuple[int, ...],
         chunks: Iterable[tuple[int, ...]],
         *,
         bases: Iterable[Base],
@@ -125,10 +125,10 @@ class WarmJob:
         stale: Stale | None = None,
         refresh_above: float = REFRESH_ABOVE,
     ) -> None:
-        self._lm, self._store, self._frame, self._ledger = lm, store, frame, ledger
+        self._lm, self._store, self._frame, self._ledger = lm, store, prefix_ids, ledger
         self._stale, self._refresh_above = stale, refresh_above
         self._primer = primer
-        self._prefiller = Prefiller(lm, store, frame, primer)
+        self._prefiller = Prefiller(lm, store, prefix_ids, primer)
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
         chosen, seen = with_first_pass(bases), set()
@@ -141,7 +141,7 @@ class WarmJob:
             if neighbours is not None:
                 self._ids.append(array("i", ids))
             for base in chosen if ids else ():
-                key = base.key(lm.fingerprint, frame, ids)
+                key = base.key(lm.fingerprint, prefix_ids, ids)
                 if key.address not in seen:
                     seen.add(key.address)
                     self._pending.append(Pending(index, base, key, array("i", ids)))
@@ -263,7 +263,7 @@ class WarmJob:
         """Tell what to prefill from what is there, has no room, or cannot be stored."""
         found, size = SortedOut(), self._entry_bytes(len(self._frame))
         for one in self._pending:
-            length = len(one.ids) + (len(self._frame) if one.base.behind_frame else 0)
+            length = len(one.ids) + (len(self._frame) if one.base.after_prefix else 0)
             length += len(self._primer) if one.base.primed else 0
             size += (needs := self._entry_bytes(len(one.ids)))
             if one.key in self._store:

@@ -10,8 +10,8 @@ from torch import Tensor
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.deviation import DeviationProbe, stored_rows
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import Selection, TopOfEachChunk
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.models.rope import LayerRope, angles, rotate
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -35,8 +35,13 @@ class MeanShift:
     values: bool = True
 
     def steer(
-        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
-    ) -> Shifting:
+        self,
+        assembly: FusedPrompt,
+        candidates: list[PlacedChunk],
+        selection: Selection,
+        scores: Scores | None,
+        budget: int,
+    ) -> MeanShiftPass:
         """Return the correction of one pass."""
         assert scores is not None
         distance = scores.mean.clamp_min(0).sqrt()
@@ -48,7 +53,7 @@ class MeanShift:
                 usual = distance[span[own]].mean().clamp_min(torch.finfo(torch.float32).tiny)
                 weights = (distance[span[~own]] / usual).clamp_max(1)
                 chunks.append(ShiftedChunk(span[own], span[~own], weights))
-        return Shifting(assembly.lm.ropes, chunks, self.keys, self.values)
+        return MeanShiftPass(assembly.lm.ropes, chunks, self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +66,7 @@ class ShiftedChunk:
 
 
 @dataclass(slots=True, eq=False)
-class Shifting:
+class MeanShiftPass:
     """One pass's correction. Residuals of layer 0 are rounding and are left alone."""
 
     ropes: tuple[LayerRope, ...]
@@ -111,7 +116,7 @@ def agentkvshift(ratio: float = 0.1, base: Base = BLIND, keys: bool = True, valu
         "agentkvshift",
         base,
         probe=DeviationProbe(layer=1, measure="key"),
-        selector=TopOfEachChunk(),
+        selector=TopPerChunk(),
         budget=FixedRatio(ratio),
-        layerwise=MeanShift(keys, values),
+        layer_hook=MeanShift(keys, values),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.fusion.adapters import Alternatives
+from qcfuse_rag.fusion.adapters import FallbackBases
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.method import Method
@@ -39,7 +39,7 @@ def auto(
     return Method(
         "auto",
         base,
-        adapter=Alternatives((FRAMED,), exact_first=exact_first),
+        adapter=FallbackBases((FRAMED,), exact_first=exact_first),
         probe=QuestionProbe(layers=layers, rows=rows, normalized=normalized),
         selector=TopTokens(),
         budget=FixedRatio(ratio),

@@ -13,7 +13,7 @@ from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.deviation import DeviationProbe, Measure, deviation, stored_rows
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.selectors import AllTokens, Selection, TopTokens, candidate_positions
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.prefill_base import BLIND, Base
@@ -42,14 +42,19 @@ class GradualFilter:
             raise ValueError(f"layer must not be negative, got {self.first_layer}")
 
     def steer(
-        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
-    ) -> Filtering:
+        self,
+        assembly: FusedPrompt,
+        candidates: list[PlacedChunk],
+        selection: Selection,
+        scores: Scores | None,
+        budget: int,
+    ) -> GradualFilterPass:
         """Return the filter of one pass."""
         positions = candidate_positions(candidates, assembly.lm.device)
         layers = range(self.first_layer + 1, assembly.lm.n_layers)
         shares = self.shares(budget / len(positions), len(layers))
         counts = {layer: max(1, round(share * len(positions))) for layer, share in zip(layers, shares, strict=True)}
-        return Filtering(positions, self.measure, counts)
+        return GradualFilterPass(positions, self.measure, counts)
 
     def shares(self, ratio: float, layers: int) -> list[float]:
         """Return the share of tokens in each filtered layer, falling, with the ratio as their mean."""
@@ -60,7 +65,7 @@ class GradualFilter:
 
 
 @dataclass(slots=True, eq=False)
-class Filtering:
+class GradualFilterPass:
     """One pass's filter.
 
     Attributes:
@@ -107,7 +112,7 @@ def cacheblend(
     """
     if variant == "paper":
         return Method(
-            "cacheblend", base, selector=AllTokens(), budget=FixedRatio(ratio), layerwise=GradualFilter(layer)
+            "cacheblend", base, selector=AllTokens(), budget=FixedRatio(ratio), layer_hook=GradualFilter(layer)
         )
     if variant == "release":
         probe = DeviationProbe(layer, "value")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.adapters import Adapted, Place, stands_behind_head
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, follows_system_prefix
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.selectors import Selection, TopOfEachChunk
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, impact_of, overlap_of
 from qcfuse_rag.prompts.segments import Span
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
@@ -31,7 +31,7 @@ class InterProbe:
     without a context differs most.
     """
 
-    def scores(self, assembly: Assembly) -> Scores:
+    def scores(self, assembly: FusedPrompt) -> Scores:
         """Score every position; nothing is computed."""
         device = assembly.lm.device
         by_layer = torch.zeros(1, len(assembly.prompt), dtype=torch.float32, device=device)
@@ -70,13 +70,13 @@ class ClosestVariant:
         if self.alpha <= 0 or self.slots < 1:
             raise ValueError(f"alpha and slots must be above 0, got {self.alpha} and {self.slots}")
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Choose. What a full prefill of this prompt would give comes first and is exact."""
         prompt, ids = place.prompt, place.span.segment.stored_ids
         before = prompt.ids[: place.span.start]
-        if isinstance(found, ChunkKV) and place.base.exact_behind(before, prompt.frame):
-            return Adapted(found, exact=True, demand=0.0)
-        slots = filled_slots(place.store, "variant", self.slots, place.lm.fingerprint, prompt.frame, ids)
+        if isinstance(found, ChunkKV) and place.base.exact_behind(before, prompt.prefix_ids):
+            return AdaptedChunk(found, exact=True, demand=0.0)
+        slots = filled_slots(place.store, "variant", self.slots, place.lm.fingerprint, prompt.prefix_ids, ids)
         for overhead, exact, slot in self._ranked(place, slots):
             if overhead >= 1 and self.refuse and (slot is not None or isinstance(found, ChunkKV)):
                 return Miss(f"fix overhead {overhead:.2f}: no cache of it is worth mending")
@@ -84,16 +84,16 @@ class ClosestVariant:
             if isinstance(chunk, ChunkKV):
                 name, key = (place.base.name, None) if slot is None else (slot.key.base, slot.key)
                 note = f"{name}, exact" if exact else f"{name}, fix overhead {overhead:.2f}"
-                return Adapted(chunk, exact, overhead, note, key)
+                return AdaptedChunk(chunk, exact, overhead, note, key)
         return found if isinstance(found, Miss) else Miss("absent")
 
-    def _ranked(self, place: Place, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
+    def _ranked(self, place: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
         """Yield `(overhead, exact, slot)`, the easiest first; the cache under the method's base as slot None."""
         known = [impact_of(slot.chunk) for slot in slots]
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
         ]
-        straight = stands_behind_head(place)
+        straight = follows_system_prefix(place)
         for slot, impact in zip(slots, known, strict=True):
             exact = straight and slot.context == place.predecessors
             overlap = overlap_of(slot.chunk, place.predecessors)
@@ -125,16 +125,21 @@ class FocusedChunks:
             raise ValueError(f"depth and share must be fractions, got {self.depth} and {self.share}")
 
     def steer(
-        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
-    ) -> Focusing:
+        self,
+        assembly: FusedPrompt,
+        candidates: list[PlacedChunk],
+        selection: Selection,
+        scores: Scores | None,
+        budget: int,
+    ) -> FocusedChunksPass:
         """Return the watch over one pass."""
         last = min(int(self.depth * assembly.lm.n_layers), assembly.lm.n_layers - 1)
         asking = assembly.probe_rows().to(assembly.lm.device, non_blocking=True)
-        return Focusing(assembly.prompt.chunks, asking, selection.positions, last, self.share)
+        return FocusedChunksPass(assembly.prompt.chunks, asking, selection.positions, last, self.share)
 
 
 @dataclass(slots=True, eq=False)
-class Focusing:
+class FocusedChunksPass:
     """One pass's watch.
 
     Attributes:
@@ -212,7 +217,7 @@ def cachecraft(
         base,
         adapter=ClosestVariant(alpha, slots, refuse=published),
         probe=InterProbe(),
-        selector=TopOfEachChunk(by_demand=published),
+        selector=TopPerChunk(by_demand=published),
         budget=None if ratio is None else FixedRatio(ratio),
-        layerwise=FocusedChunks() if (published if early_stop is None else early_stop) else None,
+        layer_hook=FocusedChunks() if (published if early_stop is None else early_stop) else None,
     )

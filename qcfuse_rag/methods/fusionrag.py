@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from qcfuse_rag.errors import UnknownMethod
-from qcfuse_rag.fusion.adapters import Alternatives
+from qcfuse_rag.fusion.adapters import FallbackBases
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
@@ -34,7 +34,7 @@ def fusionrag(
     return Method(
         "fusionrag",
         base,
-        adapter=Alternatives((FRAMED,)) if alternative and base.enriched else None,
+        adapter=FallbackBases((FRAMED,)) if alternative and base.enriched else None,
         probe=QuestionProbe(layers="last", anchor_ratio=seen),
         selector=TopTokens(),
         budget=FixedRatio(ratio),

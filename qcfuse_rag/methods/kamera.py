@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcfuse_rag.fusion.adapters import Adapted, Place, corrected, stands_behind_head
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, add_differences, follows_system_prefix
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import discordance, overlap
+from qcfuse_rag.store.context_distance import context_overlap, kendall_distance
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
 
@@ -37,14 +37,14 @@ class StoredPatches:
         if not 0.0 <= self.threshold <= 1.0 or self.slots < 1:
             raise ValueError(f"threshold must be a fraction and slots above 0, got {self.threshold} and {self.slots}")
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Patch what was found; leave it as it is if it is exact, or if no patch fits."""
         if isinstance(found, Miss):
             return found
-        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.frame):
-            return Adapted(found, exact=True)
-        if not stands_behind_head(place):
-            return Adapted(found, note="no patch is for what stands in front")
+        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.prefix_ids):
+            return AdaptedChunk(found, exact=True)
+        if not follows_system_prefix(place):
+            return AdaptedChunk(found, note="no patch is for what stands in front")
         best = 0.0
         for fit, slot in self._ranked(place):
             best = max(best, fit)
@@ -54,21 +54,21 @@ class StoredPatches:
             if patch is not None:
                 exact = slot.key.base.startswith("difference") and slot.context == place.predecessors
                 note = f"{slot.key.base}, overlap {fit:.2f}"
-                return Adapted(corrected(found, [(1.0, patch)]), exact, note=note)
-        return Adapted(found, note=f"no patch fits, best overlap {best:.2f}")
+                return AdaptedChunk(add_differences(found, [(1.0, patch)]), exact, note=note)
+        return AdaptedChunk(found, note=f"no patch fits, best overlap {best:.2f}")
 
-    def _ranked(self, place: Place) -> list[tuple[float, Slot]]:
+    def _ranked(self, place: PlacementContext) -> list[tuple[float, Slot]]:
         """Return patches with their overlap, the best first; the same difference whole before its approximation."""
-        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.frame, place.span.segment.stored_ids)
+        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.stored_ids)
         slots = [
             slot for kind in ("difference", "patch") for slot in filled_slots(place.store, kind, self.slots, *where)
         ]
-        rated = [(overlap(slot, now), slot) for slot in slots]
+        rated = [(context_overlap(slot, now), slot) for slot in slots]
 
         def order(one: tuple[float, Slot]) -> tuple[float, int, float]:
             fit, slot = one
             strangers = len(set(now) - set(slot.context)) + len(set(slot.context) - set(now))
-            return -fit, strangers, discordance(slot.context, now)
+            return -fit, strangers, kendall_distance(slot.context, now)
 
         return sorted(rated, key=order)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qcfuse_rag.fusion.adapters import Adapted, Place, corrected, stands_behind_head
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext, add_differences, follows_system_prefix
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.context_distance import distance
+from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
 
@@ -44,27 +44,29 @@ class AnchorOffsets:
                 f"and {self.anchors}"
             )
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Correct what was found, leave it if it is exact, or say why it is to be computed."""
         if isinstance(found, Miss):
             return found
-        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.frame):
-            return Adapted(found, exact=True)
-        if not stands_behind_head(place):
+        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.prefix_ids):
+            return AdaptedChunk(found, exact=True)
+        if not follows_system_prefix(place):
             return Miss("no anchor was born behind what stands in front")
-        where = (place.lm.fingerprint, place.prompt.frame, place.span.segment.stored_ids)
+        where = (place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.stored_ids)
         slots = filled_slots(place.store, "difference", self.anchors, *where)
         same = [slot for slot in slots if slot.context == place.predecessors]
         for slot in same:
             chunk = sound(place.store, slot)
             if chunk is not None:
-                return Adapted(corrected(found, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base)
+                return AdaptedChunk(
+                    add_differences(found, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base
+                )
         return self._average(place, found, [slot for slot in slots if slot not in same])
 
-    def _average(self, place: Place, found: ChunkKV, slots: list[Slot]) -> Adapted | Miss:
+    def _average(self, place: PlacementContext, found: ChunkKV, slots: list[Slot]) -> AdaptedChunk | Miss:
         if not slots:
             return Miss("no anchor")
-        weights = self._weights([distance(slot, place.predecessors) for slot in slots])
+        weights = self._weights([context_distance(slot, place.predecessors) for slot in slots])
         entropy, most = sum(w * math.log2(1 / w) for w in weights if w > 0), math.log2(len(slots))
         if entropy > self.gamma * most:
             return Miss(f"anchors disagree: entropy {entropy:.2f} of {most:.2f} bits")
@@ -77,7 +79,7 @@ class AnchorOffsets:
                 return Miss(f"{slot.key.base} cannot be read")
             chosen.append((weight, chunk))
         note = f"{len(chosen)} of {len(slots)} anchors, entropy {entropy:.2f} bits"
-        return Adapted(corrected(found, chosen, first_layer=1), note=note)
+        return AdaptedChunk(add_differences(found, chosen, first_layer=1), note=note)
 
     def _weights(self, distances: list[float]) -> list[float]:
         nearest = min(distances)

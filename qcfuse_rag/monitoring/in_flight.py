@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Activity:
+class InFlight:
     """Counts what is going on."""
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class Activity:
         self._running = 0
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
+    def track(self) -> Iterator[None]:
         """Count one while the block runs."""
         with self._changed:
             self._running += 1

@@ -120,7 +120,7 @@ class Shadow:
         """Return the method to use in place of the one asked for: what sustained drift has made of it."""
         with self._changed:
             if self._in_full:
-                return asked.in_full
+                return asked.as_full_prefill
             ratio = self._ratio
             own = asked.budget.ratio if isinstance(asked.budget, FixedRatio) else None
             self._asked = own or self._asked

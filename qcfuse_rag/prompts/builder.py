@@ -43,7 +43,7 @@ class PromptBuilder:
     template: PromptTemplate
 
     @cached_property
-    def frame(self) -> tuple[int, ...]:
+    def prefix_ids(self) -> tuple[int, ...]:
         """Token ids of the fixed text before the passages; empty if the question comes before them."""
         parts = self._fixed_parts
         return self._encode(parts[0][1]) if parts[1][0] == "context" else ()
@@ -98,7 +98,7 @@ class PromptBuilder:
             else:
                 role = Role.HEAD if index == 0 and fixed else Role.TEXT
                 segments.append(Segment(role, self._encode(rendered), rendered.text))
-        return Prompt(tuple(segments), frame=self.frame)
+        return Prompt(tuple(segments), prefix_ids=self.prefix_ids)
 
     def turns(self, question: str, chunks: Sequence[str], history: Sequence[Turn] = ()) -> list[Turn]:
         """Return the messages that `build` makes a prompt of, for conversations that go on after the question."""

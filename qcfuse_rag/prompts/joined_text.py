@@ -32,7 +32,9 @@ def flat_prompt(
     text = rendered.text
     ids, offsets = builder.encode_whole(rendered, begin=begin)
     if not ids:
-        return Prompt((Segment(Role.TEXT, (), text),), frame=builder.frame, joined=True)  # which says that it is none
+        return Prompt(
+            (Segment(Role.TEXT, (), text),), prefix_ids=builder.prefix_ids, joined=True
+        )  # which says that it is none
     segments: list[Segment] = []
     at = 0
     for start, stop, part in _parts(builder, text, ids, offsets, found):
@@ -42,7 +44,7 @@ def flat_prompt(
         segments.append(_segment(Role.CHUNK, ids, offsets, text, start, stop, part))
         at = stop
     segments.append(_segment(Role.TEXT, ids, offsets, text, at, len(ids)))
-    return Prompt(tuple(segments), frame=builder.frame, joined=True)
+    return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True)
 
 
 def _segment(

@@ -70,7 +70,7 @@ class Prompt:
 
     Attributes:
         segments: not empty; the last one is text, since something must be computed afresh to answer.
-        frame: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
+        prefix_ids: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
         joined: whether it was put together elsewhere, so that its text may hold passages nobody knows of.
         note: why no passages were found in it while it was put together, for the report; None if some were, or were
             given.
@@ -80,7 +80,7 @@ class Prompt:
     """
 
     segments: tuple[Segment, ...]
-    frame: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
     note: str | None = None
     joined: bool = False
 

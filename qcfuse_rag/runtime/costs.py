@@ -21,7 +21,7 @@ from qcfuse_rag.errors import CorruptEntry, QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_rows
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import copy_chunk
 from qcfuse_rag.runtime.rows import RowsPlan
@@ -68,7 +68,7 @@ class Costs:
 
 
 @torch.inference_mode()
-def measure_passes(lm: LanguageModel, passes: FusedPasses | None = None, *, samples: int = 2) -> Costs:
+def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, samples: int = 2) -> Costs:
     """Time a few prefills; the best of the samples counts, which other work on the machine disturbs least.
 
     Args:
@@ -140,7 +140,7 @@ def prefill_once(lm: LanguageModel, tokens: int) -> None:
     forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
 
 
-def _some_rows_once(lm: LanguageModel, passes: FusedPasses, tokens: int) -> None:
+def _some_rows_once(lm: LanguageModel, passes: PrefillRunner, tokens: int) -> None:
     """Compute so many rows that mean nothing, behind one that is there."""
     plan = RowsPlan.between(1, min(tokens + 1, lm.window.tokens), lm.device, lm.sliding)
     buffer = KVBuffer.allocate(lm.shapes, plan.length, dtype=lm.dtype, device=lm.device)
@@ -172,9 +172,9 @@ class MeasuredCosts:
         passes: of the model; once they are recorded, costs are measured anew, and kept by themselves.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, passes: FusedPasses | None = None) -> None:
+    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner | None = None) -> None:
         self._lm, self._store = lm, store
-        self._passes = passes or FusedPasses(lm)
+        self._passes = passes or PrefillRunner(lm)
         self._costs: Costs | None = None
         self._recorded = False
         self._measuring = threading.Lock()

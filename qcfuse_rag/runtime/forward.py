@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.layer_hooks import SteeredPass
+from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.model_views import decoder_view, model_view
 from qcfuse_rag.runtime.rows import RowsPlan
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def forward_rows(
-    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: SteeredPass | None = None
+    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: HookedPass | None = None
 ) -> Tensor:
     """Compute the plan's rows through all layers, writing their keys and values into the buffer.
 
@@ -49,7 +49,7 @@ def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuf
 
 @torch.inference_mode()
 def forward_hidden(
-    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: SteeredPass | None = None
+    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: HookedPass | None = None
 ) -> None:
     """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
 

@@ -44,12 +44,12 @@ class KVTable:
         Raises:
             ValueError: if a buffer is not laid out as `KVBuffer.allocate` does.
         """
-        entries, some = list_places(buffers), buffers[0].keys[0]
+        entries, some = buffer_addresses(buffers), buffers[0].keys[0]
         aligned = is_aligned(entries, shapes, some.dtype)
         return cls(entries.to(some.device, non_blocking=True), shapes, some.dtype, longest, aligned)
 
 
-class MovingTable:
+class RebindableKVTable:
     """A table that CUDA graphs read, pointed at the buffers of those they serve next.
 
     Where there are fewer of these than it has places for, the places left over point at a buffer that nobody reads.
@@ -88,11 +88,11 @@ class MovingTable:
     def _places_of(self, buffer: KVBuffer) -> Tensor:
         """Return where a buffer's layers are; looked up once for an answer."""
         if buffer not in self._known:
-            self._known[buffer] = list_places([buffer])[:, 0]
+            self._known[buffer] = buffer_addresses([buffer])[:, 0]
         return self._known[buffer]
 
 
-def list_places(buffers: Sequence[KVBuffer]) -> Tensor:
+def buffer_addresses(buffers: Sequence[KVBuffer]) -> Tensor:
     """Return the entries of a table, on the host.
 
     Raises:

@@ -20,7 +20,7 @@ PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_i
 """Arguments of a decoder layer that hold one item for each row."""
 
 
-class Steering(Protocol):
+class LayerHook(Protocol):
     """Watches one pass and changes it between layers. Made anew for every pass."""
 
     def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
@@ -50,7 +50,7 @@ class Steering(Protocol):
 
 
 @runtime_checkable
-class Attentive(Steering, Protocol):
+class AttentionHook(LayerHook, Protocol):
     """A steering that looks at the pass's attention too, and says what it recomputed.
 
     Attributes:
@@ -106,7 +106,7 @@ class NestedRows:
         """Change nothing."""
 
 
-class SteeredPass:
+class HookedPass:
     """The state of one steered pass: which rows are left, and how much was computed.
 
     Args:
@@ -115,7 +115,7 @@ class SteeredPass:
         buffer: of the request.
     """
 
-    def __init__(self, plan: RowsPlan, steering: Steering, buffer: KVBuffer) -> None:
+    def __init__(self, plan: RowsPlan, steering: LayerHook, buffer: KVBuffer) -> None:
         self._first, self._steering, self._buffer = plan, steering, buffer
         self._start = plan.rows
         self.plan = self._with(plan.rows)
@@ -149,7 +149,7 @@ class SteeredPass:
     @property
     def chosen(self) -> Tensor:
         """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, unless the steering says."""
-        chosen = self._steering.chosen if isinstance(self._steering, Attentive) else None
+        chosen = self._steering.chosen if isinstance(self._steering, AttentionHook) else None
         return self.plan.rows if chosen is None else chosen
 
     def _with(self, rows: Tensor) -> RowsPlan:
@@ -160,7 +160,7 @@ class SteeredPass:
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
             steering.written(layer, rows, buffer, query)
-            if isinstance(steering, Attentive):
+            if isinstance(steering, AttentionHook):
                 steering.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)

@@ -21,7 +21,7 @@ Labels = Literal["answers", "leave-one-out"]
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class LayerProfile:
     """Which layers of a model look at the answer.
 
     Attributes:
@@ -157,7 +157,7 @@ NAME = "profile.json"
 
 
 @dataclass(frozen=True, slots=True)
-class FoundProfile:
+class LayerProfileLookup:
     """What came of looking for a profile.
 
     Attributes:
@@ -165,7 +165,7 @@ class FoundProfile:
         ignored: why one that is there is not used, or None.
     """
 
-    profile: Profile | None = None
+    profile: LayerProfile | None = None
     ignored: str | None = None
 
     def applied(self, lm: LanguageModel) -> LanguageModel:
@@ -173,7 +173,7 @@ class FoundProfile:
         return lm if self.profile is None else replace(lm, critical_layers=self.profile.layers)
 
 
-def find_profile(lm: LanguageModel, named: str | Path | None, folder: Path | None) -> FoundProfile:
+def find_profile(lm: LanguageModel, named: str | Path | None, folder: Path | None) -> LayerProfileLookup:
     """Find a model's profile.
 
     Args:
@@ -186,18 +186,18 @@ def find_profile(lm: LanguageModel, named: str | Path | None, folder: Path | Non
         ProfileError: if the one that is named is not of this model or cannot be read.
     """
     if named is not None:
-        profile = Profile.load(named)
+        profile = LayerProfile.load(named)
         mismatch = profile.mismatch(lm)
         if mismatch is not None:
             raise ProfileError(f"the profile {named} is not of this model: {mismatch}; {MAKE_ANEW}")
-        return FoundProfile(profile)
+        return LayerProfileLookup(profile)
     if folder is None or not os.path.exists(folder / NAME):
-        return FoundProfile()
+        return LayerProfileLookup()
     try:
-        profile = Profile.load(folder / NAME)
+        profile = LayerProfile.load(folder / NAME)
     except ProfileError as error:
-        return FoundProfile(ignored=str(error))
+        return LayerProfileLookup(ignored=str(error))
     mismatch = profile.mismatch(lm)
     if mismatch is not None:
-        return FoundProfile(ignored=f"the profile {folder / NAME} is not used: {mismatch}; {MAKE_ANEW}")
-    return FoundProfile(profile)
+        return LayerProfileLookup(ignored=f"the profile {folder / NAME} is not used: {mismatch}; {MAKE_ANEW}")
+    return LayerProfileLookup(profile)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 
-class StandIn(nn.Module):
+class ModuleProxy(nn.Module):
     """Stands for a module, and answers for it.
 
     Args:
@@ -33,7 +33,7 @@ class StandIn(nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
-class Course(Protocol):
+class LayerRunner(Protocol):
     """What runs instead of a decoder's layers in one pass."""
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,10 +52,10 @@ class Course(Protocol):
         ...
 
 
-class SteeredLayer(StandIn):
+class HookedLayer(ModuleProxy):
     """A decoder layer in a view."""
 
-    def __init__(self, inner: nn.Module, index: int, course: Course) -> None:
+    def __init__(self, inner: nn.Module, index: int, course: LayerRunner) -> None:
         super().__init__(inner)
         self._index, self._course = index, course
 
@@ -64,22 +64,22 @@ class SteeredLayer(StandIn):
         return self._course.run(self._index, self.inner, hidden_states, args, kwargs)
 
 
-def decoder_view(decoder: nn.Module, depth: int, course: Course | None) -> nn.Module:
+def decoder_view(decoder: nn.Module, depth: int, course: LayerRunner | None) -> nn.Module:
     """Return a decoder with its first `depth` layers, which a course runs if there is one."""
     layers = decoder._modules["layers"]
     assert isinstance(layers, nn.ModuleList)
     first: Sequence[nn.Module] = list(layers[:depth])
     if course is not None:
-        first = [SteeredLayer(layer, index, course) for index, layer in enumerate(first)]
+        first = [HookedLayer(layer, index, course) for index, layer in enumerate(first)]
     return with_module(decoder, nn.ModuleList(first), instead=layers)
 
 
-def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: Course) -> nn.Module:
+def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: LayerRunner) -> nn.Module:
     """Return a model whose decoder's layers a course runs."""
     return with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
 
 
-class KeptViews:
+class ViewCache:
     """Views of a model that are made once, because making one takes as long as launching many kernels.
 
     One pass at a time runs through them.
@@ -91,18 +91,18 @@ class KeptViews:
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
-        self._decoder, self._given = decoder, _Given()
+        self._decoder, self._given = decoder, _CurrentRunner()
         self._model = model_view(model, decoder, n_layers, self._given)
         self._decoders: dict[int, nn.Module] = {}
 
     @contextmanager
-    def model(self, course: Course) -> Iterator[nn.Module]:
+    def model(self, course: LayerRunner) -> Iterator[nn.Module]:
         """Have a course run all layers; yields the model."""
         with self._given.instead(course):
             yield self._model
 
     @contextmanager
-    def decoder(self, depth: int, course: Course) -> Iterator[nn.Module]:
+    def decoder(self, depth: int, course: LayerRunner) -> Iterator[nn.Module]:
         """Have a course run the first `depth` layers; yields the decoder."""
         if depth not in self._decoders:
             self._decoders[depth] = decoder_view(self._decoder, depth, self._given)
@@ -110,14 +110,14 @@ class KeptViews:
             yield self._decoders[depth]
 
 
-class _Given:
+class _CurrentRunner:
     """Runs the course of the pass that is running, and holds on to none."""
 
     def __init__(self) -> None:
-        self._course: Course | None = None
+        self._course: LayerRunner | None = None
 
     @contextmanager
-    def instead(self, course: Course) -> Iterator[None]:
+    def instead(self, course: LayerRunner) -> Iterator[None]:
         self._course = course
         try:
             yield

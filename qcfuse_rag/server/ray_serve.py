@@ -128,7 +128,7 @@ class EngineReplica:
             verdict="ignore",
             load_limit_s=fleet.load_limit_s,
         )
-        engine.warm_up()
+        engine.compile()
         self._served = ServedEngine.of(engine, SchedulerSettings(waiting=fleet.ongoing + 1))
         self._backend = EngineBackend(self._served, fleet.name, most_tokens=fleet.most_tokens)
 

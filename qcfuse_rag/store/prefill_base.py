@@ -26,26 +26,26 @@ class Base:
     """
 
     name: str
-    behind_frame: bool
+    after_prefix: bool
     enriched: bool = False
     primed: bool = False
     dummies: int = 0
     ranking: Ranking = "instruction"
 
-    def prefix(self, frame: tuple[int, ...]) -> tuple[int, ...]:
+    def prefix(self, prefix_ids: tuple[int, ...]) -> tuple[int, ...]:
         """Return the token ids a chunk is prefilled behind, given the ids of the prompt's fixed head.
 
         The neighbours of an enriched chunk and the text that primes one are not among them: they are not in the prompt.
         """
-        return frame if self.behind_frame else frame[:1] * self.dummies
+        return prefix_ids if self.after_prefix else prefix_ids[:1] * self.dummies
 
-    def exact_behind(self, before: tuple[int, ...], frame: tuple[int, ...]) -> bool:
+    def exact_behind(self, before: tuple[int, ...], prefix_ids: tuple[int, ...]) -> bool:
         """Return whether a chunk is what full prefill would give when the ids `before` stand in front of it."""
-        return not self.enriched and not self.primed and before == self.prefix(frame)
+        return not self.enriched and not self.primed and before == self.prefix(prefix_ids)
 
-    def key(self, fingerprint: Fingerprint, frame: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
+    def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
         """Return the address of a chunk's keys and values under this base."""
-        return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(frame)), hash_ids(ids))
+        return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(prefix_ids)), hash_ids(ids))
 
     def ranked(self, ranking: Ranking) -> Base:
         """Return the same base with its tokens ranked another way; its chunks are entries of their own."""
@@ -56,19 +56,19 @@ class Base:
         return replace(self, name=name, ranking=ranking)
 
 
-BLIND = Base("blind", behind_frame=False)
+BLIND = Base("blind", after_prefix=False)
 """No prefix, positions from 0: what QCFuse, CacheBlend and PromptCache store. Every chunk grows a sink of its own."""
 
-FRAMED = Base("framed", behind_frame=True)
+FRAMED = Base("framed", after_prefix=True)
 """Behind the prompt's fixed head: the first chunk of a prompt is exact, the others have no sinks of their own."""
 
-ENRICHED = Base("enriched", behind_frame=True, enriched=True)
+ENRICHED = Base("enriched", after_prefix=True, enriched=True)
 """Behind the head and the caches of related chunks: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
 
-PRIMED = Base("primed", behind_frame=True, primed=True)
+PRIMED = Base("primed", after_prefix=True, primed=True)
 """Behind the head and a fixed text: no passage takes itself for the first one, and none remembers another."""
 
-BEGUN = Base("begun", behind_frame=False, dummies=4)
+BEGUN = Base("begun", after_prefix=False, dummies=4)
 """Behind four copies of the token every prompt begins with, which take the attention sink away from the chunk: EPIC's
 LegoLink-0 (arXiv 2410.15332). Independent of the prompt's wording."""
 

@@ -51,7 +51,7 @@ class Slot:
 
 
 def slot_key(
-    kind: Kind, number: int, fingerprint: Fingerprint, frame: tuple[int, ...], ids: tuple[int, ...]
+    kind: Kind, number: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
 ) -> ChunkKey:
     """Return the key of a chunk's slot.
 
@@ -59,14 +59,14 @@ def slot_key(
         kind: `variant`, `difference` or `patch`.
         number: of the slot, from 0.
         fingerprint: the model.
-        frame: token ids of the prompt's fixed head.
+        prefix_ids: token ids of the prompt's fixed head.
         ids: the chunk's token ids.
     """
-    return Base(f"{kind}-{number}", behind_frame=True).key(fingerprint, frame, ids)
+    return Base(f"{kind}-{number}", after_prefix=True).key(fingerprint, prefix_ids, ids)
 
 
 def filled_slots(
-    store: KVStore, kind: Kind, slots: int, fingerprint: Fingerprint, frame: tuple[int, ...], ids: tuple[int, ...]
+    store: KVStore, kind: Kind, slots: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
 ) -> list[Slot]:
     """Return the slots of a chunk that hold something, in order of their numbers.
 
@@ -77,12 +77,12 @@ def filled_slots(
         kind: `variant`, `difference` or `patch`.
         slots: how many to try; evictions leave gaps.
         fingerprint: the model.
-        frame: token ids of the prompt's fixed head.
+        prefix_ids: token ids of the prompt's fixed head.
         ids: the chunk's token ids.
     """
     found = []
     for number in range(slots):
-        key = slot_key(kind, number, fingerprint, frame, ids)
+        key = slot_key(kind, number, fingerprint, prefix_ids, ids)
         opened = store.open(store.address(key))
         if isinstance(opened, Miss):
             continue

@@ -48,9 +48,9 @@ def hidden(engine: FusionEngine, task: str, size: int, tokens: int, texts: Seque
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    frame = len(engine.prompt("", ()))
+    prefix_ids = len(engine.prompt("", ()))
     haystack = list(texts) or list(corpus().values())
-    made = generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=0, frame=frame)
+    made = generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=0, prefix_ids=prefix_ids)
     return [Case(one.question, one.passages, one.answers, min(one.max_new_tokens, 64)) for one in made]
 
 

@@ -109,7 +109,7 @@ def _compare(engine: FusionEngine, method: Method, case: Case) -> Compared:
         scratch.warm(case.passages)
         prompt = scratch.prompt(case.question, case.passages)
         fused = scratch.prefill(prompt, room=case.max_new_tokens)
-        full = scratch.prefill(prompt, method=method.in_full, room=case.max_new_tokens)
+        full = scratch.prefill(prompt, method=method.as_full_prefill, room=case.max_new_tokens)
         agrees = int(fused.logits.argmax()) == int(full.logits.argmax())
         kl = divergence(full.logits, fused.logits)
         return Compared(kl, agrees, *(_found(engine, one, case) for one in (fused, full)))

@@ -66,7 +66,7 @@ class _TooLong(Exception):
 
 
 def generate(
-    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, frame: int = 0
+    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, prefix_ids: int = 0
 ) -> list[Example]:
     """Make questions of a task; the same arguments make the same questions.
 
@@ -77,7 +77,7 @@ def generate(
         count: the model's tokenizer.
         haystack: texts to hide needles in; `vt` hides its chain in a line that repeats.
         seed: of what is drawn.
-        frame: tokens of the prompt that are neither passages nor question.
+        prefix_ids: tokens of the prompt that are neither passages nor question.
 
     Raises:
         QCFuseError: if the needles alone are longer than the target; it says what would be long enough for all.
@@ -89,11 +89,11 @@ def generate(
         draw = random.Random(f"{seed}/{task}/{number}")
         try:
             if task == "ruler_vt":
-                made.append(_chain(task, number, draw, tokens - frame, count))
+                made.append(_chain(task, number, draw, tokens - prefix_ids, count))
             else:
-                made.append(_numbers(task, number, draw, tokens - frame, count, sentences))
+                made.append(_numbers(task, number, draw, tokens - prefix_ids, count, sentences))
         except _TooLong as error:
-            least = max(least, frame + error.args[0])
+            least = max(least, prefix_ids + error.args[0])
     if least:
         raise QCFuseError(
             f"{task} does not fit {tokens} tokens: what it hides, the question, the answer and the wording of the "

@@ -120,7 +120,7 @@ def test_changing_a_token_leaves_every_earlier_row_unchanged(
     other_ids = list(last.segment.ids)
     other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3
     other_chunk = replace(last.segment, ids=tuple(other_ids))
-    WarmJob(warmed.lm, warmed.store, prompt.frame, [other_chunk.ids], bases=(FRAMED,)).run()
+    WarmJob(warmed.lm, warmed.store, prompt.prefix_ids, [other_chunk.ids], bases=(FRAMED,)).run()
     changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
     one, other = (warmed.prefill(p, method=method) for p in (prompt, changed))
     assert one.report.selected == other.report.selected
@@ -141,7 +141,7 @@ def test_chunks_prefilled_together_are_those_prefilled_alone(family: LanguageMod
     """Whatever their lengths: places filled up are seen by nobody, and rankings are the chunk's own."""
     engine = FusionEngine(family, MemoryStore())
     batch = [engine.prompts.chunk_ids(text) for text in (PASSAGES[0], PASSAGES[1] * 2, "Short.", PASSAGES[2])]
-    prefix = prefill_chunk(family, engine.prompts.frame) if framed else None
+    prefix = prefill_chunk(family, engine.prompts.prefix_ids) if framed else None
     for ids, together in zip(batch, prefill_chunks(family, batch, prefix=prefix), strict=True):
         alone = prefill_chunk(family, ids, prefix=prefix)
         assert together.n_tokens == len(ids)

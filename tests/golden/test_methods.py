@@ -25,7 +25,7 @@ from qcfuse_rag import (
     Prompt,
     make_method,
 )
-from qcfuse_rag.fusion.selectors import Nothing
+from qcfuse_rag.fusion.selectors import SelectNone
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
 
@@ -78,7 +78,7 @@ def test_ratio_0_is_its_base(warmed: FusionEngine, prompt: Prompt, name: str, op
     """Not even a bit more: what is placed, and the question over it."""
     method = fused(name, ratio=0.0, **options)
     done = warmed.prefill(prompt, method=method)
-    base = replace(method, probe=None, selector=Nothing(), layerwise=None)
+    base = replace(method, probe=None, selector=SelectNone(), layer_hook=None)
     assert torch.equal(done.logits, warmed.prefill(prompt, method=base).logits)
     assert done.report.selected == ()
 

@@ -64,7 +64,7 @@ def test_decode_steps_are_recorded_for_every_family(
     engine = engine_on("cuda", dtype, family, tokenizer)
     stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=1))
     position, buffer = stream.report.prompt_tokens, stream.prefilled.buffer
-    engine.step.warm_up(requests=(1, 2))
+    engine.step.compile(requests=(1, 2))
     if family not in WITH_EXPERTS:
         assert engine.step.refusal is None
     found, expected = engine.step([5], [position], [buffer]), forward_step(engine.lm, [5], [position], [buffer])
@@ -81,7 +81,7 @@ def test_fused_passes_are_recorded_for_every_family(
     prompt = engine.prompt(QUESTION, PASSAGES)
     methods = [make_method("prophetkv", ratio=0.3, base=FRAMED), make_method("reuse", base=FRAMED)]
     expected = [engine.prefill(prompt, method=method) for method in methods]
-    engine.passes.warm_up(rows=(16, 128))
+    engine.passes.compile(rows=(16, 128))
     if family not in WITH_EXPERTS:
         assert engine.passes.refusal is None
     for _ in range(5):  # what is not waited for shows now and then

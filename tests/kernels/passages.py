@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from qcfuse_rag.runtime.loading.host_to_device import Sent
+from qcfuse_rag.runtime.loading.host_to_device import TransferHandle
 from tests.recorders import DEVICE
 
 PASSAGES = ["The ferry is green, its captain is Orla.", "The paint is kept in the mill.", "Nobody has a key."]
@@ -20,8 +20,8 @@ class Nearby:
     def __init__(self, *, at_once: bool = True) -> None:
         self.at_once = at_once
 
-    def send(self, tensors: list[Tensor]) -> Sent:
-        class There(Sent):
+    def send(self, tensors: list[Tensor]) -> TransferHandle:
+        class There(TransferHandle):
             here = self.at_once
 
             def receive(self) -> None:

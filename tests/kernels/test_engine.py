@@ -17,8 +17,8 @@ from tests.families import build_model
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.engine.engine import warm_up as warming
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.engine import first_passes as warming
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.kernels import context_score, launch
 from qcfuse_rag.runtime.kernels import placement as place
@@ -67,7 +67,7 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
-    assembly = Assembly.empty(lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(lm, prompt, len(prompt))
     assembly.load(warmed.store, FRAMED, loading=Loading(lm))
     for thread in threading.enumerate():
         if thread.name == "qcfuse-loading":
@@ -139,7 +139,7 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
     model = build_model("llama", num_hidden_layers=2, max_position_embeddings=2048)
     lm = LanguageModel.wrap(model.to(DEVICE, torch.float16), tokenizer)
-    warming.warm_up(lm, FusionEngine(lm, MemoryStore()).prompts)
+    warming.run_first_passes(lm, FusionEngine(lm, MemoryStore()).prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
     launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
     assert launched == {*all_ways, (launch.TALL.rows, False)}

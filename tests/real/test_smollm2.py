@@ -87,7 +87,7 @@ def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: Fu
 
 def test_the_demonstration_asks_over_two_thousand_tokens_whichever_passages_it_finds(engine: FusionEngine) -> None:
     shortest = sorted(len(engine.prompts.chunk_ids(text)) for text in corpus().values())[:8]
-    assert sum(shortest) + len(engine.prompts.frame) >= 2000
+    assert sum(shortest) + len(engine.prompts.prefix_ids) >= 2000
 
 
 @pytest.mark.slow

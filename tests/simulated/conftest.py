@@ -19,9 +19,9 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() or find_spec("t
 @pytest.fixture(scope="session")
 def remembered() -> Callable[..., str | None]:
     """Why kernels are refused, remembered by these tests alone."""
-    from qcfuse_rag.runtime.kernels.support import kernel_refusal
+    from qcfuse_rag.runtime.kernels.support import unavailable_reason
 
-    return cache(kernel_refusal.__wrapped__)
+    return cache(unavailable_reason.__wrapped__)
 
 
 @pytest.fixture

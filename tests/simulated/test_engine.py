@@ -24,7 +24,7 @@ from qcfuse_rag import (
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
-from qcfuse_rag.runtime.loading.host_to_device import Link, Ring, Transfer
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, Ring, TransferLink
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -77,7 +77,7 @@ def assert_same(found: Prefilled, expected: Prefilled) -> None:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernel_refusal", lambda *about: "switched off")
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.unavailable_reason", lambda *about: "switched off")
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -126,8 +126,8 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
         monkeypatch.setattr(f"qcfuse_rag.runtime.graphs.decode_graphs.{short}", 1)
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 40))
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
-    there.passes.warm_up(rows=(16, 48))
-    there.step.warm_up(requests=(1,))
+    there.passes.compile(rows=(16, 48))
+    there.step.compile(requests=(1,))
     assert (there.passes.refusal, there.step.refusal) == (None, None)
     assert min(device.launched[kernel] for kernel in ("normalize", "rotate", "gate")) > 0
     for prompt in (here.prompt(QUESTION, PASSAGES), here.prompt("Who?", PASSAGES[::-1])):
@@ -144,7 +144,7 @@ def test_recorded_steps_of_the_leanest_layers_are_the_models(
 ) -> None:
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
-    there.step.warm_up(requests=(2,))
+    there.step.compile(requests=(2,))
     assert there.step.refusal is None
     assert min(device.launched[kernel] for kernel in ("project", "project_gated", "rotate")) > 0
     graphs, greedy, prompt = device.launched["graph"], SamplingParams(max_new_tokens=3), here.prompt("Who?", PASSAGES)
@@ -155,8 +155,8 @@ def test_recorded_steps_of_the_leanest_layers_are_the_models(
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     """Prefills, recorded or not, beside one another's decode steps, in the scheduler's thread."""
     here, there = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    there.passes.warm_up(rows=(48,))
-    there.step.warm_up(requests=(2,))
+    there.passes.compile(rows=(48,))
+    there.step.compile(requests=(2,))
     replayed, graphs = there.passes.replayed, device.launched["graph"]
     greedy = SamplingParams(max_new_tokens=4)
     prompts = [here.prompt(QUESTION, passages) for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1])]
@@ -184,7 +184,7 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
 ) -> None:
     store = DamagedLate(pinned=True)
     here, there = engines(device, tokenizer, store=store)
-    there.passes.warm_up(rows=(48,))
+    there.passes.compile(rows=(48,))
     store.harmed = True
     prompt, graphs = here.prompt(QUESTION, PASSAGES), device.launched["graph"]
     found = there.prefill(prompt, method=PROPHETKV)
@@ -196,7 +196,10 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
 
 
 def test_the_ring_goes_round_no_faster_than_the_link(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    transfer, blocks = Transfer(Link(torch.device("cuda", 0))), [torch.full((500,), float(n)) for n in range(12)]
+    transfer, blocks = (
+        HostToDevice(TransferLink(torch.device("cuda", 0))),
+        [torch.full((500,), float(n)) for n in range(12)],
+    )
     sent = transfer.send(blocks)
     sent.receive()
     assert [one.mean().item() for one in sent.brought] == list(range(12))

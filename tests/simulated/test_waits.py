@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, MemoryStore, make_method
 from qcfuse_rag.runtime.kernels.support import kernels_run_on
-from qcfuse_rag.runtime.loading.host_to_device import Sent, Transfer
-from qcfuse_rag.runtime.loading.layer_loader import Arrival
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
 
@@ -39,7 +39,7 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     if recorded:
-        engine.passes.warm_up(rows=(48,))
+        engine.passes.compile(rows=(48,))
     prompt = engine.prompt(QUESTION, [*PASSAGES, *missing])
     chosen = make_method("full") if method == "full" else replace(make_method(method, base=FRAMED), guard=None)
     device.launched.clear()
@@ -57,10 +57,10 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
     prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
     expected = here.prefill(prompt, method=chosen)
     room = 2 * expected.report.bytes_loaded // 6
-    in_flight, most, send, free = 0, 0, Transfer.send, Arrival._free
+    in_flight, most, send, free = 0, 0, HostToDevice.send, LayerLoader._free
     turn, more_than_room = threading.Lock(), threading.Event()
 
-    def counted(transfer: Transfer, tensors: Sequence[Tensor]) -> Sent:
+    def counted(transfer: HostToDevice, tensors: Sequence[Tensor]) -> TransferHandle:
         nonlocal in_flight, most
         found = send(transfer, tensors)
         with turn:
@@ -70,7 +70,7 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
             more_than_room.set()
         return found
 
-    def counted_free(arrival: Arrival) -> None:
+    def counted_free(arrival: LayerLoader) -> None:
         nonlocal in_flight
         more_than_room.wait(timeout=10)  # so that there is something to keep within bounds
         before = list(arrival._leaving)
@@ -81,8 +81,8 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
                 in_flight -= nbytes
 
     monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES", room)
-    monkeypatch.setattr(Transfer, "send", counted)
-    monkeypatch.setattr(Arrival, "_free", counted_free)
+    monkeypatch.setattr(HostToDevice, "send", counted)
+    monkeypatch.setattr(LayerLoader, "_free", counted_free)
     assert_same(there.prefill(prompt, method=chosen), expected)
     assert room < most <= room + room // 2, "a layer more: it is sent before the thread waits"
 
@@ -91,14 +91,14 @@ def test_what_the_device_waits_for_is_neither_probing_nor_recomputing(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    prompt, receive = engine.prompt(QUESTION, PASSAGES), Sent.receive
+    prompt, receive = engine.prompt(QUESTION, PASSAGES), TransferHandle.receive
     usual = engine.prefill(prompt, method=PROPHETKV).report.timings
 
-    def late(sent: Sent) -> None:
+    def late(sent: TransferHandle) -> None:
         device.host.seconds += 0.5
         receive(sent)
 
-    monkeypatch.setattr(Sent, "receive", late)
+    monkeypatch.setattr(TransferHandle, "receive", late)
     found = engine.prefill(prompt, method=PROPHETKV).report.timings
     assert 0 < found.probe_s == pytest.approx(usual.probe_s, abs=0.1)
     assert 0 < found.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)

@@ -24,7 +24,7 @@ def bounded(*, memory_bytes: int, cpu_s: float) -> Iterator[None]:
         TimeoutError: if it took longer.
     """
 
-    def too_long(number: int, frame: FrameType | None) -> None:
+    def too_long(number: int, prefix_ids: FrameType | None) -> None:
         raise TimeoutError(f"more than {cpu_s:g} s")
 
     limits = resource.getrlimit(resource.RLIMIT_AS)

@@ -78,7 +78,7 @@ def test_full_prefill_is_the_models_own(engine: FusionEngine) -> None:
 def test_every_beginning_is_computed_once(engine: FusionEngine) -> None:
     """Counted on the tree of beginnings: its nodes, and every prompt's own end."""
     prompts = batch(engine)
-    nodes = {(p.frame, *(s.ids for s in p.segments[: n + 1])) for p in prompts for n in range(len(p.segments) - 1)}
+    nodes = {(p.prefix_ids, *(s.ids for s in p.segments[: n + 1])) for p in prompts for n in range(len(p.segments) - 1)}
     ends = sum(len(prompt.segments[-1].ids) for prompt in prompts)
     found = engine.answer_many(prompts, SamplingParams(max_new_tokens=1), method=METHODS["full"])
     assert sum(answer.report.rows for answer in found) == sum(len(node[-1]) for node in nodes) + ends
@@ -100,7 +100,7 @@ def test_every_shared_chunk_is_loaded_once(engine: FusionEngine) -> None:
 def test_prompts_of_other_wordings_share_nothing(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     assert shared_tokens(prompt, prompt) == len(prompt) - len(prompt.segments[-1].ids)
-    assert shared_tokens(prompt, replace(prompt, frame=(1, 2, 3))) == 0
+    assert shared_tokens(prompt, replace(prompt, prefix_ids=(1, 2, 3))) == 0
     assert shared_tokens(prompt, engine.prompt(QUESTION, PASSAGES[1:])) == len(prompt.segments[0].ids)
 
 

@@ -22,7 +22,7 @@ from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import Ring
 from qcfuse_rag.runtime.loading.loading import Loading
-from qcfuse_rag.runtime.loading.wait_budget import within
+from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -183,7 +183,7 @@ def test_damage_found_late_is_computed_reported_and_discarded(
     done = engine.prefill(prompt, method=make_method(method, base=FRAMED))
     assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
     assert done.report.fallback == "1 of 3 passages computed in full: checksum differs"
-    assert FRAMED.key(engine.lm.fingerprint, prompt.frame, prompt.chunks[1].segment.ids) not in store
+    assert FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids) not in store
     store.before = None
     assert torch.equal(done.logits, prefill(engine.lm, store, prompt, make_method(method, base=FRAMED)).logits)
 
@@ -336,11 +336,11 @@ def test_a_limit_that_leaves_no_time_is_refused(llama: LanguageModel) -> None:
 
 
 def test_within_hands_on_what_a_call_returns_and_raises() -> None:
-    assert within(5.0, lambda: 7) == within(None, lambda: 7) == 7
+    assert call_with_timeout(5.0, lambda: 7) == call_with_timeout(None, lambda: 7) == 7
     with pytest.raises(KeyError):
-        within(5.0, lambda: {}["nothing"])
+        call_with_timeout(5.0, lambda: {}["nothing"])
     with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
-        within(0.05, lambda: time.sleep(1))
+        call_with_timeout(0.05, lambda: time.sleep(1))
 
 
 class Copied:

@@ -22,8 +22,8 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.fusion.probes import QuestionProbe
-from qcfuse_rag.fusion.selectors import candidate_positions, inexact_chunks
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
 from tests import references
 from tests.conftest import PASSAGES, QUESTION
@@ -48,10 +48,10 @@ def stored(engine: FusionEngine, text: str) -> ChunkKV:
 
 
 def test_a_primed_chunk_has_stood_behind_head_and_primer(warmed: FusionEngine) -> None:
-    frame, primer = warmed.prompts.frame, warmed.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS]
+    prefix_ids, primer = warmed.prompts.prefix_ids, warmed.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS]
     ids = warmed.prompts.chunk_ids(PASSAGES[1])
-    expected = references.alone_at(warmed.lm, ids, len(frame) + len(primer), before=frame + primer)
-    references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(frame) + len(primer))
+    expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
+    references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
 
 
 def test_it_does_not_depend_on_what_else_is_stored(llama: LanguageModel, warmed: FusionEngine) -> None:
@@ -72,7 +72,7 @@ def test_warming_for_auto_keeps_both_caches_it_reads(llama: LanguageModel) -> No
 def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngine) -> None:
     ids = [engine.prompts.chunk_ids(PASSAGES[0])]
     with pytest.raises(ValueError, match="needs the token ids of a primer"):
-        WarmJob(llama, engine.store, engine.prompts.frame, ids, bases=(PRIMED,))
+        WarmJob(llama, engine.store, engine.prompts.prefix_ids, ids, bases=(PRIMED,))
 
 
 # --- exact first
@@ -80,13 +80,13 @@ def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngi
 
 def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    assembly = Assembly.empty(warmed.lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
     assert UNGUARDED.base is not None
     assembly.load(warmed.store, UNGUARDED.base, UNGUARDED.adapter)
     assert [placed.exact for placed in assembly.placed_chunks] == [True, False, False]
     without = make_method("auto", exact_first=False)
     assert without.base is not None
-    assembly = Assembly.empty(warmed.lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
     assembly.load(warmed.store, without.base, without.adapter)
     assert [placed.exact for placed in assembly.placed_chunks] == [False, False, False]
 
@@ -111,7 +111,7 @@ def test_what_is_not_primed_yet_is_taken_framed_and_what_is_not_stored_computed(
 @pytest.mark.parametrize("rows", ["question", "suffix"])
 def test_who_asks(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    assembly = Assembly.empty(warmed.lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
     assembly.load(warmed.store, FRAMED)
     asking = assembly.probe_rows(suffix=rows == "suffix").tolist()
     assert asking[0] == prompt.chunks[-1].stop
@@ -144,10 +144,10 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     found = {}
     for normalized in (False, True):
-        assembly = Assembly.empty(warmed.lm, prompt, len(prompt))
+        assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
         assembly.load(warmed.store, FRAMED)
         found[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(assembly).by_layer
-    counted = candidate_positions(inexact_chunks(assembly))
+    counted = candidate_positions(recomputable_chunks(assembly))
     by_hand = found[False][:, counted] / found[False][:, counted].sum(1, keepdim=True)
     assert torch.allclose(found[True][:, counted], by_hand, atol=1e-6)
     assert torch.allclose(found[True][:, counted].sum(1), torch.ones(warmed.lm.n_layers))

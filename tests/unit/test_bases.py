@@ -64,18 +64,18 @@ def behind_caches(
 
 def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[2, 1], [], [0]])
-    frame = engine.prompts.frame
+    prefix_ids = engine.prompts.prefix_ids
     ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
     total = len(ids[2]) + len(ids[1])
     assert 64 <= total < 128, "so that it is made a multiple of four"
-    start = len(frame) + total - total % 4
-    expected = behind_caches(engine.lm, frame, [ids[2], ids[1]], start, ids[0])
+    start = len(prefix_ids) + total - total % 4
+    expected = behind_caches(engine.lm, prefix_ids, [ids[2], ids[1]], start, ids[0])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
     references.assert_chunk_is(
         engine.lm,
         stored(engine, ENRICHED, PASSAGES[1]),
-        references.alone_at(engine.lm, ids[1], len(frame), before=frame),
-        len(frame),
+        references.alone_at(engine.lm, ids[1], len(prefix_ids), before=prefix_ids),
+        len(prefix_ids),
     )
     assert stored(engine, FRAMED, PASSAGES[2]).n_tokens == len(ids[2]), "the first pass is kept"
 
@@ -128,15 +128,15 @@ def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs
 def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine) -> None:
     long = PASSAGES[0] * 6
     engine.warm([long, PASSAGES[1], PASSAGES[2]], bases=(ENRICHED,), neighbours=[[], [2, 0, 0, 0], []])
-    frame = engine.prompts.frame
+    prefix_ids = engine.prompts.prefix_ids
     ids = [engine.prompts.chunk_ids(text) for text in (long, PASSAGES[1], PASSAGES[2])]
     fitting = [ids[2]]
-    while len(frame) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
+    while len(prefix_ids) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
         fitting.append(ids[0])
     assert len(fitting) < 4
     lengths = [len(one) for one in fitting]
-    start = what_fits(len(ids[1]), len(frame), lengths, engine.lm.window.tokens).length
-    expected = behind_caches(engine.lm, frame, fitting, start, ids[1])
+    start = what_fits(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
+    expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
 
 
@@ -194,7 +194,7 @@ def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine
     """EPIC's LegoLink-0: nothing to recompute, because somebody else took the sink."""
     engine.warm(PASSAGES, bases=(BEGUN,))
     ids = engine.prompts.chunk_ids(PASSAGES[0])
-    expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.frame[:1] * 4)
+    expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.prefix_ids[:1] * 4)
     references.assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
     method = make_method("epic", n_tokens=0)
     assert method.base is BEGUN

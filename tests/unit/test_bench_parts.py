@@ -137,7 +137,7 @@ def test_a_chain_is_in_order_and_no_line_is_cut() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_that_does_not_fit_says_what_was_asked_for_and_what_would_do(task: str) -> None:
     def made(tokens: int) -> int:
-        return len(generate(task, 3, tokens=tokens, frame=30, count=words, haystack=PASSAGES, seed=0))
+        return len(generate(task, 3, tokens=tokens, prefix_ids=30, count=words, haystack=PASSAGES, seed=0))
 
     with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*give at least that length") as error:
         made(64)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Miss, Prompt, make_method
 from qcfuse_rag.fusion.report import FusionReport, Lookup
-from qcfuse_rag.fusion.selectors import TopOfEachChunk
+from qcfuse_rag.fusion.selectors import TopPerChunk
 from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_mending
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
 from qcfuse_rag.store.chunk import ChunkKV
@@ -40,7 +40,7 @@ def prompt(captured: FusionEngine) -> Prompt:
 
 
 def slots_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[Slot]:
-    return filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, engine.prompts.frame, ids)
+    return filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
 
 
 def kept_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
@@ -85,7 +85,7 @@ def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None])
     for span in prompt.spans:
         before: tuple[int, ...] = ()
         if span.segment.role == "chunk":
-            before = (*prompt.frame, *itertools.chain(*(texts[one] for one in next(contexts))))
+            before = (*prompt.prefix_ids, *itertools.chain(*(texts[one] for one in next(contexts))))
         tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
@@ -235,10 +235,10 @@ def test_a_slot_written_anew_since_it_was_looked_at_is_not_placed(
 def test_mending_stops_in_passages_that_the_question_does_not_look_at(
     captured: FusionEngine, prompt: Prompt, share: float
 ) -> None:
-    lm, layerwise = captured.lm, FocusedChunks(depth=0.4, share=share)
+    lm, layer_hook = captured.lm, FocusedChunks(depth=0.4, share=share)
     method = make_method("cachecraft", early_stop=False)
     started = captured.prefill(prompt, method=method).report.selected
-    done = captured.prefill(prompt, method=replace(method, layerwise=layerwise))
+    done = captured.prefill(prompt, method=replace(method, layer_hook=layer_hook))
 
     table = table_of(captured, prompt, [chunk for _, chunk in overheads(captured, prompt)])
     passages = range(prompt.chunks[-1].stop)
@@ -283,10 +283,10 @@ def test_the_cache_whose_uses_save_least_gives_way(captured: FusionEngine) -> No
 def test_published_settings() -> None:
     method = make_method("cachecraft")
     assert method.adapter == ClosestVariant(alpha=1.0, slots=5, refuse=True)
-    assert (method.selector, method.ratio, method.base) == (TopOfEachChunk(by_demand=True), None, FRAMED)
-    assert method.layerwise == FocusedChunks(depth=0.4)
-    assert make_method("cachecraft", ratio=0.5).layerwise is None
-    assert make_method("cachecraft", ratio=0.5, early_stop=True).layerwise == FocusedChunks()
+    assert (method.selector, method.ratio, method.base) == (TopPerChunk(by_demand=True), None, FRAMED)
+    assert method.layer_hook == FocusedChunks(depth=0.4)
+    assert make_method("cachecraft", ratio=0.5).layer_hook is None
+    assert make_method("cachecraft", ratio=0.5, early_stop=True).layer_hook == FocusedChunks()
     with pytest.raises(ValueError, match="must be above 0"):
         make_method("cachecraft", alpha=0.0)
     with pytest.raises(ValueError, match="must be fractions"):

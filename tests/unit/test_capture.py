@@ -115,7 +115,7 @@ def test_neither_question_nor_conversation_changes_what_is_captured(engine: Fusi
 def test_tokens_are_ranked_as_in_a_prefill_behind_the_same_text(llama: LanguageModel, prompt: Prompt) -> None:
     for place, chunk in enumerate(capture(llama, prompt), start=1):
         before = tuple(token for span in prompt.chunks[:place] for token in span.segment.ids)
-        prefix = prefill_chunk(llama, (*prompt.frame, *before))
+        prefix = prefill_chunk(llama, (*prompt.prefix_ids, *before))
         alone = prefill_chunk(llama, prompt.chunks[place].segment.ids, prefix=prefix)
         for layer in range(llama.n_layers):
             few = max(1, chunk.n_tokens // 4)
@@ -131,11 +131,11 @@ def test_one_passage_has_no_context_to_be_born_in(engine: FusionEngine, llama: L
 
 def test_passages_beyond_the_window_are_refused_and_up_to_it_are_not(llama: LanguageModel) -> None:
     most = llama.window.tokens
-    frame, first = (5,) * 10, (6,) * 100
-    [last] = capture_chunks(llama, frame, [first, (7,) * (most - 110)])
+    prefix_ids, first = (5,) * 10, (6,) * 100
+    [last] = capture_chunks(llama, prefix_ids, [first, (7,) * (most - 110)])
     assert isinstance(last, ChunkKV)
     assert last.n_tokens == most - 110, (
         "without an instruction, for which there is no room, its tokens rank as they are"
     )
     with pytest.raises(PromptTooLong, match="capture fewer passages at once"):
-        capture_chunks(llama, frame, [first, (7,) * (most - 109)])
+        capture_chunks(llama, prefix_ids, [first, (7,) * (most - 109)])

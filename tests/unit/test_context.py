@@ -40,7 +40,7 @@ def slot(number: int, *born: int, turn: float = 0.0) -> Slot:
 
 def filled(engine: FusionEngine, text: str, kind: Kind = "variant", slots: int = 5) -> list[Slot]:
     ids = engine.prompts.chunk_ids(text)
-    return filled_slots(engine.store, kind, slots, engine.lm.fingerprint, engine.prompts.frame, ids)
+    return filled_slots(engine.store, kind, slots, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
 
 
 def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
@@ -140,7 +140,7 @@ def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(e
 def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
     engine.capture([PASSAGES], keep=("variant", "difference", "patch"), rank=64)
     ids = engine.prompts.chunk_ids(PASSAGES[2])
-    framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.frame, ids))
+    framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
     [born] = filled(engine, PASSAGES[2])
     for kind, numbers in (("difference", "model"), ("patch", "rank64")):
@@ -224,7 +224,7 @@ def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(e
 def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
     engine.capture([PASSAGES], keep=("patch",))
-    framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(PASSAGES[2]))
+    framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[2]))
     assert framed in engine.store
     engine.forget("mill")
     assert framed not in engine.store

@@ -42,7 +42,7 @@ def full_logits(engine: FusionEngine, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def stored(engine: FusionEngine, text: str, base: object = FRAMED) -> ChunkKV:
-    found = engine.store.get(base.key(engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(text)))  # type: ignore[attr-defined]
+    found = engine.store.get(base.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text)))  # type: ignore[attr-defined]
     assert isinstance(found, ChunkKV)
     return found
 
@@ -256,7 +256,7 @@ def test_damage_in_any_block_is_recomputed_reported_and_healed(
         engine.warm(PASSAGES)
         prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
         sound = engine.prefill(prompt, method=chosen)
-        key = FRAMED.key(llama.fingerprint, prompt.frame, prompt.chunks[1].segment.ids)
+        key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
         damage(file_of(store, key), block)
         done = engine.prefill(prompt, method=chosen)
         assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
@@ -273,7 +273,7 @@ def test_a_damaged_head_is_recomputed_when_questions_and_when_passages_come(
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES[:1])
         prompt = engine.prompt(QUESTION, PASSAGES[:1])
-        key = BLIND.key(llama.fingerprint, prompt.frame, prompt.frame)
+        key = BLIND.key(llama.fingerprint, prompt.prefix_ids, prompt.prefix_ids)
         damage(file_of(store, key), "value.1")
         done = engine.prefill(prompt, method=make_method("reuse"))
         assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
@@ -320,7 +320,7 @@ def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageMode
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
-        key = FRAMED.key(llama.fingerprint, prompt.frame, prompt.chunks[1].segment.ids)
+        key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
         damage(file_of(store, key), "value.3")  # found only when the last layer is read
         done = engine.prefill(prompt, method=make_method("reuse"))
         assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
@@ -408,18 +408,18 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
 
 def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    WarmJob(engine.lm, engine.store, prompt.frame, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
+    WarmJob(engine.lm, engine.store, prompt.prefix_ids, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
     assert engine.warm(PASSAGES).warmed == 0
 
 
 def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.warm_up() > 0, "with nothing stored as well"
+    assert engine.compile() > 0, "with nothing stored as well"
     engine.method = make_method("auto")
     engine.warm(PASSAGES)
     entries = {entry.address for entry in engine.store.entries()}
-    engine.warm_up()
+    engine.compile()
     assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
 
     def measured(*given: object, **rest: object) -> object:

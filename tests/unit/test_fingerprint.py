@@ -48,9 +48,9 @@ def test_where_a_model_came_from_does_not_matter(tokenizer: PreTrainedTokenizerF
 def test_keys_tell_bases_frames_and_chunks_apart(tokenizer: PreTrainedTokenizerFast) -> None:
     fingerprint = of(tokenizer)
     keys = [
-        base.key(fingerprint, frame, ids)
+        base.key(fingerprint, prefix_ids, ids)
         for base in (BLIND, FRAMED)
-        for frame in ((1, 2), (1,))
+        for prefix_ids in ((1, 2), (1,))
         for ids in ((5,), (6,))
     ]
     addresses = {key.address for key in keys}

@@ -21,7 +21,7 @@ from qcfuse_rag import (
     StoreError,
     make_method,
 )
-from qcfuse_rag.fusion.estimate import outlook
+from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
@@ -74,7 +74,7 @@ def test_what_is_fused_is_predicted_to_be_faster(
 def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:2], bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), guarded()
-    ahead = outlook(engine.lm, engine.store, prompt, method)
+    ahead = estimate_prefill(engine.lm, engine.store, prompt, method)
     report = engine.prefill(prompt, method=replace(method, guard=None)).report
     assert ahead.prompt_tokens == report.prompt_tokens
     assert ahead.rows == report.rows

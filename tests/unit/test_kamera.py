@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fusion.adapters import corrected
+from qcfuse_rag.fusion.adapters import add_differences
 from qcfuse_rag.methods.kamera import StoredPatches
 from qcfuse_rag.store.chunk import compress
-from qcfuse_rag.store.context_distance import discordance, distance, masses, overlap
+from qcfuse_rag.store.context_distance import attention_mass, context_distance, context_overlap, kendall_distance
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
@@ -48,33 +48,33 @@ def test_published_defaults() -> None:
 
 def test_overlap_is_the_share_of_the_attention_that_went_to_what_is_there_now() -> None:
     born = slot((A, B, C), (6.0, 3.0, 1.0))
-    assert overlap(born, (A, B, C)) == 1.0
-    assert overlap(born, (D, B)) == pytest.approx(0.3)
-    assert overlap(born, (C, A)) == pytest.approx(0.7)
-    assert overlap(born, ()) == 0.0
-    assert overlap(slot(()), (A,)) == 1.0
+    assert context_overlap(born, (A, B, C)) == 1.0
+    assert context_overlap(born, (D, B)) == pytest.approx(0.3)
+    assert context_overlap(born, (C, A)) == pytest.approx(0.7)
+    assert context_overlap(born, ()) == 0.0
+    assert context_overlap(slot(()), (A,)) == 1.0
 
 
 def test_where_nothing_was_measured_all_chunks_of_a_context_count_alike() -> None:
-    assert masses(slot((A, B))) == (2.5, 2.5), "the five tokens of the chunk, shared out"
-    assert overlap(slot((A, B)), (B,)) == 0.5
-    assert overlap(slot((A, B), (0.0, 0.0)), (B,)) == 0.5
+    assert attention_mass(slot((A, B))) == (2.5, 2.5), "the five tokens of the chunk, shared out"
+    assert context_overlap(slot((A, B)), (B,)) == 0.5
+    assert context_overlap(slot((A, B), (0.0, 0.0)), (B,)) == 0.5
 
 
 def test_discordance_is_the_share_of_pairs_turned_round() -> None:
-    assert discordance((A, B, C), (A, B, C)) == 0.0
-    assert discordance((A, B, C), (C, B, A)) == 1.0
-    assert discordance((A, B, C), (B, A, D, C)) == pytest.approx(1 / 3)
-    assert discordance((A, B), (B, D)) == 0.0
+    assert kendall_distance((A, B, C), (A, B, C)) == 0.0
+    assert kendall_distance((A, B, C), (C, B, A)) == 1.0
+    assert kendall_distance((A, B, C), (B, A, D, C)) == pytest.approx(1 / 3)
+    assert kendall_distance((A, B), (B, D)) == 0.0
 
 
 def test_distance_counts_what_is_gone_what_is_new_and_what_changed_places() -> None:
     born = slot((A, B, C), (6.0, 3.0, 0.6))
-    assert distance(born, (A, B, C)) == 0.0
-    assert distance(born, (A, B)) == pytest.approx(0.6)
-    assert distance(born, (A, B, C, D)) == pytest.approx(3.2)
-    assert distance(born, (A, D, C)) == pytest.approx(3.0 + 3.2)
-    assert distance(born, (B, A)) == pytest.approx(0.6 + 9.0)
+    assert context_distance(born, (A, B, C)) == 0.0
+    assert context_distance(born, (A, B)) == pytest.approx(0.6)
+    assert context_distance(born, (A, B, C, D)) == pytest.approx(3.2)
+    assert context_distance(born, (A, D, C)) == pytest.approx(3.0 + 3.2)
+    assert context_distance(born, (B, A)) == pytest.approx(0.6 + 9.0)
 
 
 # Sums.
@@ -84,7 +84,7 @@ def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_writte
     for numbers in ("model", "int8"):
         chunk = compress(example_chunk(1, n_tokens=30), numbers)
         patch = compress(example_chunk(2, n_tokens=30), "rank4")
-        total = corrected(chunk, [(0.25, patch), (2.0, example_chunk(3, n_tokens=30))], first_layer=1)
+        total = add_differences(chunk, [(0.25, patch), (2.0, example_chunk(3, n_tokens=30))], first_layer=1)
         assert total.numbers == "model"
         assert total.names() == example_chunk().names()
         assert torch.equal(total.blocks["ranking"], chunk.blocks["ranking"])
@@ -149,10 +149,15 @@ def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: Fus
     engine.warm(PASSAGES)
     engine.capture([PASSAGES], keep=("patch",))
     [kept] = filled_slots(
-        engine.store, "patch", 5, engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(PASSAGES[2])
+        engine.store,
+        "patch",
+        5,
+        engine.lm.fingerprint,
+        engine.prompts.prefix_ids,
+        engine.prompts.chunk_ids(PASSAGES[2]),
     )
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
-    share = overlap(kept, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
+    share = context_overlap(kept, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
     assert 0.0 < share < 1.0
     for threshold, added in ((share - 0.01, True), (share + 0.01, False)):
         report = engine.prefill(prompt, method=make_method("kamera", threshold=threshold)).report
@@ -186,7 +191,12 @@ def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: Fusion
     engine.warm(PASSAGES)
     engine.capture([PASSAGES[:2]], keep=("patch",))
     [kept] = filled_slots(
-        engine.store, "patch", 5, engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(PASSAGES[1])
+        engine.store,
+        "patch",
+        5,
+        engine.lm.fingerprint,
+        engine.prompts.prefix_ids,
+        engine.prompts.chunk_ids(PASSAGES[1]),
     )
     blocks: Blocks = Damaged({})
     engine.store._entries[kept.key.address].chunk = replace(kept.chunk, blocks=blocks)  # type: ignore[attr-defined]

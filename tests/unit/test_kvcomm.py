@@ -10,7 +10,7 @@ from torch import Tensor
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.methods.kvcomm import AnchorOffsets
-from qcfuse_rag.store.context_distance import distance
+from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests import references
@@ -25,7 +25,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def anchors(engine: FusionEngine, text: str) -> list[Slot]:
-    where = (engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(text))
+    where = (engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
     return filled_slots(engine.store, "difference", 20, *where)
 
 
@@ -83,7 +83,7 @@ def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors
     engine = two_anchors
     prompt = engine.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
     now = tuple(hash_ids(span.segment.ids) for span in prompt.chunks[:2])
-    far = [distance(one, now) for one in anchors(engine, PASSAGES[2])]
+    far = [context_distance(one, now) for one in anchors(engine, PASSAGES[2])]
     raised = [math.exp(-one / 15) for one in far]
     weights = [one / sum(raised) for one in raised]
     assert weights[1] > weights[0] > 0.1, "both must matter here"
@@ -103,7 +103,7 @@ def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors
 def test_where_anchors_are_alike_far_a_passage_is_computed(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, [OTHERS[1], PASSAGES[2]])
     now = (hash_ids(prompt.chunks[0].segment.ids),)
-    far = [distance(one, now) for one in anchors(two_anchors, PASSAGES[2])]
+    far = [context_distance(one, now) for one in anchors(two_anchors, PASSAGES[2])]
     first = 1 / (1 + math.exp((far[0] - far[1]) / 50))
     entropy = -sum(p * math.log2(p) for p in (first, 1 - first))
     strict, lax = (

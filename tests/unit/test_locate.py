@@ -223,7 +223,7 @@ def test_reused_parts_are_the_stored_tokens_at_their_places(engine: FusionEngine
     for span in prompt.chunks:
         part = span.segment.part
         assert part is not None
-        key = FRAMED.key(engine.lm.fingerprint, prompt.frame, part.ids)
+        key = FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, part.ids)
         chunk = engine.store.get(key)
         assert isinstance(chunk, ChunkKV)
         stored = chunk.layer(1, part.start, part.start + len(span))[1]

@@ -32,7 +32,7 @@ from qcfuse_rag import (
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import ChunkHeads, RandomTokens, Selection, TopTokens
-from qcfuse_rag.fusion.state import Placed
+from qcfuse_rag.fusion.state import PlacedChunk
 from qcfuse_rag.prompts.segments import Role, Segment, Span
 from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel as Model
@@ -61,7 +61,7 @@ class Chosen:
 
     positions: Sequence[int]
 
-    def select(self, candidates: list[Placed], scores: Scores | None, budget: int) -> Selection:
+    def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         return Selection(torch.tensor(self.positions))
 
 
@@ -157,7 +157,7 @@ def test_qcfuse_selects_what_the_question_attends_to_after_seeing_anchors_only(
     for layer in range(warmed.lm.n_layers):
         positions = list(range(prompt.spans[0].stop))
         for span in prompt.chunks:
-            stored = warmed.store.get(BLIND.key(warmed.lm.fingerprint, prompt.frame, span.segment.ids))
+            stored = warmed.store.get(BLIND.key(warmed.lm.fingerprint, prompt.prefix_ids, span.segment.ids))
             assert isinstance(stored, ChunkKV)
             order = stored.blocks["ranking"][layer].tolist()
             positions += sorted(span.start + token for token in order[: -(-len(span) * 15 // 100)])
@@ -212,7 +212,7 @@ def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngin
         assert len(report.selected) == int(report.ratio * reusable)
     if name != "full":
         per_token = warmed.lm.kv_bytes_per_token
-        assert report.bytes_loaded == per_token * (report.context_tokens + len(prompt.frame))
+        assert report.bytes_loaded == per_token * (report.context_tokens + len(prompt.prefix_ids))
 
 
 def test_choosing_by_name(real_default: Method) -> None:
@@ -266,7 +266,7 @@ def test_epic_at_a_ratio_computes_as_many_tokens_as_the_others(lengths: list[int
     stops = list(accumulate(lengths))
     chunk = Segment(Role.CHUNK, (), "")  # of which only the place counts
     spans = [Span(stop - length, stop, chunk) for length, stop in zip(lengths, stops, strict=True)]
-    candidates = [Placed(span, cast(ChunkKV, None), exact=False) for span in spans]
+    candidates = [PlacedChunk(span, cast(ChunkKV, None), exact=False) for span in spans]
     positions = ChunkHeads(None).select(candidates, None, budget).positions
     assert len(positions) == budget
     assert len(set(positions.tolist())) == budget
@@ -295,7 +295,7 @@ def test_probes_ask_only_for_layers_there_are(warmed: FusionEngine, prompt: Prom
 
 def test_rankings_are_permutations_led_by_the_chunks_first_tokens(warmed: FusionEngine, prompt: Prompt) -> None:
     span = prompt.chunks[0]
-    stored = warmed.store.get(FRAMED.key(warmed.lm.fingerprint, prompt.frame, span.segment.ids))
+    stored = warmed.store.get(FRAMED.key(warmed.lm.fingerprint, prompt.prefix_ids, span.segment.ids))
     assert isinstance(stored, ChunkKV)
     for order in stored.blocks["ranking"].tolist():
         assert order[:4] == [0, 1, 2, 3]

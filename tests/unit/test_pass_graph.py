@@ -23,9 +23,9 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
-from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, FusedPasses
+from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, PrefillRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.model_views import SteeredLayer
+from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from tests.conftest import PASSAGES, QUESTION
@@ -78,8 +78,8 @@ def test_a_recorded_pass_is_the_pass(
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(4, 8))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4, 8))
     assert passes.refusal is None
     assert recorder.recorded == 2 * lm.n_layers
     compared = passes.replayed
@@ -99,8 +99,8 @@ def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
     family: str, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(8,))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(8,))
     before, depth = recorder.replayed, lm.n_layers - 1
     theirs, ours = two_buffers(lm, 60)
     seen: list[list[tuple[object, ...]]] = []
@@ -132,11 +132,11 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
     """An engine with recorded passes, and what counts how many of their layers are computed."""
     engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
-    engine.passes = FusedPasses(engine.lm, recorder)
+    engine.passes = PrefillRunner(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
         patched.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model])
-        engine.passes.warm_up(rows=(16, 64))
+        engine.passes.compile(rows=(16, 64))
     assert engine.passes.refusal is None
     return engine, recorder
 
@@ -169,8 +169,8 @@ def test_a_verified_answers_draft_begins_with_recorded_passes(
 
 def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
     theirs, stored = two_buffers(lm, 30)
     ours = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
     for held in (*ours.keys, *ours.values):
@@ -213,8 +213,8 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
 def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
     """One waits for its store between layers; nobody waits for it."""
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
     waits, goes_on = threading.Event(), threading.Event()
     plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
     (theirs, ours), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
@@ -239,8 +239,8 @@ def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokeniz
 
 def test_passes_that_fit_no_recording_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
     before = recorder.replayed
     shifted = [torch.empty(held.numel() + 1, device=DEVICE)[1:].view(held.shape) for held in two_buffers(lm, 9)[0].keys]
     cases = {
@@ -273,8 +273,8 @@ def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    passes = FusedPasses(lm, recorder)
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
     before = recorder.replayed
     theirs, ours = two_buffers(lm, 9)
     plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
@@ -321,9 +321,9 @@ def test_where_there_is_no_room_for_many_rows_fewer_are_recorded(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
-    passes = FusedPasses(lm, FullAt(8))
+    passes = PrefillRunner(lm, FullAt(8))
     with caplog.at_level(logging.WARNING):
-        passes.warm_up(rows=(4, 8, 16))
+        passes.compile(rows=(4, 8, 16))
     assert passes.refusal is None
     for size in (16, 8):
         assert f"{size}: they cannot be recorded: OutOfMemoryError: no room" in caplog.text
@@ -344,17 +344,17 @@ def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
 
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernel_refusal", full)
-    passes = FusedPasses(model_of("llama", tokenizer), AgainAndAgain())
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
+    passes.compile(rows=(4,))
     assert passes.refusal == "there are no kernels: there is no room to try them"
 
 
 def test_what_recorded_passes_take_is_measured_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
-    passes = FusedPasses(lm, AgainAndAgain())
+    passes = PrefillRunner(lm, AgainAndAgain())
     measured = MeasuredCosts(lm, MemoryStore(), passes)
     assert measured().recorded_pass_s is None
-    passes.warm_up(rows=(16,))
+    passes.compile(rows=(16,))
     before = passes.replayed
     costs = measured()
     assert costs.recorded_pass_s is not None
@@ -376,10 +376,10 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
     recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
-    passes = FusedPasses(lm, recorder)
+    passes = PrefillRunner(lm, recorder)
     assert "warm_up" in str(passes.refusal)
     with caplog.at_level(logging.WARNING):
-        passes.warm_up(rows=(4,))
+        passes.compile(rows=(4,))
     assert reason in str(passes.refusal)
     assert reason in caplog.text
     theirs, ours = two_buffers(lm, 9)
@@ -392,8 +392,8 @@ def test_without_kernels_nothing_is_recorded(
 ) -> None:
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
     recorder = CountingRecorder()
-    passes = FusedPasses(model_of("llama", tokenizer), recorder)
-    passes.warm_up()
+    passes = PrefillRunner(model_of("llama", tokenizer), recorder)
+    passes.compile()
     assert recorder.recorded == 0
     assert "there are no kernels" in str(passes.refusal)
 
@@ -408,14 +408,14 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, made = model_of("llama", tokenizer), []
-    passes = FusedPasses(lm, CountingRecorder())
-    passes.warm_up(rows=(4,))
+    passes = PrefillRunner(lm, CountingRecorder())
+    passes.compile(rows=(4,))
 
-    def making(*given: Any) -> SteeredLayer:
+    def making(*given: Any) -> HookedLayer:
         made.append(given[1])
-        return SteeredLayer(*given)
+        return HookedLayer(*given)
 
-    monkeypatch.setattr("qcfuse_rag.runtime.model_views.SteeredLayer", making)
+    monkeypatch.setattr("qcfuse_rag.runtime.model_views.HookedLayer", making)
     buffer, _ = two_buffers(lm, 20)
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed
@@ -433,7 +433,7 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
     offered = iter([other.model, lm.model])
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: offered)
-    passes = FusedPasses(lm, CountingRecorder())
-    passes.warm_up(rows=(8,))
+    passes = PrefillRunner(lm, CountingRecorder())
+    passes.compile(rows=(8,))
     assert passes.refusal is None
     assert next(offered, None) is None, "both were tried"

@@ -33,7 +33,7 @@ def test_a_prompt_is_head_chunks_question_and_header(builder: PromptBuilder) -> 
     roles = [span.segment.role for span in prompt.spans]
     assert roles == [Role.HEAD, Role.CHUNK, Role.CHUNK, Role.CHUNK, Role.TEXT, Role.QUESTION, Role.TEXT]
     assert prompt.ids == tuple(i for segment in prompt.segments for i in segment.ids)
-    assert prompt.segments[0].ids == prompt.frame == builder.frame
+    assert prompt.segments[0].ids == prompt.prefix_ids == builder.prefix_ids
 
 
 def test_its_text_is_what_the_chat_template_would_render(builder: PromptBuilder) -> None:
@@ -199,7 +199,7 @@ def test_a_conversation_is_never_part_of_the_stored_head(builder: PromptBuilder)
     prompt = builder.build(QUESTION, PASSAGES, history)
     assert [s.role for s in prompt.segments if "42" in s.text] == [Role.TEXT]
     assert Role.HEAD not in [s.role for s in prompt.segments]
-    assert prompt.frame == builder.frame, "chunks are still found under the frame they were warmed behind"
+    assert prompt.prefix_ids == builder.prefix_ids, "chunks are still found under the frame they were warmed behind"
 
 
 @pytest.mark.parametrize("said", [("system", "Speak French."), {"role": "system", "content": "Speak French."}])
@@ -211,7 +211,7 @@ def test_what_a_conversation_says_as_system_joins_the_templates_own(builder: Pro
     assert system == f"{own}\n\nSpeak French."
     prompt = builder.build(QUESTION, PASSAGES, [said])
     assert "".join(s.text for s in prompt.segments) == builder.render(builder.turns(QUESTION, PASSAGES, [said])).text
-    assert prompt.frame == builder.frame
+    assert prompt.prefix_ids == builder.prefix_ids
 
 
 def test_instructions_reach_templates_that_leave_system_messages_out(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -240,7 +240,7 @@ def test_a_question_before_the_passages_leaves_no_frame(tokenizer: PreTrainedTok
     template = PromptTemplate(messages=(("user", "Question: {question}\n\n{context}Answer:"),))
     builder = PromptBuilder(tokenizer, template)
     prompt = builder.build(QUESTION, PASSAGES)
-    assert builder.frame == ()
+    assert builder.prefix_ids == ()
     assert [s.role for s in prompt.segments[:3]] == [Role.TEXT, Role.QUESTION, Role.TEXT]
 
 
@@ -275,7 +275,7 @@ def test_a_chat_template_that_prints_the_date_gives_the_same_head_every_day(
     other.chat_template = "Today is {{ strftime_now('%d %b %Y') }} {{ date_string }}\n" + str(tokenizer.chat_template)
     prompt = PromptBuilder(other, PromptTemplate()).build(QUESTION, PASSAGES)
     assert prompt.segments[0].text.startswith("Today is 01 Jan 2025 01 Jan 2025\n")
-    assert prompt.segments[0].ids == prompt.frame
+    assert prompt.segments[0].ids == prompt.prefix_ids
 
 
 def test_a_chat_template_without_a_system_role_gets_its_text_in_the_first_turn() -> None:

@@ -53,7 +53,9 @@ def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, P
 
 
 def stored(engine: FusionEngine, text: str = ANSWER) -> ChunkKV | None:
-    found = engine.store.get(GENERATED.key(engine.lm.fingerprint, engine.prompts.frame, engine.prompts.chunk_ids(text)))
+    found = engine.store.get(
+        GENERATED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
+    )
     return found if isinstance(found, ChunkKV) else None
 
 
@@ -63,7 +65,7 @@ def table_of(engine: FusionEngine, old: Prompt, prompt: Prompt) -> references.Ta
     for span in prompt.spans:
         before: tuple[int, ...] = ()
         if span.segment.role == "chunk":
-            before = old.ids if span.segment.ids == engine.prompts.chunk_ids(ANSWER) else prompt.frame
+            before = old.ids if span.segment.ids == engine.prompts.chunk_ids(ANSWER) else prompt.prefix_ids
         tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
@@ -228,7 +230,7 @@ def test_a_ratio_takes_the_highest_of_the_same_scores_to_the_last_layer(
 
 def test_calibration_finds_the_layers_whose_values_deviate(llama: LanguageModel, engine: FusionEngine) -> None:
     samples = [
-        Relayed(engine.prompts.chunk_ids(text), engine.prompt(QUESTION, PASSAGES).ids, engine.prompts.frame)
+        Relayed(engine.prompts.chunk_ids(text), engine.prompt(QUESTION, PASSAGES).ids, engine.prompts.prefix_ids)
         for text in PASSAGES[:2]
     ]
     alike: list[list[float]] = [[] for _ in range(llama.n_layers)]
@@ -257,7 +259,7 @@ def test_layers_are_those_between_which_values_sag() -> None:
 
 def test_published_thresholds(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
     method = make_method("relaycaching")
-    assert method.layerwise == RelayRepair(None, deviation=1.5, influence=1.45, suffix=10)
+    assert method.layer_hook == RelayRepair(None, deviation=1.5, influence=1.45, suffix=10)
     assert (method.base, method.ratio) == (FRAMED, None)
     engine, _, prompt = relayed
     with pytest.raises(ValueError, match="the model has 4 layers, the method asks for layer 9"):

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeSteps
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.model_views import StandIn
+from qcfuse_rag.runtime.model_views import ModuleProxy
 from tests.conftest import PASSAGES, QUESTION
 from tests.families import build_model
 from tests.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone
@@ -68,8 +68,8 @@ def test_a_recorded_step_is_the_step(
 
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    steps = DecodeSteps(lm, recorder)
-    steps.warm_up(requests=(1, 3) if family == "llama" else (3,))
+    steps = DecodeRunner(lm, recorder)
+    steps.compile(requests=(1, 3) if family == "llama" else (3,))
     assert steps.refusal is None
     for positions in ([40], [70, 0], [50, 3, 20]):
         theirs = random_buffers(lm, [position + 5 for position in positions])
@@ -85,8 +85,8 @@ def test_a_recorded_step_is_the_step(
 
 def test_more_requests_than_were_recorded_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
-    steps = DecodeSteps(lm, recorder)
-    steps.warm_up(requests=(1,))
+    steps = DecodeRunner(lm, recorder)
+    steps.compile(requests=(1,))
     before, buffers = recorder.replayed, random_buffers(lm, [8, 8])
     assert torch.equal(steps([1, 2], [4, 5], buffers), forward_step(lm, [1, 2], [4, 5], copies(buffers)))
     assert recorder.replayed == before
@@ -100,8 +100,8 @@ def test_answers_are_the_same_with_recorded_steps(
     prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?")]
     params, method = SamplingParams(max_new_tokens=4), make_method("qcfuse", ratio=0.3, base=FRAMED)
     expected = [engine.generate(prompt, params, method=method).ids for prompt in prompts]
-    engine.step = DecodeSteps(engine.lm, recorder)
-    engine.step.warm_up(requests=(2,))
+    engine.step = DecodeRunner(engine.lm, recorder)
+    engine.step.compile(requests=(2,))
     before = recorder.replayed
     assert [engine.generate(prompt, params, method=method).ids for prompt in prompts] == expected
     with Scheduler(engine) as scheduler:
@@ -112,8 +112,8 @@ def test_answers_are_the_same_with_recorded_steps(
 
 def test_threads_take_turns(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
-    steps = DecodeSteps(lm, CountingRecorder())
-    steps.warm_up(requests=(1,))
+    steps = DecodeRunner(lm, CountingRecorder())
+    steps.compile(requests=(1,))
     assert steps.refusal is None
     buffers = random_buffers(lm, [12, 20, 30])
     expected = [forward_step(lm, [at], [5 + at], copies([buffer])) for at, buffer in enumerate(buffers)]
@@ -145,10 +145,10 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
     recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
-    steps = DecodeSteps(lm, recorder)
+    steps = DecodeRunner(lm, recorder)
     assert "warm_up" in str(steps.refusal)
     with caplog.at_level(logging.WARNING):
-        steps.warm_up(requests=(1,))
+        steps.compile(requests=(1,))
     assert reason in str(steps.refusal)
     assert reason in caplog.text
     [buffer] = random_buffers(lm, [8])
@@ -160,8 +160,8 @@ def test_without_kernels_nothing_is_recorded(
 ) -> None:
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
     recorder = CountingRecorder()
-    steps = DecodeSteps(model_of("llama", tokenizer), recorder)
-    steps.warm_up()
+    steps = DecodeRunner(model_of("llama", tokenizer), recorder)
+    steps.compile()
     assert recorder.recorded == 0
     assert "there are no kernels" in str(steps.refusal)
 
@@ -174,13 +174,13 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
     monkeypatch.setattr(
         "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"other": other.model, "model": model}
     )
-    steps = DecodeSteps(lm, CountingRecorder())
-    steps.warm_up(requests=(1,))
+    steps = DecodeRunner(lm, CountingRecorder())
+    steps.compile(requests=(1,))
     assert steps.refusal is None
     assert steps.model is lm.model
 
 
-class Slow(StandIn):
+class Slow(ModuleProxy):
     """Computes all four times."""
 
     def forward(self, **given: Any) -> Any:
@@ -199,8 +199,8 @@ def test_steps_are_recorded_by_the_view_that_is_fastest(
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: offered)
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5,))
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.ROUNDS", 1)
-    steps = DecodeSteps(lm, recorder)
-    steps.warm_up(requests=(1, 2))
+    steps = DecodeRunner(lm, recorder)
+    steps.compile(requests=(1, 2))
     assert steps.refusal is None
     assert steps.model is lm.model
     assert recorder.recorded == 2 * 2 + 2, "the fewest and the most of each view, and all of the fastest"
@@ -222,9 +222,9 @@ def test_a_view_that_cannot_be_timed_is_not_recorded(
     def no_room(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
 
-    steps = DecodeSteps(lm, CountingRecorder())
+    steps = DecodeRunner(lm, CountingRecorder())
     monkeypatch.setattr(steps, "_seconds", no_room)
-    steps.warm_up(requests=(1,))
+    steps.compile(requests=(1,))
     assert "no room" in str(steps.refusal)
     assert steps.model is lm.model
     [buffer] = random_buffers(lm, [8])
@@ -239,8 +239,8 @@ def test_after_a_recording_that_ended_half_way_none_is_made(
         "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"one": model, "model": model}
     )
     recorder = Breaking()
-    steps = DecodeSteps(lm, recorder)
-    steps.warm_up(requests=(1, 2))
+    steps = DecodeRunner(lm, recorder)
+    steps.compile(requests=(1, 2))
     assert recorder.asked == 1
     assert "it ended half way" in str(steps.refusal)
     [buffer] = random_buffers(lm, [8])

@@ -26,7 +26,7 @@ from qcfuse_rag import (
 )
 from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, look_up, method_digest
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.monitoring.in_flight import Activity
+from qcfuse_rag.monitoring.in_flight import InFlight
 from qcfuse_rag.verification.cases import own
 from qcfuse_rag.verification.checks import Limits, verify
 from tests.conftest import PASSAGES, QUESTION
@@ -230,7 +230,7 @@ def test_no_drift_changes_nothing(served: FusionEngine) -> None:
 
 def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
-    with served._activity.one_more():
+    with served._activity.track():
         ask(served, 4)
         time.sleep(0.05)
         assert shadow.drift().compared == 0
@@ -275,8 +275,8 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
 
 
 def test_activity_knows_when_nothing_goes_on() -> None:
-    activity = Activity()
+    activity = InFlight()
     assert activity.idle(0)
-    with activity.one_more():
+    with activity.track():
         assert not activity.idle(0.01)
     assert activity.idle(0)

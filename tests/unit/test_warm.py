@@ -218,7 +218,7 @@ def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: Fusio
 def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
     data = json.loads(json.dumps(engine.warm(MANY[:2]).to_dict()))
     assert data["tokens_per_s"] > 0
-    job = WarmJob(engine.lm, engine.store, engine.prompts.frame, [], bases=(FRAMED,))
+    job = WarmJob(engine.lm, engine.store, engine.prompts.prefix_ids, [], bases=(FRAMED,))
     assert json.loads(json.dumps(job.plan().to_dict()))["chunks"] == 0
     assert job.run().warmed == 0
 

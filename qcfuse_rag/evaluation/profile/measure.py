@@ -11,7 +11,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.evaluation.profile.labels import ANSWER_TOKENS, answer_positions, decisive_positions
 from qcfuse_rag.evaluation.profile.recall import attention_by_layer, recall_by_layer
-from qcfuse_rag.runtime.layer_profile import Profile, choose_layers
+from qcfuse_rag.runtime.layer_profile import LayerProfile, choose_layers
 from qcfuse_rag.verification.samples import Sample
 
 TOO_LONG = "longer than the context window"
@@ -27,7 +27,7 @@ def profile_layers(
     depth_penalty: float = 0.0,
     labelled: bool = True,
     progress: Callable[[int, int], None] | None = None,
-) -> Profile:
+) -> LayerProfile:
     """Measure which layers of a model look at the answer, as QCFuse (arXiv 2606.05875) does offline.
 
     Args:
@@ -64,7 +64,7 @@ def profile_layers(
         why = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
         raise ProfileError(f"no question can be used ({why or 'there are none'}); give others, or fewer passages")
     recall = tuple((total / used).tolist())
-    return Profile(
+    return LayerProfile(
         model=lm.name,
         fingerprint=lm.fingerprint.fields(),
         layers=choose_layers(recall, layers, depth_penalty),

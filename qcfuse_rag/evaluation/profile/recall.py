@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qcfuse_rag.fusion.state import Assembly
+from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_hidden
@@ -22,7 +22,7 @@ SHARE = 0.1
 def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
     """Prefill a prompt in full and return what its question looks at in every layer.
 
-    The asking rows are those of a probe over stored passages, see `Assembly.probe_rows`. Nothing is reused here, so
+    The asking rows are those of a probe over stored passages, see `FusedPrompt.probe_rows`. Nothing is reused here, so
     this is what a probe would see of perfect caches.
 
     Args:
@@ -32,7 +32,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
     Returns:
         `[n_layers, T]` float32 on the CPU: the attention each position gets, mean over heads and asking rows.
     """
-    assembly = Assembly.empty(lm, prompt, len(prompt))
+    assembly = FusedPrompt.empty(lm, prompt, len(prompt))
     for span in prompt.spans:
         if span.segment.role in (Role.HEAD, Role.CHUNK):
             assembly.known[span.start : span.stop] = True

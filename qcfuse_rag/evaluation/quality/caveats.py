@@ -40,14 +40,14 @@ def on_log(log: RecordLog, *, kept: bool) -> list[str]:
 
 def on_methods(records: Iterable[Record]) -> list[str]:
     """Say what a method was measured without, and where it was not what was measured."""
-    asked, in_full = Counter[str](), Counter[str]()
+    asked, as_full_prefill = Counter[str](), Counter[str]()
     for record in records:
         asked[record["method"]] += 1
-        in_full[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
+        as_full_prefill[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
     notes = [
         f"{method}: {count} of {asked[method]} answers were computed in full, as its guard found that no slower; "
         "[guard=false] measures what it does otherwise"
-        for method, count in in_full.items()
+        for method, count in as_full_prefill.items()
         if count
     ]
     if not any(method_name(method) == "relaycaching" for method in asked):

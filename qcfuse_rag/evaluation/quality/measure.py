@@ -190,7 +190,7 @@ def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystac
         count=count,
         haystack=haystack,
         seed=options.seed,
-        frame=len(engine.prompt("", ())),
+        prefix_ids=len(engine.prompt("", ())),
     )
 
 

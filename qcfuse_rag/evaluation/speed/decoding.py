@@ -13,14 +13,14 @@ from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.roofline import seconds, step_bytes
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeSteps
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 STEPS = 16
 
 
 def decode_steps(
-    lm: LanguageModel, step: DecodeSteps, done: Prefilled, requests: Sequence[int]
+    lm: LanguageModel, step: DecodeRunner, done: Prefilled, requests: Sequence[int]
 ) -> list[dict[str, Any]]:
     """Time steps and return plain data; the first step warms up.
 

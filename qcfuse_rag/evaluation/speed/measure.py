@@ -22,8 +22,8 @@ from qcfuse_rag.evaluation.speed.roofline import add_floors, measure_ceilings, r
 from qcfuse_rag.evaluation.speed.tiers import Tier, check_tiers, fill, open_tiers
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeSteps
-from qcfuse_rag.runtime.graphs.prefill_graphs import FusedPasses
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.loading import Loading
 from qcfuse_rag.store.quantization import LOSSLESS
@@ -97,11 +97,11 @@ def measure_speed(
         "decode": [],
     }
     generator = torch.Generator().manual_seed(0)
-    passes, step = FusedPasses(lm), DecodeSteps(lm)
-    result["recording_s"] = seconds(lm, passes.warm_up)
+    passes, step = PrefillRunner(lm), DecodeRunner(lm)
+    result["recording_s"] = seconds(lm, passes.compile)
     result["recording_refusal"] = passes.refusal
     if options.requests:
-        result["step_recording_s"] = seconds(lm, lambda: step.warm_up(options.requests))
+        result["step_recording_s"] = seconds(lm, lambda: step.compile(options.requests))
         result["step_recording_refusal"] = step.refusal
         result["step_s_by_view"] = step.seconds
     with ExitStack() as stack:
@@ -137,12 +137,12 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     drawn = [tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()) for n in lengths]
     roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
     segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))
-    return Prompt(segments, frame=drawn[0])
+    return Prompt(segments, prefix_ids=drawn[0])
 
 
 def _prefills(
     lm: LanguageModel,
-    passes: FusedPasses,
+    passes: PrefillRunner,
     tiers: Sequence[Tier],
     prompt: Prompt,
     options: SpeedOptions,

@@ -92,7 +92,7 @@ def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: 
     first = next((store for store in stores if store.numbers == LOSSLESS), MemoryStore(UNLIMITED))
     bases = dict.fromkeys(base for method in methods for base in method.bases)
     primer = tuple(range(1, PRIMER_TOKENS + 1))
-    WarmJob(lm, first, prompt.frame, (s.segment.ids for s in prompt.chunks), bases=bases, primer=primer).run()
+    WarmJob(lm, first, prompt.prefix_ids, (s.segment.ids for s in prompt.chunks), bases=bases, primer=primer).run()
     for store in stores:
         for entry in first.entries() if store is not first else ():
             found = first.open(entry.address)

@@ -25,7 +25,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import Base
 
-GENERATED = Base("generated", behind_frame=True, ranking="knorm")
+GENERATED = Base("generated", after_prefix=True, ranking="knorm")
 """Behind a whole prompt that began with the head. Never exact anywhere else, and nothing can be warmed under it."""
 
 MERGED = 2
@@ -107,7 +107,7 @@ def keep_generated(
     chunk = ChunkKV.of(
         keys, values, order_by_key_norm(keys), probe_layers=lm.critical_layers, context=context, facts=facts
     )
-    key = GENERATED.key(lm.fingerprint, prompt.frame, ids)
+    key = GENERATED.key(lm.fingerprint, prompt.prefix_ids, ids)
     given = [span.segment.stored_ids for span in prompt.chunks]
     if ledger is not None:
         ledger.made_of(key, given)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qcfuse_rag.fusion.adapters import Adapted, Place
+from qcfuse_rag.fusion.adapters import AdaptedChunk, PlacementContext
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.deviation import stored_rows
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.selectors import AllTokens, Selection, candidate_positions
-from qcfuse_rag.fusion.state import Assembly, Placed
+from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -128,23 +128,23 @@ def _values(lm: LanguageModel, before: tuple[int, ...], ids: tuple[int, ...]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class GeneratedFirst:
+class PreferGenerated:
     """Place what was kept of a chunk's generation; else what the store has under the method's base.
 
     A chunk that is exact under the base stays as it is: what was generated behind another prompt never is.
     """
 
-    def adapt(self, place: Place, found: ChunkKV | Miss) -> Adapted | Miss:
+    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Choose."""
-        frame, before = place.prompt.frame, place.prompt.ids[: place.span.start]
-        exact = place.base.exact_behind(before, frame)
+        prefix_ids, before = place.prompt.prefix_ids, place.prompt.ids[: place.span.start]
+        exact = place.base.exact_behind(before, prefix_ids)
         if isinstance(found, ChunkKV) and exact:
-            return Adapted(found, exact=True)
-        key = GENERATED.key(place.lm.fingerprint, frame, place.span.segment.stored_ids)
+            return AdaptedChunk(found, exact=True)
+        key = GENERATED.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
         generated = place.store.get(key)
         if isinstance(generated, ChunkKV):
-            return Adapted(generated, note="as generated", key=key)
-        return Adapted(found) if isinstance(found, ChunkKV) else found
+            return AdaptedChunk(generated, note="as generated", key=key)
+        return AdaptedChunk(found) if isinstance(found, ChunkKV) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +192,20 @@ class RelayRepair:
         return layers
 
     def steer(
-        self, assembly: Assembly, candidates: list[Placed], selection: Selection, scores: Scores | None, budget: int
-    ) -> Relaying:
+        self,
+        assembly: FusedPrompt,
+        candidates: list[PlacedChunk],
+        selection: Selection,
+        scores: Scores | None,
+        budget: int,
+    ) -> RelayRepairPass:
         """Return the repair of one pass."""
         positions = candidate_positions(candidates, assembly.lm.device)
-        return Relaying(positions, self, self.layers_of(assembly.lm), budget if self.fixed else None)
+        return RelayRepairPass(positions, self, self.layers_of(assembly.lm), budget if self.fixed else None)
 
 
 @dataclass(slots=True, eq=False)
-class Relaying:
+class RelayRepairPass:
     """One pass's repair.
 
     Attributes:
@@ -293,4 +298,4 @@ def relaycaching(
     """
     repair = RelayRepair(layers, deviation, influence, suffix, fixed=ratio is not None)
     budget = None if ratio is None else FixedRatio(ratio)
-    return Method("relaycaching", base, GeneratedFirst(), selector=AllTokens(), budget=budget, layerwise=repair)
+    return Method("relaycaching", base, PreferGenerated(), selector=AllTokens(), budget=budget, layer_hook=repair)

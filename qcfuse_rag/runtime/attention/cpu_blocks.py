@@ -28,7 +28,7 @@ Seen = Literal["all", "stairs", "causal"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
+class AttentionBlock:
     """Neighbouring rows and neighbouring keys.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rectangle:
     mask: Tensor | None = None
 
 
-def rectangles(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[Rectangle]:
+def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[AttentionBlock]:
     """Cut what rows see; the rectangles of one row follow one another in the order of its keys.
 
     Args:
@@ -56,17 +56,17 @@ def rectangles(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[Rectangl
     Raises:
         ValueError: if the first row sees none.
     """
-    found: list[Rectangle] = []
+    found: list[AttentionBlock] = []
 
     def cut(start: int, stop: int, first: int) -> None:
         """Cut what rows see from key `first` on, which all of them see."""
         own = ends[start:stop]
         if all(end == first + row + 1 for row, end in enumerate(own)):
-            found.append(Rectangle(start, stop, first, own[-1], "causal" if len(own) > 1 else "all"))
+            found.append(AttentionBlock(start, stop, first, own[-1], "causal" if len(own) > 1 else "all"))
         elif own[0] == own[-1]:
-            found.append(Rectangle(start, stop, first, own[-1], "all"))
+            found.append(AttentionBlock(start, stop, first, own[-1], "all"))
         elif len(own) <= leaf_rows:
-            found.append(Rectangle(start, stop, first, own[-1], "stairs", _stairs(own, first)))
+            found.append(AttentionBlock(start, stop, first, own[-1], "stairs", _stairs(own, first)))
         else:
             middle = (start + stop) // 2
             cut(start, middle, first)
@@ -76,7 +76,7 @@ def rectangles(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[Rectangl
         """Cut off what all rows see but one key, so that no row is left without; then cut what is left."""
         shared = ends[start] - 1
         if first < shared < ends[stop - 1] - 1:
-            found.append(Rectangle(start, stop, first, shared, "all"))
+            found.append(AttentionBlock(start, stop, first, shared, "all"))
             first = shared
         cut(start, stop, first)
 
@@ -86,20 +86,20 @@ def rectangles(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[Rectangl
     return found
 
 
-def rectangles_of(plan: RowsPlan, layer: int) -> list[Rectangle]:
+def attention_blocks_of(plan: RowsPlan, layer: int) -> list[AttentionBlock]:
     """Cut what the rows of a plan see in a layer without a window; computed once per set of visible keys."""
     key = ("rectangles", plan.visible_key(layer))
     if key not in plan.derived:
         visible = None if plan.visible is None else plan.visible[layer]
         rows = (plan.rows if plan.on_host is None else plan.on_host).tolist()
         keys = None if visible is None else visible.tolist()
-        plan.derived[key] = rectangles([row + 1 if keys is None else bisect_right(keys, row) for row in rows])
-    cut: list[Rectangle] = plan.derived[key]
+        plan.derived[key] = attention_blocks([row + 1 if keys is None else bisect_right(keys, row) for row in rows])
+    cut: list[AttentionBlock] = plan.derived[key]
     return cut
 
 
-def rectangles_take(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `attend_in_rectangles` computes attention of these; others are not faster by it, or not exact.
+def supports_cpu_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `attend_in_blocks` computes attention of these; others are not faster by it, or not exact.
 
     Its logarithms have no gradient, and torch's own function for them, which is not a public one, reads channels side
     by side whether they are or not.
@@ -114,14 +114,16 @@ def rectangles_take(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequence[Rectangle], scaling: float) -> Tensor:
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, cut: Sequence[AttentionBlock], scaling: float
+) -> Tensor:
     """Attend with rows to the keys they see.
 
     Args:
         query: `[B, Hq, R, D]` float32, on a CPU, channels side by side; keys and values likewise.
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, D]`.
-        cut: what the rows see, from `rectangles`.
+        cut: what the rows see, from `attention_blocks`.
         scaling: factor on scores.
 
     Returns:
@@ -146,7 +148,7 @@ def attend_in_rectangles(query: Tensor, key: Tensor, value: Tensor, cut: Sequenc
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, part: Rectangle, scaling: float) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionBlock, scaling: float) -> tuple[Tensor, Tensor]:
     """Return `[B, Hkv, G, R, D]` of one rectangle, and the logarithms of the sums `[B, Hkv, G, R]`."""
     flash = getattr(torch.ops.aten, FLASH)
     batch, kv_heads, groups, n_rows, dim = query.shape

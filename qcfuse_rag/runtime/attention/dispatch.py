@@ -16,10 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
-from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_rectangles, rectangles_of, rectangles_take
+from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, attention_blocks_of, supports_cpu_blocks
 from qcfuse_rag.runtime.attention.dense import causal_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, blocks_of
-from qcfuse_rag.runtime.kernels.support import kernels_take
+from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
@@ -109,14 +109,14 @@ def rows_attention(
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     plain = softcap is None and s_aux is None
     fewer = len(fusion.rows) < fusion.length
-    if visible is None and fewer and kernels_take(query, value):
+    if visible is None and fewer and supports_kernels(query, value):
         from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 
         return sparse_attention(
             query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
         ), None
-    if plain and fewer and (window is None or window >= fusion.length) and rectangles_take(query, key, value):
-        return attend_in_rectangles(query, key, value, rectangles_of(fusion, layer), scaling), None
+    if plain and fewer and (window is None or window >= fusion.length) and supports_cpu_blocks(query, key, value):
+        return attend_in_blocks(query, key, value, attention_blocks_of(fusion, layer), scaling), None
     outputs = []
     for block in blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]

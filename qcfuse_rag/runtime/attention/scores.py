@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.support import kernels_take
+from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 
 
@@ -59,7 +59,7 @@ def attention_weights(
     Returns:
         `[T]` float32, on the device of `query`.
     """
-    if kernels_take(query, key):
+    if supports_kernels(query, key):
         from qcfuse_rag.runtime.kernels.context_score import context_scores
 
         return context_scores(query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=reduce)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from qcfuse_rag.runtime.attention.dispatch import NAME, rows_attention
 from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, changed, leanest_first
 from qcfuse_rag.runtime.fused_layers.layer_check import INTERFACES, LayerCheck
-from qcfuse_rag.runtime.model_views import StandIn, with_module
+from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.fused_layers.product import Strip
@@ -34,7 +34,7 @@ CUT_OFF = {"clamp", "clamp_", "clip", "clip_"}
 LOG = logging.getLogger(__name__)
 
 
-class LeanLayer(StandIn):
+class LeanLayer(ModuleProxy):
     """A decoder layer that computes a few rows in eight kernels, and more as the layer inside does.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.fused_layers.likeness import same
-from qcfuse_rag.runtime.model_views import StandIn
+from qcfuse_rag.runtime.model_views import ModuleProxy
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.fused_layers.pointwise import Norm
@@ -37,7 +37,7 @@ ROWS = 3
 LOG = logging.getLogger(__name__)
 
 
-class LeanNorm(StandIn):
+class LeanNorm(ModuleProxy):
     """Root mean square normalisation in one kernel.
 
     Args:
@@ -69,7 +69,7 @@ class LeanNorm(StandIn):
         return normalized(args[0], norm)
 
 
-class LeanGate(StandIn):
+class LeanGate(ModuleProxy):
     """A gated feed-forward network whose gate is one kernel.
 
     Args:

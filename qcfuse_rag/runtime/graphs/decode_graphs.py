@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs.
 
 A recorded step takes its tokens, positions and the places of its requests' buffers from tensors of its own, so one
-serves any requests, of any length, up to so many. Steps are recorded by `warm_up` only, by the view of the model that
+serves any requests, of any length, up to so many. Steps are recorded by `compile` only, by the view of the model that
 proves fastest, and each is compared with the step it stands for before it is used; what is not recorded, or came out
 otherwise, is launched kernel by kernel.
 """
@@ -24,15 +24,15 @@ from qcfuse_rag.runtime.graphs.recorder import (
     LOOSE,
     STRICT,
     CudaRecorder,
-    Off,
+    ErrorBound,
     Recorder,
     missing_kernels,
+    record_stream,
     recording_refusal,
-    used_here,
 )
-from qcfuse_rag.runtime.kv_table import MovingTable
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.device_timer import Moment
+from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 REQUESTS = (1, 2, 4, 8)
@@ -57,13 +57,13 @@ class StepGraph:
     """
 
     given: Tensor
-    requests: MovingTable
+    requests: RebindableKVTable
     plan: TablePlan
     logits: Tensor
     replay: Callable[[], None]
 
 
-class DecodeSteps:
+class DecodeRunner:
     """Computes decode steps, by a recorded one where there is one that fits.
 
     Safe to use from several threads; recorded steps take turns.
@@ -85,7 +85,7 @@ class DecodeSteps:
         self.model = lm.model
         self._turn = threading.Lock()
         self.seconds: dict[str, dict[int, float]] = {}
-        self.refusal: str | None = "they are recorded by `warm_up`"
+        self.refusal: str | None = "they are recorded by `compile`"
 
     @torch.inference_mode()
     def __call__(self, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]) -> Tensor:
@@ -95,7 +95,7 @@ class DecodeSteps:
         logits = self._replayed(graphs[min(fitting)], tokens, positions, buffers) if fitting else None
         return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
 
-    def warm_up(self, requests: Sequence[int] = REQUESTS) -> None:
+    def compile(self, requests: Sequence[int] = REQUESTS) -> None:
         """Record steps of so many requests; takes memory and seconds.
 
         Not while the model is used otherwise: what other threads do on the device can end a recording, and a recording
@@ -142,12 +142,12 @@ class DecodeSteps:
         self.model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
         graphs: dict[int, StepGraph] = {}
 
-        def record() -> list[Off]:
+        def record() -> list[ErrorBound]:
             recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
             graphs.update({count: self._recorded(count, recorder) for count in requests})
             return [one for graph in graphs.values() for one in self._compared(graph)]
 
-        def time() -> list[Off]:
+        def time() -> list[ErrorBound]:
             self.seconds[str(timed)] = {count: self._seconds(graph) for count, graph in graphs.items()}
             return []
 
@@ -176,10 +176,10 @@ class DecodeSteps:
         rounds = []
         with self._recorder.turn():
             for _ in range(ROUNDS):
-                begun = Moment.on(lm.device)
+                begun = DeviceTimestamp.on(lm.device)
                 for _ in range(TIMED):
                     graph.replay()
-                ended = Moment.on(lm.device)
+                ended = DeviceTimestamp.on(lm.device)
                 ended.wait()
                 rounds.append(begun.until(ended) / TIMED)
         return min(rounds)
@@ -189,7 +189,7 @@ class DecodeSteps:
         lm = self._lm
         given = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
-        moving = MovingTable(unread, lm.shapes, requests, lm.window.tokens)
+        moving = RebindableKVTable(unread, lm.shapes, requests, lm.window.tokens)
         plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
         logits, replay = recorder.record(lambda: forward_plan(self.model, given[0], plan))
         return StepGraph(given, moving, plan, logits, replay)
@@ -208,10 +208,10 @@ class DecodeSteps:
                 graph.given.copy_(given, non_blocking=True)
                 graph.replay()
                 logits = graph.logits[: len(tokens)].clone()
-            return used_here(logits)
+            return record_stream(logits)
 
     @torch.inference_mode()
-    def _compared(self, graph: StepGraph) -> list[Off]:
+    def _compared(self, graph: StepGraph) -> list[ErrorBound]:
         """Compare a recorded step with the step it stands for, over random keys and values.
 
         Once with a place left empty, where there are several, and with requests of different lengths.
@@ -229,5 +229,8 @@ class DecodeSteps:
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
             again = forward_plan(self.model, graph.given[0], graph.plan)[: len(positions)]
-            found += [Off.of(replayed, again, STRICT), Off.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype])]
+            found += [
+                ErrorBound.of(replayed, again, STRICT),
+                ErrorBound.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype]),
+            ]
         return found

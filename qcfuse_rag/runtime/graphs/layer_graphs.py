@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.kv_table import MovingTable
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.model_views import KeptViews, decoder_view
+from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -26,7 +26,7 @@ class NotAsRecorded(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class QuerySnapshot:
     """What an observer of a layer is told: its queries `[1, Hq, R, D]`, and how they attend.
 
     The queries lie where those of the next layer will; who wants to keep them copies them.
@@ -49,7 +49,7 @@ class LayerGraph:
     """
 
     given: list[Tensor]
-    look: Look
+    look: QuerySnapshot
     replay: Callable[[], None]
 
 
@@ -73,15 +73,15 @@ class LayerGraphs:
         model: PreTrainedModel,
         n_rows: int,
         recorder: Recorder,
-        request: MovingTable,
-        views: KeptViews,
+        request: RebindableKVTable,
+        views: ViewCache,
         memory: dict[object, Tensor],
     ) -> None:
         self.n_rows = n_rows
         self._lm, self._model, self._request, self._views = lm, model, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
         request.point_at([])  # what is recorded writes where nobody reads
-        looks: dict[int, Look] = {}
+        looks: dict[int, QuerySnapshot] = {}
         # Nothing here refers to itself: graphs go when nobody holds them, not in the midst of another recording.
         self._plan = TablePlan(rows, request.table, lm.sliding, partial(_note, looks, memory))
         recording = _Recording(recorder, memory, looks)
@@ -134,7 +134,7 @@ class LayerGraphs:
 
 
 def _note(
-    looks: dict[int, Look],
+    looks: dict[int, QuerySnapshot],
     memory: dict[object, Tensor],
     layer: int,
     query: Tensor,
@@ -146,7 +146,7 @@ def _note(
     """Have a layer that is being recorded leave its queries where an observer will find them."""
     if layer not in looks:
         room = _room(memory, "query", query.transpose(1, 2)).transpose(1, 2)
-        looks[layer] = Look(room, scaling, softcap, window)
+        looks[layer] = QuerySnapshot(room, scaling, softcap, window)
     looks[layer].query.copy_(query)
 
 
@@ -162,7 +162,7 @@ def _room(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
 class _Recording:
     """Records the layers one after the other, each with the hidden states that the one before has left."""
 
-    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], looks: dict[int, Look]) -> None:
+    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], looks: dict[int, QuerySnapshot]) -> None:
         self._recorder, self._memory, self._looks = recorder, memory, looks
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerGraph] = []

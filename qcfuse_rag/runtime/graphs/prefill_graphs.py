@@ -3,7 +3,7 @@
 A layer at a time, because a pass waits between layers for what its store has not brought yet, and a probe looks at what
 each has found. A recorded layer takes its rows' positions and the place of the request's buffer from tensors of its
 own, so one serves any request, at any length. Where there are fewer rows than were recorded, the last one is computed
-several times. Passes are recorded by `warm_up` only, and each is compared with the pass it stands for before it is
+several times. Passes are recorded by `compile` only, and each is compared with the pass it stands for before it is
 used; what is not recorded, or came out otherwise, is launched kernel by kernel.
 """
 
@@ -27,16 +27,16 @@ from qcfuse_rag.runtime.graphs.recorder import (
     LOOSE,
     STRICT,
     CudaRecorder,
-    Off,
+    ErrorBound,
     Recorder,
     missing_kernels,
+    record_stream,
     recording_refusal,
-    used_here,
 )
-from qcfuse_rag.runtime.kv_table import MovingTable
+from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.layer_hooks import SteeredPass
-from qcfuse_rag.runtime.model_views import KeptViews
+from qcfuse_rag.runtime.layer_hooks import HookedPass
+from qcfuse_rag.runtime.model_views import ViewCache
 from qcfuse_rag.runtime.rows import RowsPlan
 
 ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -49,7 +49,7 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class FusedPasses:
+class PrefillRunner:
     """Computes passes over some rows of a prompt, by recorded layers where there are some that fit.
 
     Safe to use from several threads: while one of them runs recorded layers, others launch theirs kernel by kernel.
@@ -67,20 +67,20 @@ class FusedPasses:
         self._lm, self._given, self._recorder = lm, recorder, recorder
         self._graphs: dict[int, LayerGraphs] = {}
         self._turn = threading.Lock()
-        self.refusal: str | None = "they are recorded by `warm_up`"
+        self.refusal: str | None = "they are recorded by `compile`"
         self.replayed = 0
 
     @torch.inference_mode()
-    def forward_rows(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: SteeredPass | None = None) -> Tensor:
+    def forward_rows(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: HookedPass | None = None) -> Tensor:
         """Compute rows through all layers; see `runtime.forward.forward_rows`. A pass that is steered is not recorded."""
         logits = None
         if course is None:
             logits = self._replayed(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
-        return forward_rows(self._lm, ids, plan, buffer, course) if logits is None else used_here(logits)
+        return forward_rows(self._lm, ids, plan, buffer, course) if logits is None else record_stream(logits)
 
     @torch.inference_mode()
     def forward_hidden(
-        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: SteeredPass | None = None
+        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: HookedPass | None = None
     ) -> None:
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
         done = None
@@ -89,7 +89,7 @@ class FusedPasses:
         if not done:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, course=course)
 
-    def warm_up(self, rows: Sequence[int] = ROWS) -> None:
+    def compile(self, rows: Sequence[int] = ROWS) -> None:
         """Record passes of so many rows; takes memory and seconds.
 
         Not while the model is used otherwise: what other threads do on the device can end a recording, and a recording
@@ -116,14 +116,14 @@ class FusedPasses:
         lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
-        request = MovingTable(unread, lm.shapes, 1, lm.window.tokens)
-        views = KeptViews(model, model.get_decoder(), lm.n_layers)
+        request = RebindableKVTable(unread, lm.shapes, 1, lm.window.tokens)
+        views = ViewCache(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest first: the others take a part of its memory.
         for size in sorted({size for size in rows if size < lm.window.tokens}, reverse=True):
 
-            def record(size: int = size) -> list[Off]:
+            def record(size: int = size) -> list[ErrorBound]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
                 graphs[size] = LayerGraphs(lm, model, size, recorder, request, views, memory)
                 return self._compared(graphs[size])
@@ -157,7 +157,7 @@ class FusedPasses:
         return result
 
     @torch.inference_mode()
-    def _compared(self, graphs: LayerGraphs) -> list[Off]:
+    def _compared(self, graphs: LayerGraphs) -> list[ErrorBound]:
         """Compare a recorded pass with the pass it stands for, over random keys and values that arrive on its way.
 
         Once with as many rows as were recorded, and once with fewer of a longer prompt.
@@ -185,10 +185,10 @@ class FusedPasses:
             if logits is None:
                 raise RuntimeError("a pass is not as it was recorded")
             query = graphs.last_query.clone()
-            found.append(Off.of(logits, graphs.launched(ids, plan, theirs), STRICT))
-            found.append(Off.of(query, graphs.last_query, STRICT))
+            found.append(ErrorBound.of(logits, graphs.launched(ids, plan, theirs), STRICT))
+            found.append(ErrorBound.of(query, graphs.last_query, STRICT))
             for side in ("keys", "values"):
                 mine, yours = (getattr(buffer, side)[-1][:, :, rows] for buffer in buffers)
-                found.append(Off.of(mine, yours, STRICT))
-            found.append(Off.of(logits, forward_rows(lm, ids, plan, theirs), LOOSE[lm.dtype]))
+                found.append(ErrorBound.of(mine, yours, STRICT))
+            found.append(ErrorBound.of(logits, forward_rows(lm, ids, plan, theirs), LOOSE[lm.dtype]))
         return found

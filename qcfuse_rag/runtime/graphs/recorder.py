@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.limits import relative_error
-from qcfuse_rag.runtime.kernels.support import kernel_refusal, kernels_run_on
+from qcfuse_rag.runtime.kernels.support import kernels_run_on, unavailable_reason
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
@@ -123,14 +123,14 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class ErrorBound:
     """How far something recorded is from what it stands for, and how far it may be: relative errors."""
 
     error: float
     allowed: float
 
     @classmethod
-    def of(cls, found: Tensor, expected: Tensor, allowed: float) -> Off:
+    def of(cls, found: Tensor, expected: Tensor, allowed: float) -> ErrorBound:
         """Compare two tensors."""
         return cls(relative_error(found, expected), allowed)
 
@@ -139,12 +139,12 @@ def missing_kernels(lm: LanguageModel) -> str | None:
     """Return why nothing of a model can be recorded that kernels are part of, or None if there are kernels."""
     about = (lm.device, lm.dtype, lm.widest_head)
     try:
-        return None if kernels_run_on(*about) else f"there are no kernels: {kernel_refusal(*about)}"
+        return None if kernels_run_on(*about) else f"there are no kernels: {unavailable_reason(*about)}"
     except torch.OutOfMemoryError:
         return "there are no kernels: there is no room to try them"
 
 
-def recording_refusal(record: Callable[[], Sequence[Off]]) -> str | None:
+def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:
     """Record something, and compare it; return why what came of it is not to be used, or None if it is."""
     try:
         off = [one.error for one in record() if not one.error <= one.allowed]  # NaN is not
@@ -153,7 +153,7 @@ def recording_refusal(record: Callable[[], Sequence[Off]]) -> str | None:
     return f"recorded ones are off by {off[0]:.2g}" if off else None
 
 
-def used_here(result: Tensor) -> Tensor:
+def record_stream(result: Tensor) -> Tensor:
     """Return what was computed in a turn, after telling torch's allocator that the caller's stream will use it."""
     if result.is_cuda:
         result.record_stream(torch.cuda.current_stream(result.device))

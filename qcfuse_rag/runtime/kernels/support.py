@@ -22,23 +22,23 @@ def kernels_run_on(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     if device.type != "cuda":
         return False
     try:
-        return kernel_refusal(device, dtype, dim) is None
+        return unavailable_reason(device, dtype, dim) is None
     except torch.OutOfMemoryError:
         return False  # for this time; the next may find room to try them
 
 
-def kernels_take(query: Tensor, key: Tensor) -> bool:
+def supports_kernels(query: Tensor, key: Tensor) -> bool:
     """Return whether kernels attend with these queries, keys or values; what they do not take, torch does."""
     return len(query) == 1 and kernels_run_on(query.device, query.dtype, max(query.shape[-1], key.shape[-1]))
 
 
-def kernels_place(chunk_numbers: str, device: torch.device) -> bool:
+def supports_placement(chunk_numbers: str, device: torch.device) -> bool:
     """Return whether the kernel on a device that has some can read a format of numbers."""
     return chunk_numbers != "fp8" or torch.cuda.get_device_capability(device) >= FP8_SINCE
 
 
 @cache
-def kernel_refusal(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+def unavailable_reason(device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
     """Return why kernels are not used, or None if they are. Takes some seconds the first time.
 
     A kernel that does not compile there, or whose result is off, is a reason and not an error: torch computes the

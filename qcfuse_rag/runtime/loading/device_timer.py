@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moment:
+class DeviceTimestamp:
     """When a device had done all that it was given so far; on a CPU, when this was made.
 
     Attributes:
@@ -23,7 +23,7 @@ class Moment:
     at: float | torch.cuda.Event
 
     @classmethod
-    def on(cls, device: torch.device) -> Moment:
+    def on(cls, device: torch.device) -> DeviceTimestamp:
         """Return the present moment of a device, which may lie in the host's future."""
         if device.type != "cuda":
             return cls(time.perf_counter())
@@ -36,7 +36,7 @@ class Moment:
         if not isinstance(self.at, float):
             self.at.synchronize()
 
-    def until(self, later: Moment) -> float:
+    def until(self, later: DeviceTimestamp) -> float:
         """Return the seconds to a later moment of the same device, both of which have come."""
         if isinstance(self.at, float) or isinstance(later.at, float):
             assert isinstance(self.at, float)

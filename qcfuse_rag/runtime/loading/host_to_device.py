@@ -20,7 +20,7 @@ ALIGNMENT = 256
 """Bytes; any dtype can be viewed from there."""
 
 
-class Done(Protocol):
+class CopyEvent(Protocol):
     """Something a device will have done."""
 
     def synchronize(self) -> None:
@@ -37,7 +37,7 @@ class Ring:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._next = 0
-        self._busy: deque[tuple[int, int, Done]] = deque()
+        self._busy: deque[tuple[int, int, CopyEvent]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor | None:
         """Copy a tensor into the ring and return the copy, to be given to `used_by`; None if it is larger than that."""
@@ -52,13 +52,13 @@ class Ring:
         place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         return place.copy_(tensor)
 
-    def used_by(self, place: Tensor, done: Done) -> None:
+    def used_by(self, place: Tensor, done: CopyEvent) -> None:
         """Keep what `copy` returned as it is until something is done."""
         start = place.data_ptr() - self._memory.data_ptr()
         self._busy.append((start, start + -(-place.nbytes // ALIGNMENT) * ALIGNMENT, done))
 
 
-class Link:
+class TransferLink:
     """An engine's way to its device: one ring, and one transfer at a time through it.
 
     Args:
@@ -72,7 +72,7 @@ class Link:
         self.turn = threading.Lock()
 
 
-class Transfer:
+class HostToDevice:
     """What one request brings over a link.
 
     Used by the thread that reads.
@@ -81,10 +81,10 @@ class Transfer:
         link: of the engine.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: TransferLink) -> None:
         self._link, self.device = link, link.device
 
-    def send(self, tensors: Sequence[Tensor]) -> Sent:
+    def send(self, tensors: Sequence[Tensor]) -> TransferHandle:
         """Start tensors on their way to the device.
 
         Many at once: to take a turn and change streams takes the host as long as to start a copy.
@@ -94,7 +94,7 @@ class Transfer:
         with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
             brought = [tensor if tensor.device == self.device else self._bring(tensor) for tensor in tensors]
             taken = sum(new.nbytes for new, old in zip(brought, tensors, strict=True) if new is not old)
-            return Sent(self.device, brought, taken, link.stream.record_event(), computed)
+            return TransferHandle(self.device, brought, taken, link.stream.record_event(), computed)
 
     def _bring(self, tensor: Tensor) -> Tensor:
         link = self._link
@@ -109,7 +109,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent:
+class TransferHandle:
     """Tensors that are on their way to a device, or there.
 
     Attributes:

@@ -18,10 +18,10 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.models.rope import AngleTables, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.support import kernels_place
-from qcfuse_rag.runtime.loading.device_timer import Moment
-from qcfuse_rag.runtime.loading.host_to_device import Sent, Transfer
-from qcfuse_rag.runtime.loading.wait_budget import Patience
+from qcfuse_rag.runtime.kernels.support import supports_placement
+from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.placement import copy_layer, stage_layer
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -31,11 +31,11 @@ AHEAD_BYTES = 256 << 20
 """What may be on a device beside the buffer before it is placed; half of it at most once placing was launched."""
 
 
-Wait = tuple[Moment, Moment]
+Wait = tuple[DeviceTimestamp, DeviceTimestamp]
 """From when to when the device that computes had nothing to do, or placed what came."""
 
 
-class LateMiss(Exception):
+class LateMissError(Exception):
     """Stored chunks that turned out not to be there after a pass had begun; the request goes on without them.
 
     Attributes:
@@ -49,7 +49,7 @@ class LateMiss(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Coming:
+class PendingChunk:
     """A chunk on its way to position `start`; `read` holds the blocks that were read and are not placed yet."""
 
     start: int
@@ -57,7 +57,7 @@ class Coming:
     read: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Arrival:
+class LayerLoader:
     """Brings chunks into a buffer while a pass runs over it.
 
     For one request: `wait` is called by the thread that computes.
@@ -78,21 +78,21 @@ class Arrival:
         self,
         buffer: KVBuffer,
         ropes: Sequence[LayerRope],
-        parts: Sequence[Coming],
+        parts: Sequence[PendingChunk],
         *,
-        transfer: Transfer | None,
-        patience: Patience,
+        transfer: HostToDevice | None,
+        patience: WaitBudget,
     ) -> None:
         self._buffer: KVBuffer | None = buffer
         self._device = buffer.keys[0].device
         self._ropes, self._parts = ropes, parts
         self._transfer, self._patience = transfer, patience
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
-        self._layers: queue.SimpleQueue[LateMiss | Sent | None] = queue.SimpleQueue()
-        self._next_up: LateMiss | Sent | None = None
+        self._layers: queue.SimpleQueue[LateMissError | TransferHandle | None] = queue.SimpleQueue()
+        self._next_up: LateMissError | TransferHandle | None = None
         self._angles: AngleTables = {}
         self._together = transfer is not None and all(
-            kernels_place(part.chunk.numbers, transfer.device) and companion(part.chunk.numbers) != "basis"
+            supports_placement(part.chunk.numbers, transfer.device) and companion(part.chunk.numbers) != "basis"
             for part in parts
         )
         self._placed = 0
@@ -114,15 +114,15 @@ class Arrival:
             self._free()  # before every wait: else the thread that reads may be waiting for this one
             if self._placed > last:
                 return
-            began = Moment.on(self._device)
+            began = DeviceTimestamp.on(self._device)
             try:
                 with self._patience.waiting():
                     self._place([self._next(self._patience.left_s), *self._also_here()])
-            except LateMiss:
+            except LateMissError:
                 self.stop()
                 raise
             finally:
-                self.waits.append((began, Moment.on(self._device)))
+                self.waits.append((began, DeviceTimestamp.on(self._device)))
 
     def stop(self) -> None:
         """Read no more, and hold nothing that a thread which hangs would keep; safe to call again."""
@@ -131,7 +131,7 @@ class Arrival:
         self._buffer, self._next_up = None, None
         self._angles.clear()
 
-    def _next(self, limit_s: float | None) -> Sent | None:
+    def _next(self, limit_s: float | None) -> TransferHandle | None:
         """Return what the next layer's blocks were sent by; None where they are used as they were read."""
         item, self._next_up = self._next_up, None
         if item is None:
@@ -139,12 +139,12 @@ class Arrival:
                 item = self._layers.get(timeout=limit_s)
             except queue.Empty:
                 late = Miss(self._patience.exhausted)
-                raise LateMiss({part.start: late for part in self._parts}) from None
-        if isinstance(item, LateMiss):
+                raise LateMissError({part.start: late for part in self._parts}) from None
+        if isinstance(item, LateMissError):
             raise item
         return item
 
-    def _also_here(self) -> list[Sent]:
+    def _also_here(self) -> list[TransferHandle]:
         """Return the same of later layers that have arrived as well, to be placed by the same launch.
 
         At most doubling what is placed, so that the device is busy while the host builds a long table.
@@ -152,16 +152,16 @@ class Arrival:
         Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
         Blocks of low rank are wide only when they are placed: of those there is room for a layer.
         """
-        found: list[Sent] = []
+        found: list[TransferHandle] = []
         while self._together and len(found) < self._placed - 1 and self._next_up is None and not self._layers.empty():
             item = self._layers.get()
-            if isinstance(item, Sent) and item.here:
+            if isinstance(item, TransferHandle) and item.here:
                 found.append(item)
             else:
                 self._next_up = item
         return found
 
-    def _place(self, sent: Sequence[Sent | None]) -> None:
+    def _place(self, sent: Sequence[TransferHandle | None]) -> None:
         """Place the next layers."""
         buffer, staged, freed = self._buffer, [], 0
         assert buffer is not None
@@ -170,12 +170,12 @@ class Arrival:
                 one.receive()
             for part, view in zip(self._parts, self._views, strict=True):
                 try:
-                    if self._transfer is not None and kernels_place(view.numbers, self._transfer.device):
+                    if self._transfer is not None and supports_placement(view.numbers, self._transfer.device):
                         staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
                     else:
                         copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=self._angles)
                 except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
-                    raise LateMiss({part.start: Miss(f"cannot be read: {error}")}) from error
+                    raise LateMissError({part.start: Miss(f"cannot be read: {error}")}) from error
                 freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
         if staged:
             from qcfuse_rag.runtime.kernels.placement import place_blocks
@@ -205,12 +205,12 @@ class Arrival:
 
     def _read(self) -> None:
         """Read everything in the order it is needed; run by the thread."""
-        blamed: Sequence[Coming] = self._parts
+        blamed: Sequence[PendingChunk] = self._parts
         ahead = 0
         try:
             with torch.inference_mode():
                 for layer in range(len(self._ropes)):
-                    read: list[tuple[Coming, str, Tensor]] = []
+                    read: list[tuple[PendingChunk, str, Tensor]] = []
                     for part in self._parts:
                         blamed = [part]
                         read += [(part, name, part.chunk.blocks[name]) for name in part.chunk.layer_names(layer)]
@@ -228,4 +228,4 @@ class Arrival:
             corrupt = isinstance(error, CorruptEntry)
             miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
             starts = [part.start for part in blamed]
-            self._layers.put(LateMiss(dict.fromkeys(starts, miss), starts if corrupt else []))
+            self._layers.put(LateMissError(dict.fromkeys(starts, miss), starts if corrupt else []))

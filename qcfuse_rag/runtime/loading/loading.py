@@ -7,7 +7,7 @@ import threading
 from qcfuse_rag.runtime.buffer_pool import SPARE_BYTES, BufferPool
 from qcfuse_rag.runtime.kernels.support import kernels_run_on
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.host_to_device import Link, Transfer
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 
 LIMIT_S = 30.0
 
@@ -34,14 +34,14 @@ class Loading:
         self.limit_s = limit_s
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
         self._lm = lm
-        self._link: Link | None = None
+        self._link: TransferLink | None = None
         self._making = threading.Lock()
 
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> HostToDevice | None:
         """Return what takes a request's chunks to the model's device; None where placing does that itself."""
         lm = self._lm
         if not kernels_run_on(lm.device, lm.dtype, lm.widest_head):
             return None
         with self._making:
-            self._link = self._link or Link(lm.device)
-        return Transfer(self._link)
+            self._link = self._link or TransferLink(lm.device)
+        return HostToDevice(self._link)

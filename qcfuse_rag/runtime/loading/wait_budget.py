@@ -14,7 +14,7 @@ import torch
 T = TypeVar("T")
 
 
-class Patience:
+class WaitBudget:
     """Seconds that one request may wait, in all.
 
     Args:
@@ -45,16 +45,16 @@ class Patience:
             self.waited_s += time.perf_counter() - began
 
     def call(self, ask: Callable[[], T]) -> T:
-        """Ask a store something; see `within`.
+        """Ask a store something; see `call_with_timeout`.
 
         Raises:
             TimeoutError: if it has not answered by then.
         """
         with self.waiting():
-            return within(self.left_s, ask)
+            return call_with_timeout(self.left_s, ask)
 
 
-def within(limit_s: float | None, call: Callable[[], T]) -> T:
+def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
     """Call something that may hang, in a thread of its own.
 
     Raises:

@@ -29,7 +29,7 @@ SOME, MOST = 0.1, 0.9
 """Shares to recompute. Of very many rows kernels take more at once, see `runtime.kernels.launch`."""
 
 
-def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
+def run_first_passes(lm: LanguageModel, prompts: PromptBuilder) -> None:
     """Warm a passage, fuse prompts of it and decode two tokens: kernels are compiled, libraries find their feet.
 
     Args:
@@ -37,11 +37,11 @@ def warm_up(lm: LanguageModel, prompts: PromptBuilder) -> None:
         prompts: whose head the prompts have.
     """
     store, text = MemoryStore(), prompts.chunk_ids(PRIMER)
-    head, passage = prompts.frame or text[:1], text[:TOKENS]
+    head, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
     WarmJob(lm, store, head, [passage], bases=(FRAMED,), primer=passage).run()
     for passages, asked, ratio in _ways(lm):
         segments = [(Role.HEAD, head), *[(Role.CHUNK, passage)] * passages, (Role.QUESTION, text[:asked])]
-        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), frame=head)
+        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=head)
         if len(prompt) + 2 <= lm.window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
             TextStream(lm, prefill(lm, store, prompt, method, room=2), SamplingParams(max_new_tokens=2)).result()
