@@ -58,7 +58,7 @@ oldest: setup
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
 	PYTHONPATH=.oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal \
 		-m "not real" -k "not standard" integrations \
-		tests/golden/test_families.py tests/unit/test_support.py
+		tests/golden/test_families.py tests/models/test_compatibility.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.
 site: setup

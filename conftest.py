@@ -34,7 +34,7 @@ def quick_kernels() -> Iterator[None]:
     except ImportError:
         yield
         return
-    from tests.interpreted import quickly
+    from tests.support.interpreted import quickly
 
     with quickly():
         yield

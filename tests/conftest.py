@@ -9,17 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from tests.families import FAMILIES, build_model, build_tokenizer
-from tests.unit.cli import Run
+from tests.support.cli import Run
+from tests.support.families import FAMILIES, build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for one another
-
-PASSAGES = [
-    "The ferry to the island leaves at seven. Its captain is called Orla, and its hull is green.",
-    "A green hull is repainted every spring by the harbour school. The paint is kept in the old mill.",
-    "The old mill belongs to the council, which meets on Mondays; nobody else has a key to it.",
-]
-QUESTION = "Who keeps the paint of the ferry?"
 
 
 @pytest.fixture(scope="session")

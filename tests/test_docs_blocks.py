@@ -30,9 +30,9 @@ from qcfuse_rag import (
     SamplingParams,
     make_method,
 )
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model
-from tests.tool_templates import teach
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.tool_templates import teach
 
 ROOT = Path(__file__).parent.parent
 SECRET = b"sixteen or more random bytes"

@@ -14,8 +14,8 @@ from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.runtime.buffer import KVBuffer
-from tests import references
-from tests.conftest import PASSAGES, QUESTION
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
 

@@ -26,8 +26,8 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fusion.selectors import SelectNone
-from tests import references
-from tests.conftest import PASSAGES, QUESTION
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
 WITH_RATIO = sorted(name for name, build in METHODS.items() if "ratio" in inspect.signature(build).parameters)

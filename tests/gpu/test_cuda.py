@@ -13,8 +13,8 @@ from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import FAMILIES, build_model
+from tests.support.families import FAMILIES, build_model
+from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [
     pytest.mark.gpu,

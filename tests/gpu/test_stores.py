@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FRAMED, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.store.testing import KVStoreTests, example_chunk, example_key
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [
     pytest.mark.gpu,

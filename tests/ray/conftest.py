@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
 
 ray = pytest.importorskip("ray")
 

@@ -18,7 +18,7 @@ from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
 from qcfuse_rag import FRAMED, FusionEngine, open_store
-from tests.conftest import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300)]
 METHOD = ["--method", "prophetkv", "--ratio", "0.1", "--base", "framed"]

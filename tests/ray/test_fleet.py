@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from qcfuse_rag import FRAMED, FusionEngine, RayWorkers, make_method
-from tests.conftest import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
 PORT = 18234
@@ -26,17 +26,17 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 @pytest.fixture(scope="module")
 def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run two replicas; return what they are made of."""
-    from qcfuse_rag.server.ray_serve import Fleet, run_fleet, stop_fleet
+    from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 
     bucket = f"file://{tmp_path_factory.mktemp('bucket')}"
     method = make_method("prophetkv", ratio=0.1, base=FRAMED)
     replica = RayWorkers(model, {"remote": bucket}, address=cluster, count=2, device="cpu")
     with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
         engine.warm(PASSAGES)
-    running = Fleet(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400)
-    run_fleet(running, port=PORT)
+    running = EngineDeployment(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400)
+    run_deployment(running, port=PORT)
     yield running
-    stop_fleet()
+    stop_deployment()
 
 
 def replicas() -> list[psutil.Process]:
@@ -102,10 +102,10 @@ async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) ->
 
 
 async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(fleet: Any) -> None:
-    from qcfuse_rag.server.ray_serve import run_fleet, stop_fleet
+    from qcfuse_rag.server.ray_serve import run_deployment, stop_deployment
 
     scaled = replace(fleet, ongoing=2, queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
-    await asyncio.to_thread(run_fleet, scaled, port=PORT)
+    await asyncio.to_thread(run_deployment, scaled, port=PORT)
     async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
         body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 300}
         responses = await asyncio.gather(*(http.post(URL, json=body) for _ in range(40)))
@@ -115,5 +115,5 @@ async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes
         assert all("retry-after" in one.headers for one in responses if one.status_code == 429)
         asked = asyncio.create_task(ask(http, 0, stream=True, max_tokens=1000))
         await asyncio.sleep(1)
-        await asyncio.to_thread(stop_fleet)
+        await asyncio.to_thread(stop_deployment)
         assert (await asked)[0] == "200"

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from qcfuse_rag import ENRICHED, FRAMED, PRIMED, FusionEngine, QCFuseError, RayWorkers, open_store
-from tests.conftest import PASSAGES, QUESTION
-from tests.unit.cli import Run
+from tests.support.cli import Run
+from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
 CHUNKS = [f"{number}. {PASSAGES[number % 3]} So said number {number * 7919 % 1009}." for number in range(500)]

@@ -11,7 +11,7 @@ import torch
 from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
-from tests import references
+from tests.support import references
 
 pytestmark = pytest.mark.real
 

@@ -28,13 +28,13 @@ from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, Ring, Transf
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
-from tests.damage import damaged
-from tests.families import FAMILIES, build_model
-from tests.recorders import leanest_alone
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream
 from tests.simulated.tensor import DeviceTensor
+from tests.support.damage import damaged
+from tests.support.families import FAMILIES, build_model
+from tests.support.recorders import leanest_alone
 
 PASSAGES = ["The ferry is green.", "Orla keeps the paint."]
 QUESTION = "Who paints?"

@@ -28,9 +28,9 @@ from qcfuse_rag import (
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.maintenance import fsck
-from tests.conftest import PASSAGES, QUESTION
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs
+from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
 OTHERS = [f"{text} Another page." for text in PASSAGES]

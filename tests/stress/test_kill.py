@@ -18,10 +18,10 @@ from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
-from tests.conftest import PASSAGES
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import chunk_of, files_of, wrong_bytes
 from tests.stress.victim import NUMBERS, churn, killed_after, warming
+from tests.support.passages import PASSAGES
 
 LIMIT_BYTES = 700_000
 TEXTS = [f"{PASSAGES[index % 3]} Page {index}. {'More. ' * (7 * index % 40)}" for index in range(10)]

@@ -8,8 +8,8 @@ import pytest
 
 from langchain_qcfuse import ChatQCFuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from tests.conftest import PASSAGES
-from tests.families import build_model, build_tokenizer
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES
 
 
 @pytest.fixture(scope="module")

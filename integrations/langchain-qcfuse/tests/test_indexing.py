@@ -12,9 +12,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore, create_qcfuse_chain
 from qcfuse_rag import WarmSummary
-from tests.conftest import PASSAGES, QUESTION
-from tests.langchain_documents import EMBED, documents
-from tests.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.langchain_documents import EMBED, documents
+from tests.support.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.passages import PASSAGES, QUESTION
 
 Cleanup = Literal["incremental", "full", "scoped_full"]
 every_cleanup = pytest.mark.parametrize("cleanup", ["incremental", "full", "scoped_full"])

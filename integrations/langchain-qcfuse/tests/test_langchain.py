@@ -20,7 +20,7 @@ from qcfuse_rag import (
     SamplingParams,
     UnusedSetting,
 )
-from tests.conftest import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text, metadata={"n": i}) for i, text in enumerate(PASSAGES)]
 INPUTS = {"input": QUESTION, "context": DOCUMENTS}

@@ -13,9 +13,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore, read_vector_store
 from qcfuse_rag import QCFuseError
-from tests.conftest import QUESTION
-from tests.langchain_documents import EMBED, documents
-from tests.library import FERRY, HULL, MILL, stored
+from tests.support.langchain_documents import EMBED, documents
+from tests.support.library import FERRY, HULL, MILL, stored
+from tests.support.passages import QUESTION
 
 
 def test_a_dumped_store_can_be_warmed_and_answers_from_the_store(chat: ChatQCFuse, tmp_path: Path) -> None:

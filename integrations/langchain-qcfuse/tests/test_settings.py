@@ -15,7 +15,7 @@ from langchain_core.runnables import ConfigurableField
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag import Closed, FusionEngine, LanguageModel, MemoryStore, MisplacedSetting, PromptTemplate, make_method
-from tests.conftest import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
 

@@ -13,8 +13,8 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from langchain_qcfuse import ChatQCFuse
-from tests.families import build_model, build_tokenizer
-from tests.smollm2 import smollm2_folder
+from tests.support.families import build_model, build_tokenizer
+from tests.support.smollm2 import smollm2_folder
 
 FULL = os.environ.get("QCFUSE_STRESS") == "full"
 

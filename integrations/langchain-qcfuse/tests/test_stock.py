@@ -24,8 +24,8 @@ from langgraph.graph import END, START, StateGraph
 
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
 from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
-from tests.conftest import PASSAGES, QUESTION
-from tests.langchain_documents import EMBED
+from tests.support.langchain_documents import EMBED
+from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text, metadata={"page": i}) for i, text in enumerate(PASSAGES)]
 INPUTS = {"input": QUESTION, "context": DOCUMENTS}

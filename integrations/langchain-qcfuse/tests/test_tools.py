@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field
 
 from langchain_qcfuse import ChatQCFuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model, build_tokenizer
-from tests.tool_templates import LOOK_UP, teach
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.tool_templates import LOOK_UP, teach
 
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
 

@@ -10,9 +10,9 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_qcfuse import ChatQCFuse, QCFuseVectorStore
 from qcfuse_rag import QCFuseError
-from tests.conftest import PASSAGES, QUESTION
-from tests.langchain_documents import EMBED, documents
-from tests.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.langchain_documents import EMBED, documents
+from tests.support.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.passages import PASSAGES, QUESTION
 
 INHERITED = {"add_texts", "aadd_texts", "as_retriever", "from_documents", "afrom_documents", "afrom_texts"}
 

@@ -13,9 +13,9 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM
 from qcfuse_rag import FusionEngine, LanguageModel, open_store
-from tests.conftest import PASSAGES
-from tests.families import build_model, build_tokenizer
-from tests.llama_index_documents import warmed_index
+from tests.support.families import build_model, build_tokenizer
+from tests.support.llama_index_documents import warmed_index
+from tests.support.passages import PASSAGES
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from llama_index.llms.huggingface import HuggingFaceLLM
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.bundled import corpus, default_embedder
-from tests.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
+from tests.support.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
 
 pytestmark = TAKES_MINUTES
 COUNT = 30

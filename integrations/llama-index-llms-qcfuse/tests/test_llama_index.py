@@ -28,9 +28,9 @@ from qcfuse_rag import (
     QCFuseError,
     UnusedSetting,
 )
-from tests.conftest import PASSAGES, QUESTION
-from tests.families import build_model
-from tests.llama_index_documents import LetterEmbedding, warmed_index
+from tests.support.families import build_model
+from tests.support.llama_index_documents import LetterEmbedding, warmed_index
+from tests.support.passages import PASSAGES, QUESTION
 
 
 def query_engine(llm: QCFuseLLM, index: VectorStoreIndex, **options: Any) -> Any:

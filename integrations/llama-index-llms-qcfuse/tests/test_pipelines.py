@@ -13,8 +13,8 @@ from llama_index.core.vector_stores import SimpleVectorStore
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup, forget_missing
 from qcfuse_rag import FusionEngine, MemoryStore, QCFuseError
-from tests.library import FERRY, HARBOUR, HULL, MILL, stored
-from tests.llama_index_documents import EMBED, document, splitter
+from tests.support.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.llama_index_documents import EMBED, document, splitter
 
 
 class Ingestion:

@@ -15,9 +15,9 @@ from llama_index.core.vector_stores import SimpleVectorStore
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, read_index
 from qcfuse_rag import QCFuseError
-from tests.conftest import PASSAGES, QUESTION
-from tests.library import FERRY, HULL, MILL
-from tests.llama_index_documents import EMBED, TextStore, document, hits, splitter, vector_index
+from tests.support.library import FERRY, HULL, MILL
+from tests.support.llama_index_documents import EMBED, TextStore, document, hits, splitter, vector_index
+from tests.support.passages import PASSAGES, QUESTION
 
 
 def test_a_persisted_index_can_be_warmed_and_answers_from_the_store(

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag import LanguageModel, MisplacedSetting, NotStored
-from tests.conftest import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES, QUESTION
 
 
 class Boat(BaseModel):

@@ -17,8 +17,8 @@ from llama_index.core.workflow import StartEvent, StopEvent, Workflow, step
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag import FRAMED
-from tests.conftest import PASSAGES, QUESTION
-from tests.llama_index_documents import LetterEmbedding, hits
+from tests.support.llama_index_documents import LetterEmbedding, hits
+from tests.support.passages import PASSAGES, QUESTION
 
 Reports = list[dict[str, Any]]
 

@@ -12,9 +12,9 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore
 from qcfuse_rag import QCFuseError
-from tests.conftest import PASSAGES, QUESTION
-from tests.library import FERRY, HARBOUR, HULL, MILL, stored
-from tests.llama_index_documents import TextStore, document, hits, splitter, vector_index
+from tests.support.library import FERRY, HARBOUR, HULL, MILL, stored
+from tests.support.llama_index_documents import TextStore, document, hits, splitter, vector_index
+from tests.support.passages import PASSAGES, QUESTION
 
 
 class SilentStore(TextStore):

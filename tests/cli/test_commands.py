@@ -1,0 +1,337 @@
+"""The command line, as a user runs it: a model in a folder, documents in a folder, a store that lasts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from typer.main import get_command
+
+from qcfuse_rag import DiskStore, FusionEngine, make_method, open_store
+from qcfuse_rag.cli.app import app, main
+from qcfuse_rag.cli.library import open_kv
+from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cli import Run
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for i, text in enumerate(PASSAGES):
+        (folder / f"{i}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run `qcfuse ...` and return exit code, standard output and standard error."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qcfuse", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code: Any = 0
+        except SystemExit as stop:
+            code = stop.code
+        out = capsys.readouterr()
+        return int(code or 0), out.out, out.err
+
+    return call
+
+
+def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu", "--json")
+    summary = json.loads(out)
+    assert (code, summary["documents"], summary["warmed"], summary["present"]) == (0, 3, 3, 0)
+
+    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu")
+    assert code == 0
+    assert "0 caches prefilled" in out
+    assert "3 were there already" in out
+
+    page = tmp_path / "page.html"
+    asking = ("ask", "Who keeps the paint?", "--store", store, "--model", model, "--device", "cpu", "--explain", page)
+    code, out, _ = run(*asking, "--max-new-tokens", 8, "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["report"]["fallback"] is None
+    assert answer["report"]["method"] == "qcfuse"
+    assert answer["usage"]["reused_tokens"] > 0
+    assert "recomputed" in page.read_text()
+    assert len(answer["sources"]) == 3
+
+    drawn = tmp_path / "drawn.html"
+    code, _, _ = run("explain", *asking[1:-2], "--out", drawn, "--top-k", 2)
+    assert code == 0
+    assert drawn.read_text().count(", probed") == 2
+    code, out, err = run(*asking, "--max-new-tokens", 8, "--method", "reuse", "--base", "framed")
+    assert code == 0
+    assert out.strip() != ""
+    assert "reuse, ratio 0: computed" in " ".join(err.split())
+
+    code, out, _ = run("store", "stats", store, "--json")
+    stats = json.loads(out)
+    assert (stats["entries"], len(stats["models"])) == (4, 1)
+    assert "4 chunks" in " ".join(run("store", "stats", store)[1].split())
+
+
+def test_a_changed_document_replaces_its_passages(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    options = ("--store", store, "--model", model, "--device", "cpu", "--json")
+    run("warm", "run", documents, *options)
+    (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
+    run("warm", "run", documents, *options)
+    lines = (store / "passages" / "passages.jsonl").read_text().splitlines()
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len(texts) == 3
+    assert "The paint was sold. Nobody keeps it now." in texts
+    assert PASSAGES[1] not in texts
+
+
+def test_methods_lists_all_with_their_papers(run: Any) -> None:
+    code, out, _ = run("methods", "--json")
+    methods = {m["name"]: m for m in json.loads(out)["methods"]}
+    assert code == 0
+    published = ["cacheblend", "cachecraft", "fusionrag", "prophetkv", "qcfuse", "relaxkv", "agentkvshift"]
+    contextual = ["relaycaching", "kamera", "kvcomm"]
+    assert list(methods) == ["auto", "full", "reuse", "random", "epic", *published, *contextual]
+    assert methods["qcfuse"]["parameters"] == {
+        "ratio": 0.5,
+        "base": "blind",
+        "anchor_ratio": 0.15,
+        "layers": "critical",
+        "anchors": "instruction",
+        "reduce": "mean",
+    }
+    assert "2606.05875" in methods["qcfuse"]["source"]
+    assert "qcfuse" in run("methods")[1]
+
+
+def test_models_check_proves_a_model(run: Any, model: str) -> None:
+    code, out, _ = run("models", "check", model, "--device", "cpu", "--json")
+    report = json.loads(out)
+    assert (code, report["supported"], report["rope"]) == (0, True, ["half-split, 16 channels"])
+    assert report["check"]["all_rows"] < 1e-4
+    assert "supported" in run("models", "check", model, "--device", "cpu")[1]
+
+
+def test_models_check_refuses_with_the_reason(run: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    build_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code, out, _ = run("models", "check", tmp_path, "--device", "cpu", "--json")
+    assert code == 1
+    assert "dynamic RoPE" in json.loads(out)["reason"]
+    code, _, err = run("models", "check", tmp_path, "--device", "cpu")
+    assert code == 1
+    assert "not supported" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm run`"),
+        (["warm", "run", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
+        (["warm", "run", __file__, "--store", "s"], "is not a text file"),
+        (["store", "stats", "nowhere"], "no store in nowhere; `qcfuse warm run` makes one"),
+        (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
+        (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "no method 'qcfuze'"),
+        (["ask", "Who?", "--store", "s", "--ratio", "1.5"], "ratio must be a fraction in [0, 1], got 1.5"),
+        (["ask", "Who?", "--store", "s", "--method", "full", "--ratio", "0.5"], "'full' does not take ratio"),
+    ],
+)
+def test_errors_are_one_line_and_exit_code_1(
+    run: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert code == 1
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no store in"):
+        run("store", "stats", tmp_path, "--debug")
+
+
+def test_a_store_damaged_beyond_opening_is_one_line(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "store.json").write_text("no settings")
+    code, _, err = run("store", "stats", tmp_path)
+    assert code == 1
+    assert err.startswith("error: cannot read ")
+    assert err.endswith("remove it and give the store's settings again\n")
+    assert err.count("\n") == 1
+
+
+def test_a_store_whose_index_is_damaged_is_mended(run: Any, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        store.put(example_key(), example_chunk())
+    (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
+    code, out, _ = run("store", "stats", tmp_path, "--json")
+    assert (code, json.loads(out)["entries"]) == (0, 1)
+
+
+def test_a_library_that_is_not_there_is_not_served(run: Run, tmp_path: Path) -> None:
+    code, _, err = run("serve", "--store", tmp_path / "misspelt")
+    assert (code, "no store in" in err, (tmp_path / "misspelt").exists()) == (1, True, False)
+
+
+def test_the_demonstration_without_llama_index_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_index.core", None)
+    code, _, err = run("demo")
+    assert (code, "pip install -e integrations/llama-index-llms-qcfuse" in err, err.count("\n")) == (1, True, 1)
+
+
+@pytest.fixture
+def made_in_python(model: str, tmp_path: Path) -> Path:
+    """Return a store in a folder of its own, as `FusionEngine.load(..., store=FOLDER)` makes it."""
+    folder = tmp_path / "st"
+    with FusionEngine.load(model, store=folder, device="cpu", verdict="ignore") as engine:
+        engine.warm(PASSAGES)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ask", "Who?"), ("explain", "Who?"), ("warm", "run", "."), ("warm", "plan", ".")],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_what_takes_passages_names_the_library_to_give_instead_of_a_store(
+    run: Run, made_in_python: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(made_in_python.rglob("*"))
+    library = made_in_python.parent / "LIBRARY" / "kv"
+    code, _, err = run(*command, "--store", made_in_python)
+    assert (code, f"move it to {library}" in err, err.count("\n")) == (1, True, 1)
+    assert sorted(made_in_python.rglob("*")) == before
+    library.parent.mkdir()
+    made_in_python.rename(library)
+    monkeypatch.chdir(library)
+    code, _, err = run(*command, "--store", ".")
+    assert (code, f"say --store {library.parent}" in err) == (1, True)
+
+
+def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(run: Run, made_in_python: Path, model: str) -> None:
+    loose = ("--kl", 100, "--agreement", 0, "--loss", 1, "--size", 1, "--tokens", 1200, "--device", "cpu")
+    assert run("verify", "--store", made_in_python, "--model", model, *loose, "--json")[0] == 0
+    assert not (made_in_python / "kv").exists()
+    with FusionEngine.load(model, store=made_in_python, device="cpu", verdict="require") as engine:
+        assert engine.verdict is not None
+    code, _, err = run("verify", "--store", made_in_python.parent, "--model", model, *loose)
+    assert (code, "no store in" in err, (made_in_python.parent / "kv").exists()) == (1, True, False)
+
+
+def test_a_store_by_itself_is_opened_as_a_librarys_is(made_in_python: Path) -> None:
+    with open_kv(made_in_python) as store:
+        assert store.folder == made_in_python
+        assert list(store.entries())
+    with open_kv(made_in_python.parent) as store:
+        assert store.folder == made_in_python.parent / "kv"
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In help, words in brackets are styles unless they are escaped."""
+    monkeypatch.setenv("COLUMNS", "400")
+    bracketed = 0
+    for path, command in commands(get_command(app)):
+        texts = [command.help or "", *(getattr(parameter, "help", None) or "" for parameter in command.params)]
+        shown = " ".join(run(*path, "--help")[1].split())
+        for text in (" ".join(text.replace("\\[", "[").split()) for text in texts if "[" in text):
+            bracketed += 1
+            assert text in shown, path
+    assert bracketed >= 2
+
+
+@pytest.mark.enable_socket
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:
+    """What was counted since it began is written then; systemd and Kubernetes end by SIGTERM."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    with FusionEngine.load(model_folder, store=tmp_path / "lib" / "kv", method=make_method("qcfuse")) as engine:
+        engine.warm(PASSAGES)
+        before = sum(entry.uses or 0.0 for entry in engine.store.entries())
+    program = "from qcfuse_rag.cli.app import main; main()"
+    command = [sys.executable, "-c", program, "serve", "--store", tmp_path / "lib", "--model", model_folder]
+    command += ["--device", "cpu", "--port", str(port), "--method", "qcfuse"]
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True) as server:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 2}
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        for _ in range(600):
+            try:
+                with urllib.request.urlopen(asked) as answer:
+                    assert json.load(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+                break
+            except urllib.error.URLError:
+                assert server.poll() is None, server.communicate()[1]
+                time.sleep(0.1)
+        rebound = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers={"Host": f"page.example:{port}"})
+        with pytest.raises(urllib.error.HTTPError, match="421"):
+            urllib.request.urlopen(rebound)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    with open_store(tmp_path / "lib" / "kv") as store:
+        assert sum(entry.uses or 0.0 for entry in store.entries()) > before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models", "check", "MODEL", "--device", "cuda:99"], "no device 'cuda:99' here"),
+        (["models", "check", "MODEL", "--device", "abacus"], "no device 'abacus' here"),
+        (["bench", "speed", "--model", "MODEL", "--context", "-5", "--out", "x.json"], "contexts, requests, chunk"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Run, model_folder: str, arguments: list[str], message: str) -> None:
+    code, _, err = run(*(model_folder if one == "MODEL" else one for one in arguments))
+    assert (code, message in err, "Traceback" in err) == (1, True, False), err
+
+
+def test_damaged_weights_are_one_line(run: Run, model_folder: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "m"))
+    [weights] = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, _, err = run("models", "check", folder, "--device", "cpu")
+    assert (code, "cannot load" in err, "--debug" in err) == (1, True, False), err

@@ -1,0 +1,236 @@
+"""`qcfuse store ...`: looking after a store from the command line."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qcfuse_rag import DiskStore, Sources, open_store
+from qcfuse_rag.retrieval.index import Passage, PassageIndex
+from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cli import Run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a store of four chunks, two of them of the document `boats`."""
+    with DiskStore(tmp_path / "kv") as store:
+        for number in range(4):
+            store.put(example_key(number), example_chunk(number))
+        sources = Sources(store)
+        sources.replace("boats", [example_key(0), example_key(1)])
+        sources.replace("mills", [example_key(1), example_key(2)])
+        sources.close()
+    return tmp_path / "kv"
+
+
+def addresses(*numbers: int) -> list[str]:
+    return [example_key(number).address for number in numbers]
+
+
+def test_stats_of_a_store_and_of_the_library_around_it(run: Run, folder: Path) -> None:
+    stats = run.json("store", "stats", folder)
+    assert (stats["kind"], stats["entries"], len(stats["models"])) == ("disk", 4, 1)
+    assert stats["settings"]["eviction"] == "cost"
+    assert run.json("store", "stats", folder.parent)["entries"] == 4
+    assert "4 chunks" in run.text("store", "stats", folder)
+
+
+def test_health(run: Run, folder: Path) -> None:
+    with DiskStore(folder, limit_bytes=1 << 20):
+        pass
+    assert run.json("store", "health", folder)["ok"]
+    assert "healthy" in run.text("store", "health", folder)
+
+
+def test_sources_and_lookup(run: Run, folder: Path) -> None:
+    assert run.json("store", "sources", folder)["sources"] == {
+        "boats": {"chunks": 2, "missing": 0},
+        "mills": {"chunks": 2, "missing": 0},
+    }
+    assert run.json("store", "lookup", folder, "boats")["chunks"] == dict.fromkeys(sorted(addresses(0, 1)), "disk")
+    assert "boats: 2 chunks" in run.text("store", "sources", folder)
+
+
+@pytest.mark.parametrize("name", ["report[final].pdf", "notes [/old].txt"])
+def test_a_document_is_listed_by_the_name_it_has(run: Run, folder: Path, name: str) -> None:
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        sources.replace(name, [example_key(3)])
+    assert f"{name}: 1 chunks" in run.text("store", "sources", folder)
+
+
+def test_forget_takes_what_nobody_else_has(run: Run, folder: Path) -> None:
+    assert run.json("store", "forget", folder, "boats")["removed"] == 1
+    with DiskStore(folder) as store:
+        assert [example_key(n) in store for n in range(4)] == [False, True, True, True]
+
+
+def test_pin_and_unpin(run: Run, folder: Path) -> None:
+    assert run.json("store", "pin", folder, "--source", "boats")["entries"] == 2
+    with DiskStore(folder) as store:
+        assert {entry.address for entry in store.entries() if entry.pinned} == set(addresses(0, 1))
+    assert run.json("store", "pin", folder, *addresses(0), "--off")["entries"] == 1
+    with DiskStore(folder) as store:
+        assert [entry.address for entry in store.entries() if entry.pinned] == addresses(1)
+
+
+def test_what_names_documents_takes_the_remotes_password(run: Run, folder: Path, tmp_path: Path) -> None:
+    remote = ("--remote", f"file://{tmp_path / 'bucket'}")
+    assert list(run.json("store", "sources", folder, *remote)["sources"]) == ["boats", "mills"]
+    assert len(run.json("store", "lookup", folder, "boats", *remote)["chunks"]) == 2
+    assert run.json("store", "pin", folder, "--source", "boats", *remote)["entries"] == 2
+    assert run.json("store", "forget", folder, "boats", *remote)["removed"] == 1
+
+
+def test_compress(run: Run, folder: Path) -> None:
+    report = run.json("store", "compress", folder, "--source", "boats")
+    assert (report["done"], report["unchanged"]) == (2, 0)
+    assert report["bytes_after"] < report["bytes_before"]
+    everything = run.json("store", "compress", folder)
+    assert (everything["done"], everything["unchanged"]) == (2, 2)
+    with DiskStore(folder) as store:
+        assert {entry.numbers for entry in store.entries()} == {"int8"}
+
+
+def at_a_remote(bucket: Path) -> set[str]:
+    return {path.stem for path in bucket.glob("*.kv")}
+
+
+def test_a_document_is_forgotten_at_the_remote_behind_the_folder_too(run: Run, folder: Path, tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    with open_store(folder, disk_bytes=1 << 20, remote=f"file://{bucket}") as store:
+        for number in range(4):
+            store.put(example_key(number), example_chunk(number))
+    assert at_a_remote(bucket) == set(addresses(0, 1, 2, 3))
+    assert run.json("store", "health", folder)["remote"]["ok"]
+    report = run.json("store", "forget", folder, "boats")
+    assert (report["removed"], report["waiting"]) == (1, 0)
+    assert at_a_remote(bucket) == set(addresses(1, 2, 3))
+
+
+def test_what_a_remote_that_is_away_still_has_is_removed_once_it_is_back(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    bucket, away = tmp_path / "bucket", tmp_path / "away"
+    with open_store(folder, remote=f"file://{bucket}") as store:
+        for number in range(4):
+            store.put(example_key(number), example_chunk(number))
+    bucket.rename(away)
+    bucket.write_text("not a folder")
+    assert not json.loads(run("store", "health", folder, "--json")[1])["ok"]
+    assert run.json("store", "forget", folder, "boats")["waiting"] == 1
+    assert "3 are in a remote that cannot be reached" in run.text("store", "forget", folder, "mills")
+    bucket.unlink()
+    away.rename(bucket)
+    assert run.json("store", "gc", folder)["unwanted"] == 3
+    assert at_a_remote(bucket) == set(addresses(3))
+
+
+def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, folder: Path) -> None:
+    library = folder.parent
+    index = PassageIndex("M", [Passage("boats", "It floats."), Passage("mills", "It turns.")], np.eye(2, dtype="f4"))
+    index.save(library / "passages")
+    (library / "warm.json").write_text("{}")
+    (folder / "profile.json").write_text("{}")
+    (library / "mine.txt").write_text("mine")
+    (library / "passages_of_mine").mkdir()
+    (library / "passages_of_mine" / "passages.jsonl").write_text("mine")
+    assert run.json("store", "forget", library, "boats")["passages"] == 1
+    assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
+    run.json("store", "wipe", library, "--yes")
+    assert {path.name for path in library.rglob("*") if path.is_file()} == {"mine.txt", "passages.jsonl"}
+    assert not (library / "passages").exists()
+
+
+def test_tenants_are_looked_after_one_by_one(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = b"sixteen or more random bytes"
+    monkeypatch.setenv("QCFUSE_SECRET", secret.decode())
+    with open_store(folder, tenant="acme", secret=secret) as store, closing(Sources(store)) as manifest:
+        store.put(example_key(7), example_chunk(7))
+        manifest.replace("lamps", [example_key(7)])
+    acme = ("--tenant", "acme")
+    assert list(run.json("store", "sources", folder, *acme)["sources"]) == ["lamps"]
+    assert set(run.json("store", "lookup", folder, "lamps", *acme)["chunks"].values()) == {"disk"}
+    assert run.json("store", "pin", folder, "--source", "lamps", *acme)["entries"] == 1
+    assert run.json("store", "forget", folder, "lamps", *acme)["removed"] == 1
+    assert "no document 'lamps'" in run("store", "forget", folder, "lamps", *acme)[2]
+
+
+def test_move_to_a_remote_and_back(run: Run, folder: Path, tmp_path: Path) -> None:
+    bucket = f"file://{tmp_path / 'bucket'}"
+    assert run.json("store", "move", folder, "--to", bucket, "--source", "boats")["done"] == 2
+    with DiskStore(folder) as store:
+        assert [example_key(n) in store for n in range(4)] == [False, False, True, True]
+    assert run.json("store", "move", folder, "--from", bucket, "--keep")["done"] == 2
+    with DiskStore(folder) as store:
+        assert all(example_key(n) in store for n in range(4))
+
+
+def test_fsck_finds_damage_and_says_so_by_its_exit_code(run: Run, folder: Path) -> None:
+    assert run.json("store", "fsck", folder)["clean"]
+    [path] = folder.glob(f"objects/*/{addresses(3)[0]}.kv")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, out, err = run("store", "fsck", folder)
+    assert (code, "3 of 4 entries sound" in out, "checksum of block" in err) == (1, True, True)
+    assert run.json("store", "fsck", folder)["checked"] == 3
+    assert run.json("store", "gc", folder)["freed_bytes"] == len(data), "the quarantine is emptied"
+
+
+def test_rebuild(run: Run, folder: Path) -> None:
+    assert run.json("store", "rebuild", folder)["entries"] == 4
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["from its first byte", "behind its first page"])
+def test_a_damaged_manifest_is_told_of_and_put_aside(run: Run, folder: Path, later: bool) -> None:
+    with DiskStore(folder, limit_bytes=1 << 20):
+        pass
+    assert run.json("store", "rebuild", folder)["manifest_aside"] is None
+    with closing(sqlite3.connect(folder / "sources.db")) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    whole = (folder / "sources.db").read_bytes()
+    damaged = whole[:4096] + bytes(reversed(whole[4096:])) if later else b"noise" * 999
+    (folder / "sources.db").write_bytes(damaged)
+    code, out, _ = run("store", "health", folder, "--json")
+    assert (code, "qcfuse store rebuild" in json.loads(out)["problems"][0]) == (1, True)
+    aside = run.json("store", "rebuild", folder)["manifest_aside"]
+    assert Path(aside).read_bytes() == damaged, "for someone to look at"
+    assert run.json("store", "health", folder)["ok"]
+    assert run.json("store", "sources", folder)["sources"] == {}
+    with DiskStore(folder) as store:
+        assert all(example_key(n) in store for n in range(4)), "no cache is lost"
+
+
+def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
+    for command in ("clear", "wipe"):
+        code, _, err = run("store", command, folder)
+        assert (code, "say --yes if you mean it" in err) == (1, True)
+    assert run.json("store", "clear", folder, "--yes")["entries"] == 4
+    assert run.json("store", "wipe", folder, "--yes")["files"] > 0
+    assert list(folder.rglob("*.kv")) == []
+    code, _, err = run("store", "stats", folder)
+    assert (code, "no store in" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pin", "0" * 64], "none of the 1 entries is in the store"),
+        (["forget", "lamps"], "no document 'lamps' in the store"),
+        (["pin"], "name entries by address, or a document with --source"),
+        (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
+        (["move"], "say where to with --to"),
+        (["compress", "--numbers", "int4"], "no format of numbers 'int4'; there are model, int8, fp8"),
+        (["compress", "--numbers", "model"], "precision that is gone does not come back"),
+    ],
+)
+def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], message: str) -> None:
+    command, *options = arguments
+    code, _, err = run("store", command, folder, *options)
+    assert (code, message in err, "Traceback" in err) == (1, True, False)

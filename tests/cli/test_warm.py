@@ -1,0 +1,326 @@
+"""`qcfuse warm plan|run|resume|status`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore
+from qcfuse_rag.cli.job import NAME, only_job
+from qcfuse_rag.cli.library import KV_FOLDER
+from qcfuse_rag.retrieval.index import PassageIndex
+from tests.support.cli import Run
+from tests.support.passages import PASSAGES
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for i, text in enumerate(PASSAGES):
+        (folder / f"{i}.txt").write_text(text)
+    return folder
+
+
+def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    plan = run.json("warm", "plan", *options)
+    assert (plan["documents"], plan["to_warm"], plan["present"]) == (3, 3, 0)
+    assert not (tmp_path / "s").exists()
+    run.json("warm", "run", *options)
+    size = run.json("store", "stats", tmp_path / "s")["size_bytes"]
+    head = 3 / 4
+    assert 0.7 * head * size < plan["size_bytes"] < size, "all but the head's entry"
+    narrow = run.json("warm", "plan", *options, "--numbers", "int8", "--limit-gb", 0.000001)
+    assert (narrow["present"], narrow["to_warm"], narrow["left_out"]) == (3, 0, 0)
+    assert run.json("store", "stats", tmp_path / "s")["settings"]["numbers"] == "model"
+    assert "would take" in run.text("warm", "plan", *options)
+
+
+def test_what_does_not_fit_is_said_before_and_after(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--limit-gb", 0.0002)
+    assert run.json("warm", "plan", *options)["left_out"] == 2
+    summary = run.json("warm", "run", *options)
+    assert (summary["warmed"], summary["left_out"]) == (1, 2)
+    stats = run.json("store", "stats", tmp_path / "s")
+    assert stats["size_bytes"] <= stats["limit_bytes"] == 200_000
+
+
+def test_status_and_resume(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "s"
+    monkeypatch.chdir(documents.parent)
+    run.json(
+        "warm", "run", documents.name, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "blind"
+    )
+    status = run.json("warm", "status", "--store", store)
+    assert (status["state"], status["summary"]["warmed"]) == ("finished", 3)
+    assert status["done_tokens"] == status["total_tokens"] == status["summary"]["tokens"]
+    (documents / "3.txt").write_text("A fourth document, about lanterns.")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    summary = run.json("warm", "resume", "--store", store)
+    assert (summary["present"], summary["warmed"]) == (3, 1), "with the options it had"
+    assert "finished" in run.text("warm", "status", "--store", store)
+
+
+def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "s"
+    options = (documents, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options)
+    first, *others = sorted(documents.iterdir())
+    first.write_text("")
+    run.json("warm", "run", *options)
+    assert sorted(run.json("store", "sources", store)["sources"]) == [str(path) for path in others]
+    for path in documents.iterdir():
+        path.unlink()
+    code, _, err = run("warm", "run", *options)
+    assert (code, "if all were deleted, `warm run --allow-empty` forgets them" in err) == (1, True), "or not mounted?"
+    assert run.json("warm", "run", *options, "--allow-empty")["documents"] == 0
+    assert run.json("store", "sources", store)["sources"] == {}
+    assert PassageIndex.load(store / "passages").passages == []
+
+
+def test_a_folder_that_is_not_mounted_is_not_forgotten_beside_one_that_is(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store, mounted = tmp_path / "s", tmp_path / "mounted"
+    mounted.mkdir()
+    (mounted / "far.txt").write_text("What lies on another machine's disk.")
+    options = (documents, mounted, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options)
+    (mounted / "far.txt").unlink()
+    code, _, err = run("warm", "run", *options)
+    assert (code, f"no text files in {mounted}; " in err, "--allow-empty" in err) == (1, True, True)
+    assert len(run.json("store", "sources", store)["sources"]) == 4, "nothing was forgotten"
+    run.json("warm", "run", *options, "--allow-empty")
+    assert len(run.json("store", "sources", store)["sources"]) == 3
+
+
+def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    code, _, err = run("warm", "run", *options, "--ray", "auto", "--gpus-per-worker", 1)
+    assert (code, "the --dtype of who will answer" in err, err.count("\n")) == (1, True, 1)
+    assert not (tmp_path / "s").exists(), "before anything is loaded or made"
+
+
+def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store = tmp_path / "s"
+    options = (documents, "--store", store, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", *options, "--model", model_folder)
+    assert run("warm", "run", *options, "--model", "no/such-model")[0] == 1
+    assert run.json("warm", "status", "--store", store)["state"] == "finished"
+    assert run.json("warm", "resume", "--store", store)["present"] == 3
+    with only_job(store):
+        code, _, err = run("warm", "resume", "--store", store)
+    assert (code, "another job is warming" in err) == (1, True)
+    assert run.json("warm", "status", "--store", store)["state"] == "finished"
+
+
+def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    (documents / "latin.txt").write_bytes(b"caf\xe9")
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    (documents / "scanned.txt").write_text("\n \f\n")
+    (documents / "report.pdf").write_bytes(b"%PDF-1.7")
+    for what in ("plan", "run"):
+        summary = run.json("warm", what, documents, *options)
+        assert summary["passages"] == 3
+        assert summary["documents"] == 3
+        other, broken, empty = summary["unread"]
+        assert ("(1 .pdf); convert them first" in other, "latin.txt" in broken) == (True, True)
+        assert empty == f"{documents / 'scanned.txt'} has no text"
+    assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
+    (documents / "many.jsonl").write_text("".join(f'{{"text": "", "source": "s{n}"}}\n' for n in range(30)))
+    told = run("warm", "run", documents, *options)[2]
+    assert (told.count("passed over:"), "and 13 more: --json names them all" in told) == (20, True)
+
+
+def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    run.json("warm", "run", documents, *options)
+    for path in (tmp_path / "s").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": f"Passage {i} about boats.", "source": str(i)}) for i in range(40)))
+    store = tmp_path / "s"
+    program = (
+        "import os, signal, sys; from qcfuse_rag.cli import job, app\n"
+        "def advance(self, done, total):\n"
+        "    self.done_tokens, self.total_tokens = done, total; self.save()\n"
+        "    if done * 2 > total: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "job.JobRecord.advance = advance\n"
+        "app.main()\n"
+    )
+    command = [sys.executable, "-c", program, "warm", "run", str(rows), "--store", str(store)]
+    options = ["--model", model_folder, "--device", "cpu", "--batch-tokens", "60"]
+    killed = subprocess.run([*command, *options], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    status = run.json("warm", "status", "--store", store)
+    assert status["state"] == "killed"
+    assert 0 < status["done_tokens"] < status["total_tokens"]
+    assert "qcfuse warm resume" in run.text("warm", "status", "--store", store)
+    summary = run.json("warm", "resume", "--store", store)
+    assert summary["warmed"] > 0
+    assert summary["present"] > 0
+    assert summary["warmed"] + summary["present"] == 40
+    assert run.json("store", "fsck", store)["damaged"] == []
+
+
+def test_a_failed_job_says_why(run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = tmp_path / "s"
+    monkeypatch.setattr(os, "fsync", full)
+    code, _, err = run("warm", "run", documents, "--store", store, "--model", model_folder, "--device", "cpu")
+    monkeypatch.undo()
+    assert (code, "No space left on device" in err) == (1, True)
+    status = run.json("warm", "status", "--store", store)
+    assert status["state"] == "failed"
+    assert "No space left on device" in status["error"]
+
+
+def test_documents_that_vanish_take_their_caches_along(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", *options)
+    (documents / "1.txt").unlink()
+    run.json("warm", "run", *options)
+    assert run.json("store", "stats", tmp_path / "s")["entries"] == 3, "two passages and the head"
+    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 2
+
+
+def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", *options)
+    (documents / "1.txt").unlink()
+    (documents / "1.txt").mkdir()
+    run.json("warm", "run", *options)
+    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 2
+
+
+def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_again(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    record = {"text": PASSAGES[0], "source": str((documents / "scan.pdf").resolve())}
+    (documents / "records.jsonl").write_text(json.dumps(record))
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", *options)
+    assert run.json("warm", "run", *options)["warmed"] == 0
+    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 4
+
+
+def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
+    """Asking counts what it retrieves; a store with room for one then keeps the most retrieved."""
+    store, options = tmp_path / "s", ("--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", documents, "--store", store, *options)
+    asked = run.json(
+        "ask", "When does the council meet?", "--store", store, *options, "--top-k", 1, "--max-new-tokens", 1
+    )
+    [source] = asked["sources"]
+    run.text("store", "clear", store, "--yes")
+    run.json("warm", "run", documents, "--store", store, *options, "--limit-gb", 0.0002)
+    missing = {name: s["missing"] for name, s in run.json("store", "sources", store)["sources"].items()}
+    assert missing.pop(source) == 0
+    assert list(missing.values()) == [1, 1]
+    assert "council" not in (store / "passages" / "retrievals.jsonl").read_text()
+
+
+def test_tenants_see_only_their_own(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QCFUSE_SECRET", "a secret of more than sixteen bytes")
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", documents, *options, "--tenant", "acme")
+    answer = run.json("ask", "Who?", *options, "--tenant", "acme", "--max-new-tokens", 1)
+    assert answer["report"]["fallback"] is None
+    code, _, err = run("ask", "Who?", *options, "--tenant", "other", "--max-new-tokens", 1)
+    assert (code, "no passages" in err) == (1, True)
+    assert run.json("warm", "run", documents, *options, "--tenant", "other")["present"] == 0
+
+
+def test_an_encrypted_library_needs_its_secret(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    code, _, err = run("warm", "run", documents, *options, "--encrypt")
+    assert (code, "set QCFUSE_SECRET" in err) == (1, True)
+    monkeypatch.setenv("QCFUSE_SECRET", "a secret of more than sixteen bytes")
+    run.json("warm", "run", documents, *options, "--encrypt")
+    assert run.json("ask", "Who?", *options, "--max-new-tokens", 1)["report"]["fallback"] is None
+    assert run.json("store", "fsck", tmp_path / "s")["sound"] == 4
+    monkeypatch.delenv("QCFUSE_SECRET")
+    code, _, err = run("ask", "Who?", *options)
+    assert (code, "QCFUSE_SECRET" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["warm", "status", "--store", "nowhere"], "no warming job in nowhere"),
+        (["warm", "resume", "--store", "nowhere"], "no warming job in nowhere"),
+    ],
+)
+def test_errors_are_one_line(run: Run, arguments: list[str], message: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*arguments)
+    assert (code, out, message in err, err.count("\n")) == (1, "", True, 1)
+
+
+def test_a_record_that_cannot_be_read_is_said_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('{"arguments": {"paths": []}}')
+    code, _, err = run("warm", "resume", "--store", tmp_path)
+    assert (code, "start it with `qcfuse warm run`" in err) == (1, True)
+
+
+def test_enriched_passages_are_warmed_from_the_indexs_neighbours(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    store, about = tmp_path / "s", ("--model", model_folder, "--device", "cpu")
+    options = (documents, "--store", store, *about, "--base", "enriched")
+    assert run.json("warm", "plan", *options)["to_warm"] == 6, "each passage in a first pass and in a second one"
+    assert run.json("warm", "run", *options)["warmed"] == 6
+    assert run.json("warm", "run", *options)["present"] == 6
+    answer = run.json("ask", "Who keeps the paint?", "--store", store, *about, "--method", "fusionrag", "--ratio", 0.1)
+    report = answer["report"]
+    assert (report["method"], report["base"], report["fallback"]) == ("fusionrag", "enriched", None)
+
+
+def test_documents_with_a_tag_shape_only_what_their_readers_read(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    secret, store = tmp_path / "secret.txt", tmp_path / "s"
+    secret.write_text("The key of the old mill is hidden under the green hull.")
+    about = ("--store", store, "--model", model_folder, "--device", "cpu", "--base", "enriched")
+    run.json("warm", "run", secret, *about, "--access", "board")
+    run.json("warm", "run", documents, *about)
+    with DiskStore(store / KV_FOLDER) as kept:
+        opened = [kept.open(entry.address) for entry in kept.entries()]
+    enriched = {one[0].ids: one[1].context for one in opened if isinstance(one, tuple) and one[0].base == "enriched"}
+    met = [context for context in enriched.values() if context]
+    assert len(enriched) == 4
+    assert len(met) == 4, "each has met the documents all may read"
+    assert sum(len(context) for context in met) == 3 * 2 + 3, "and only the board's has met three"

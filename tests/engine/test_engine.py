@@ -1,0 +1,430 @@
+"""The engine where users stumble: duplicates, nothing found, things missing, things too long."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qcfuse_rag import (
+    BLIND,
+    FRAMED,
+    DiskStore,
+    FusionEngine,
+    InvalidTemplate,
+    KVStore,
+    LanguageModel,
+    MemoryStore,
+    PromptTemplate,
+    PromptTooLong,
+    SamplingParams,
+    StoreError,
+    make_method,
+    open_store,
+)
+from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.reader import MappedFile, open_header
+from qcfuse_rag.store.key import ChunkKey
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
+ONE_MESSAGE = PromptTemplate(messages=(("user", "{context}{question}"),))
+
+
+def full_logits(engine: FusionEngine, ids: tuple[int, ...]) -> torch.Tensor:
+    return references.plain_forward(engine.lm, ids)[0][-1]
+
+
+def stored(engine: FusionEngine, text: str, base: object = FRAMED) -> ChunkKV:
+    found = engine.store.get(base.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text)))  # type: ignore[attr-defined]
+    assert isinstance(found, ChunkKV)
+    return found
+
+
+def test_the_same_chunk_twice_in_a_prompt(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, [PASSAGES[0], PASSAGES[1], PASSAGES[0]])
+    done = engine.prefill(prompt, method=QCFUSE)
+    assert [lookup.hit for lookup in done.report.lookups] == [True] * 4
+    every = engine.prefill(prompt, method=make_method("random", ratio=1.0))
+    assert torch.allclose(every.logits, full_logits(engine, prompt.ids), atol=1e-4)
+
+
+def test_the_same_prompt_twice_gives_the_same_answer_and_stores_nothing(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompt, before = engine.prompt(QUESTION, PASSAGES), engine.store.stats()[0].entries
+    first, second = (engine.prefill(prompt, method=QCFUSE) for _ in range(2))
+    assert torch.equal(first.logits, second.logits)
+    assert first.report.selected == second.report.selected
+    assert engine.store.stats()[0].entries == before, "neither question nor fused caches are kept"
+
+
+def test_answers_do_not_depend_on_who_asked_before(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    alone = engine.prefill(prompt, method=QCFUSE).logits
+    for order in (PASSAGES[::-1], PASSAGES[1:], [PASSAGES[2], PASSAGES[0]]):
+        engine.generate(engine.prompt("Something else?", order), SamplingParams(max_new_tokens=4))
+    assert torch.equal(engine.prefill(prompt, method=QCFUSE).logits, alone)
+
+
+@pytest.mark.parametrize("method", ["full", "reuse", "random", "epic", "prophetkv", "qcfuse"])
+def test_an_empty_retrieval_is_full_prefill(engine: FusionEngine, method: str) -> None:
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION)
+    done = engine.prefill(prompt, method=make_method(method))
+    assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+    assert done.report.context_tokens == 0
+
+
+@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+def test_a_question_of_one_token(engine: FusionEngine, method: str) -> None:
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompt = engine.prompt("?", PASSAGES)
+    assert len(prompt.spans[-2]) == 1
+    done = engine.prefill(prompt, method=make_method(method))
+    assert torch.isfinite(done.logits).all()
+    assert done.report.rows < len(prompt)
+
+
+@pytest.mark.parametrize("missing", [[0], [1], [2], [0, 2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+def test_chunks_that_are_missing_are_rows(engine: FusionEngine, method: str, missing: list[int]) -> None:
+    engine.warm([p for i, p in enumerate(PASSAGES) if i not in missing], bases=(BLIND,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=make_method(method, base=BLIND))
+    assert [i for i, lookup in enumerate(done.report.lookups[-3:]) if not lookup.hit] == missing
+    assert done.report.fallback == f"{len(missing)} of 3 passages computed in full: absent"
+    rows = set(done.report.selected) | set(range(prompt.chunks[-1].stop, len(prompt)))
+    rows |= {p for i in missing for p in range(prompt.chunks[i].start, prompt.chunks[i].stop)}
+    if not engine.store.stats()[0].entries:
+        rows |= set(range(prompt.chunks[0].start))
+    table = references.stored_table(engine.lm, prompt, BLIND)
+    expected, _ = references.sequential_fusion(engine.lm, prompt.ids, sorted(rows), table)
+    assert done.report.rows == len(rows)
+    assert torch.allclose(done.logits, expected, atol=1e-4)
+
+
+def test_a_prompt_beyond_the_context_window_is_one_clear_error(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES * 8)
+    with pytest.raises(PromptTooLong, match=r"1,\d\d\d prompt tokens and 256 for the answer exceed .* of 512"):
+        engine.generate(prompt)
+
+
+def nested(value: Any, depth: int) -> Any:
+    return nested([value], depth - 1) if depth else value
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"description": "x" * 2_000_000}, {"enum": [1] * 100_000}, {"enum": nested(["x"] * 10_000, 100)}],
+    ids=["a long text", "many numbers", "what a template may indent"],
+)
+def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
+    engine: FusionEngine, parameters: dict[str, Any]
+) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+        engine.prompt(QUESTION, PASSAGES, tools=[tool])
+    with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
+        engine.plain([("user", QUESTION)], [tool])
+
+
+def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_rendered(llama: LanguageModel) -> None:
+    tokenizer = copy.deepcopy(llama.tokenizer)
+    tokenizer.chat_template = (
+        "{{ messages[0].content }}{% if messages | length == 3 %}{{ raise_exception('rendered') }}{% endif %}"
+        "{% if messages | length == 4 %}{{ 'x' * 2000000 }}{% endif %}"
+    )
+    engine = FusionEngine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
+    with pytest.raises(InvalidTemplate, match="rendered"):
+        engine.plain([("user", "Why?")] * 3)
+    with pytest.raises(PromptTooLong, match="characters cannot fit a context window of 512 tokens"):
+        engine.plain([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
+    with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds
+        engine.plain([("user", "Why?")] * 4)
+    with pytest.raises(PromptTooLong, match="of about 2,000,000 characters"):
+        engine.plain("x" * 2_000_000)
+
+
+def test_a_passage_beyond_the_context_window_is_reported_and_the_rest_is_stored(engine: FusionEngine) -> None:
+    summary = engine.warm([PASSAGES[0], PASSAGES[0], PASSAGES[1] * 40, PASSAGES[2]])
+    assert (summary.chunks, summary.warmed) == (3, 2)
+    assert [index for index, _ in summary.failed] == [2], "counted as they were given"
+    assert "split the document into smaller passages" in summary.failed[0][1]
+
+
+def test_warming_again_does_nothing(engine: FusionEngine) -> None:
+    first, second = engine.warm([*PASSAGES, PASSAGES[0]]), engine.warm(PASSAGES)
+    assert (first.warmed, first.present) == (3, 0)
+    assert (second.warmed, second.present, second.tokens) == (0, 3, 0)
+
+
+def test_an_interrupted_warming_goes_on_where_it_stopped(engine: FusionEngine) -> None:
+    def stop(done: int, total: int) -> None:
+        if done < total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.warm(PASSAGES, batch_tokens=1, progress=stop)
+    assert engine.warm(PASSAGES).warmed == len(PASSAGES) - 1
+
+
+def test_chunks_warmed_alone_are_the_same_bytes_whatever_is_warmed_beside_or_before(llama: LanguageModel) -> None:
+    engines = [FusionEngine(llama, MemoryStore()) for _ in range(3)]
+    engines[0].warm(PASSAGES, batch_tokens=1)
+    engines[1].warm(PASSAGES[::-1], batch_tokens=1)
+    engines[2].warm([PASSAGES[1]], batch_tokens=1)
+    one, other, alone = (stored(engine, PASSAGES[1]) for engine in engines)
+    for name in one.names():
+        assert torch.equal(one.blocks[name], other.blocks[name])
+        assert torch.equal(one.blocks[name], alone.blocks[name])
+
+
+def test_stored_keys_are_unrotated(engine: FusionEngine) -> None:
+    """A layer's keys at position 0 are what is stored, whatever the position; layer 0 depends on the token alone."""
+    engine.warm(["one one one one"], bases=(BLIND,))
+    ids = engine.prompts.chunk_ids("one one one one")
+    keys, _ = stored(engine, "one one one one", BLIND).layer(0)
+    again = [i for i, token in enumerate(ids) if token == ids[-3]]
+    assert len(again) > 1
+    assert torch.allclose(keys[:, again[0]], keys[:, again[-1]], atol=1e-5)
+    at_zero = references.alone_at(engine.lm, (ids[-3],), 0)[0][0][0, :, 0]
+    assert torch.allclose(keys[:, again[0]], at_zero, atol=1e-5)
+
+
+def test_a_disk_that_fails_costs_time_and_nothing_else(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+
+        def broken(path: Path) -> MappedFile:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr("qcfuse_rag.store.backends.disk.MappedFile", broken)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        done = engine.prefill(prompt, method=QCFUSE)
+    assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+    assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
+
+
+def test_an_index_that_fails_keeps_passages_from_being_stored_and_from_nothing_else(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        sound = engine.prefill(prompt, method=QCFUSE)
+        store.room.index.close()
+        (tmp_path / "index" / "cache.db").write_bytes(b"overwritten" * 1000)
+        done = engine.prefill(prompt, method=QCFUSE)
+        with pytest.raises(StoreError, match="file is not a database"):
+            engine.warm(["One more."])
+    assert torch.equal(done.logits, sound.logits)
+    assert done.report.fallback is None
+
+
+def file_of(store: DiskStore, key: ChunkKey) -> Path:
+    return store.files.path(key.address)
+
+
+def damage(path: Path, block: str) -> None:
+    """Flip one bit in a block of an entry."""
+    header, _ = open_header(MappedFile(path))
+    [offset] = [described.offset for described in header.blocks if described.name == block]
+    data = bytearray(path.read_bytes())
+    data[header.start + offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("block", ["ranking", "key.0", "value.3"])
+@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+def test_damage_in_any_block_is_recomputed_reported_and_healed(
+    llama: LanguageModel, tmp_path: Path, block: str, method: str
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
+        sound = engine.prefill(prompt, method=chosen)
+        key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
+        damage(file_of(store, key), block)
+        done = engine.prefill(prompt, method=chosen)
+        assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+        assert done.report.fallback == f"1 of 3 passages computed in full: checksum of block {block} differs"
+        assert torch.isfinite(done.logits).all()
+        assert engine.warm(PASSAGES).warmed == 1
+        assert torch.equal(engine.prefill(prompt, method=chosen).logits, sound.logits)
+
+
+def test_a_damaged_head_is_recomputed_when_questions_and_when_passages_come(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES[:1])
+        prompt = engine.prompt(QUESTION, PASSAGES[:1])
+        key = BLIND.key(llama.fingerprint, prompt.prefix_ids, prompt.prefix_ids)
+        damage(file_of(store, key), "value.1")
+        done = engine.prefill(prompt, method=make_method("reuse"))
+        assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+        assert engine.warm(PASSAGES).warmed == 2
+        damage(file_of(store, key), "value.1")
+        assert engine.warm([*PASSAGES, "One more."]).warmed == 1
+        assert engine.prefill(prompt, method=make_method("reuse")).report.lookups[0].hit
+
+
+def test_a_miss_says_what_is_there_instead(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(BLIND,))
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=QCFUSE).report
+    assert report.fallback == "3 of 3 passages computed in full: absent: stored blind, not framed"
+
+
+def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
+    """Special tokens are a switch on a tokenizer; switching it for one thread must not switch it for another."""
+    passages = [f"</s> {text} <s>" for text in PASSAGES]
+    expected, wrong = engine.prompt(QUESTION, passages).ids, []
+
+    def work() -> None:
+        wrong.extend(i for i in range(40) if engine.prompt(QUESTION, passages).ids != expected)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageModel) -> None:
+    template = PromptTemplate(messages=(("user", "Question: {question}\n\n{context}Answer:"),))
+    engine = FusionEngine(llama, MemoryStore(), template=template)
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompts = [engine.prompt(question, PASSAGES) for question in ("Who keeps paint?", "When is the council?")]
+    chosen = [engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2)).report for prompt in prompts]
+    offset = len(prompts[1]) - len(prompts[0])
+    assert chosen[0].selected != tuple(position - offset for position in chosen[1].selected)
+
+
+def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
+        damage(file_of(store, key), "value.3")  # found only when the last layer is read
+        done = engine.prefill(prompt, method=make_method("reuse"))
+        assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+        assert done.report.fallback == "1 of 3 passages computed in full: checksum of block value.3 differs"
+        table = references.plain_forward(llama, prompt.ids[: prompt.chunks[1].stop])[1]
+        at = slice(prompt.chunks[1].start, prompt.chunks[1].stop)
+        assert torch.allclose(done.buffer.values[3][:, :, at], table[3][1][:, :, at], atol=1e-4)
+        assert store.stats()[0].discarded == 1
+
+
+def test_a_store_that_cannot_be_written_says_so(engine: FusionEngine) -> None:
+    engine.store = MemoryStore(limit_bytes=1000)
+    with pytest.raises(StoreError, match="does not fit a memory store of 1,000 bytes"):
+        engine.warm(PASSAGES)
+
+
+def test_framed_chunks_belong_to_their_frame(llama: LanguageModel) -> None:
+    store = MemoryStore()
+    FusionEngine(llama, store).warm(PASSAGES)
+    other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
+    engine = FusionEngine(llama, store, template=other)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    assert [lookup.hit for lookup in engine.prefill(prompt, method=QCFUSE).report.lookups] == [False] * 4
+
+
+def test_blind_chunks_serve_every_template(llama: LanguageModel) -> None:
+    store = MemoryStore()
+    FusionEngine(llama, store).warm(PASSAGES, bases=(BLIND,))
+    other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
+    engine = FusionEngine(llama, store, template=other)
+    lookups = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("qcfuse")).report.lookups
+    assert [lookup.hit for lookup in lookups] == [False, True, True, True], "only the head is another"
+
+
+def test_a_conversation_before_the_passages_is_computed_and_the_rest_reused(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello!")])
+    done = engine.prefill(prompt, method=make_method("random", ratio=1.0))
+    assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
+    assert engine.prefill(prompt, method=QCFUSE).report.reused_tokens > 0
+
+
+def test_concurrent_requests_do_not_meet(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompts = [engine.prompt(f"{QUESTION} {i}", PASSAGES[: 1 + i % 3]) for i in range(6)]
+    params = SamplingParams(max_new_tokens=8)
+    expected = [engine.generate(prompt, params, method=QCFUSE).ids for prompt in prompts]
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(i: int) -> None:
+        found[i] = engine.generate(prompts[i], params, method=QCFUSE).ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(6)] == expected
+
+
+def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Path) -> None:
+    store: KVStore = open_store(tmp_path)
+    with FusionEngine(llama, store) as engine:
+        engine.warm(PASSAGES)
+        store.near.clear()  # type: ignore[attr-defined]
+        engine.prefetch(PASSAGES)
+        store._reader.shutdown(wait=True)  # type: ignore[attr-defined]
+        assert store.near.stats()[0].entries == 3  # type: ignore[attr-defined]
+
+
+def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) -> None:
+    secret = "xyzzy-plugh-42"
+    with FusionEngine(llama, open_store(tmp_path)) as engine:
+        engine.warm(PASSAGES)
+        before = set(tmp_path.rglob("*.kv"))
+        engine.generate(engine.prompt(secret, PASSAGES, history=[("user", secret)]), SamplingParams(max_new_tokens=2))
+        question = torch.tensor(engine.prompt(secret).spans[-2].segment.ids).numpy().tobytes()
+        assert set(tmp_path.rglob("*.kv")) == before, "no entry was added or replaced"
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert secret.encode() not in data
+            assert question not in data
+
+
+def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    WarmJob(engine.lm, engine.store, prompt.prefix_ids, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
+    assert engine.warm(PASSAGES).warmed == 0
+
+
+def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert engine.compile() > 0, "with nothing stored as well"
+    engine.method = make_method("auto")
+    engine.warm(PASSAGES)
+    entries = {entry.address for entry in engine.store.entries()}
+    engine.compile()
+    assert {entry.address for entry in engine.store.entries()} == entries, "nothing of it is stored"
+
+    def measured(*given: object, **rest: object) -> object:
+        raise AssertionError("costs are measured in a request")
+
+    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_passes", measured)
+    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_loading", measured)
+    assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids

@@ -1,0 +1,100 @@
+"""An engine behind a scheduler, as frameworks' objects hold it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import (
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    MisplacedSetting,
+    SamplingParams,
+    ServedEngine,
+    open_store,
+)
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
+
+FEW = SamplingParams(max_new_tokens=3)
+
+
+def answer(served: ServedEngine) -> str:
+    return served.ask(lambda engine: (engine.prompt(QUESTION, PASSAGES), FEW)).result(60).text
+
+
+def test_closing_frees_the_model_and_asking_loads_it_again(tokenizer: PreTrainedTokenizerFast) -> None:
+    def load() -> FusionEngine:
+        return FusionEngine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
+
+    served = ServedEngine(load)
+    first = answer(served)
+    model = weakref.ref(served.engine.lm)
+    served.close()
+    gc.collect()
+    assert model() is None, "though whoever holds it still does"
+    assert answer(served) == first
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_disk: bool) -> None:
+    """Threads are not there after a fork, and SQLite's connections must not be used."""
+    with open_store(tmp_path / "kv" if on_disk else None) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES, sources=["a", "b", "c"])
+        served = ServedEngine.of(engine)
+        expected = answer(served)
+        child = os.fork()
+        if not child:
+            try:
+                here = engine.sources
+                same = answer(served) == expected and here.names() == ["a", "b", "c"]
+                os._exit(0 if same and here is engine.sources else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert answer(served) == expected
+        assert engine.forget("a") > 0
+        served.scheduler.close()
+
+
+def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageModel, tmp_path: Path) -> None:
+    with open_store(tmp_path) as store, open_store(tmp_path) as other:
+        serving, elsewhere = FusionEngine(llama, store), FusionEngine(llama, other)
+        serving.warm(PASSAGES, sources=["a", "b", "c"])
+        prompt = serving.prompt(QUESTION, PASSAGES)
+        near = store.tiers[0]
+        assert all(lookup.hit for lookup in serving.generate(prompt, FEW).report.lookups)
+        kept = near.stats()[0].entries
+        assert elsewhere.forget("b") > 0
+        found = serving.generate(prompt, FEW).report.lookups
+        assert [lookup.hit for lookup in found if lookup.role == "chunk"] == [True, False, True]
+        assert near.stats()[0].entries < kept
+        elsewhere.close()
+
+
+def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
+    served = ServedEngine(lambda: engine, loaded_by={"method": None, "ratio": 0.1})
+    assert served.fitting({"method": None, "ratio": 0.1}) is served
+    assert served.fitting({"method": "full", "ratio": 0.1}).loaded_by == {"method": "full", "ratio": 0.1}, "another one"
+    assert served.engine is engine
+    assert served.fitting({"method": None, "ratio": 0.1}) is served
+    with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was there"):
+        served.fitting({"method": "full", "ratio": 0.2})
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_a_text_in_which_nothing_is_found_says_so(engine: FusionEngine, warmed: bool) -> None:
+    if warmed:
+        engine.warm(PASSAGES)
+    told = engine.generate(engine.plain([("user", "Who are you?")]), FEW).report.fallback
+    assert told == f"no warmed passage was found in the text, of {3 * warmed} that are known"
+    found = engine.generate(engine.plain([("user", f"{PASSAGES[0]} {QUESTION}")]), FEW).report.fallback
+    assert (found is None) == warmed

@@ -1,0 +1,247 @@
+"""`qcfuse bench speed`: floors that are counted right, tiers that are what they say, and a result one can read."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+
+from qcfuse_rag import LanguageModel, MemoryStore, PromptTooLong, QCFuseError, make_method
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.evaluation.speed.decoding import STEPS, stock_step
+from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed, random_prompt
+from qcfuse_rag.evaluation.speed.memory import peak_bytes
+from qcfuse_rag.evaluation.speed.roofline import Ceilings, add_floors, row_operations, step_bytes
+from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
+from qcfuse_rag.evaluation.speed.tables import terminal_tables
+from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cli import Run
+
+TINY = {
+    "model_type": "qwen3",
+    "vocab_size": 512,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    return random_model("tiny", device="cpu")
+
+
+def test_shapes_have_the_published_numbers_of_parameters() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    billions = {"smollm2-135m": 0.1345, "qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-32b": 32.76, "llama-3.1-8b": 8.03}
+    assert set(billions) == set(SHAPES)
+    for name, expected in billions.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
+        parameters = {id(weight): weight.numel() for weight in model.parameters()}
+        assert sum(parameters.values()) / 1e9 == pytest.approx(expected, rel=0.005), name
+
+
+def test_operations_are_those_torch_counts(tiny: LanguageModel) -> None:
+    """Of full prefill; torch counts attention's upper half too, which need not be computed.
+
+    And the angles of rotations, where transformers gets them by a product: 16 operations a token.
+    """
+    tokens = 200
+    ids = torch.randint(512, (1, tokens))
+    tiny.model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        tiny.model(input_ids=ids, logits_to_keep=1)
+    attention = 3 * 4 * 2 * (16 + 16) * tokens * tokens / 2
+    assert row_operations(tiny, tokens, tokens) == pytest.approx(counter.get_total_flops() - attention, abs=16 * tokens)
+
+
+def test_a_step_reads_the_weights_once_and_each_requests_cache(tiny: LanguageModel) -> None:
+    read = sum(weight.nbytes for weight in tiny.model.parameters()) - tiny.model.get_input_embeddings().weight.nbytes
+    assert step_bytes(tiny, 0) == read
+    assert step_bytes(tiny, 100, 3) - step_bytes(tiny, 0) == 300 * tiny.kv_bytes_per_token
+
+
+def test_peak_memory_is_what_was_held_at_once() -> None:
+    def run() -> torch.Tensor:
+        first = torch.ones(1000)
+        second = first + 1
+        del first
+        return second.clone()
+
+    assert peak_bytes(torch.device("cpu"), run) == pytest.approx(8000, abs=64)
+
+
+def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
+    slack = []
+    for layers in (3, 9):
+        shape = {"head_dim": 64, "num_key_value_heads": 4, "num_hidden_layers": layers}
+        monkeypatch.setitem(SHAPES, "tiny", {**TINY, **shape})
+        lm = random_model("tiny", device="cpu")
+        options = SpeedOptions((2000,), tuple(configurations(["prophetkv"], [0.05])[1:]), repeats=1, requests=())
+        fused = measure_speed(lm, options)["prefill"][1]
+        slack.append(fused["peak_bytes"] - fused["buffer_bytes"])
+        assert 0 < slack[-1] < fused["buffer_bytes"] / lm.n_layers
+    assert slack[1] == pytest.approx(slack[0], rel=0.02), "it does not add up over layers"
+
+
+def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
+    store = ThrottledStore(1e5)
+    own = example_chunk(1, n_tokens=40)
+    store.put(example_key(1), own)
+    found = store.get(example_key(1))
+    assert isinstance(found, ChunkKV)
+    started = time.perf_counter()
+    found.read()
+    assert time.perf_counter() - started >= 0.95 * own.nbytes / 1e5
+
+
+def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
+    methods = tuple(configurations(["auto", "reuse"], [0.1])[1:])
+    found = measure_speed(
+        tiny, SpeedOptions((100, 230), methods, ("memory", "disk", "throttled"), chunk=64, repeats=1, requests=(1, 2))
+    )
+    rows = found["prefill"]
+    assert [row["context"] for row in rows] == [100] * 7 + [230] * 7
+    assert {row["prompt"] for row in rows[:7]} == {164}
+    assert [row["tier"] for row in rows[:3]] == ["-", "memory", "memory"]
+    full, fused = rows[7], rows[8]
+    assert full["rows"] == full["prompt"]
+    assert fused["rows"] < 100
+    assert fused["bytes_loaded"] > 0
+    assert fused["arithmetic_s"] < full["arithmetic_s"]
+    assert [row["requests"] for row in found["decode"]] == [1, 2, 1, 2]
+    assert [row["transformers_step_s"] is None for row in found["decode"]] == [False, True, False, True]
+    with stock_attention(tiny):
+        pass  # the model still has ours afterwards
+    assert tiny.model.config._attn_implementation == "qcfuse"
+
+
+def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
+    prompt = random_prompt(tiny, 100, 64, torch.Generator().manual_seed(0))
+    done = prefill(tiny, MemoryStore(1), prompt, make_method("full"), room=STEPS)
+    stock = stock_step(tiny, done.buffer, len(prompt), token=7)
+    for position in range(len(prompt), len(prompt) + STEPS):
+        with stock_attention(tiny), torch.inference_mode():
+            theirs = stock()[0, -1]
+        assert torch.allclose(theirs, forward_step(tiny, [7], [position], [done.buffer])[0], atol=1e-4)
+
+
+def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: LanguageModel) -> None:
+    chosen = configurations(["auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"])[1:]
+    found = measure_speed(tiny, SpeedOptions((230,), tuple(chosen), chunk=64, repeats=1, requests=(1,)))
+    labels = [row["method"] for row in found["prefill"]]
+    assert labels == ["full", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"]
+    for width in (80, 240):
+        console = Console(width=width, record=True, file=io.StringIO())
+        for table in terminal_tables(found, width):
+            console.print(table)
+        shown = console.export_text()
+        assert "…" not in shown
+        assert all(f"{1000 * row['ttft_s']:,.1f} ms" in shown for row in found["prefill"])
+    assert "│ auto[ratio=.1,layers=third_quarter] │" in shown, "and no parameter is taken for markup"
+
+
+def test_a_tier_keeps_passages_in_each_format(tiny: LanguageModel) -> None:
+    options = SpeedOptions(
+        (230,),
+        tuple(configurations(["reuse"])[1:]),
+        ("memory", "disk", "throttled"),
+        ("int8", "model"),
+        chunk=64,
+        repeats=1,
+        requests=(1,),
+    )
+    found = measure_speed(tiny, options)
+    rows = {(row["tier"], row["numbers"]): row["bytes_loaded"] for row in found["prefill"][1:]}
+    assert len(rows) == 6
+    for tier in options.tiers:
+        assert 0.25 < rows[tier, "int8"] / rows[tier, "model"] < 0.4, "a byte for a number of four, and scales"
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(terminal_tables(found, 240)[0])
+    shown = console.export_text()
+    cells = {cell.strip() for cell in shown.split("│")}
+    assert {f"{tier}{numbers}" for tier in options.tiers for numbers in ("", " int8")} <= cells
+
+
+def test_floors_follow_the_best_rates_that_were_found() -> None:
+    """A machine may be slow while its rates are measured, and a floor above what was measured is none."""
+    slow, fast = Ceilings(1e9, 4e9, 2e9), Ceilings(3e9, 5e9, 1e9)
+    best = slow.or_better(fast)
+    assert best == fast.or_better(slow) == Ceilings(3e9, 5e9, 2e9)
+    row = {"operations": 6e9, "bytes_loaded": 1e9, "ttft_s": 4.0}
+    prefill = [{**row, "tier": tier} for tier in ("memory", "device", "throttled")]
+    result = {"prefill": prefill, "decode": [{"bytes": 1e9, "step_s": 0.5}]}
+    add_floors(result, best, throttle=2.5e8)
+    assert [one["arithmetic_s"] for one in prefill] == [2.0] * 3
+    assert [one["loading_s"] for one in prefill] == [0.5, 0.4, 4.0]
+    assert [one["of_floor"] for one in prefill] == [0.5, 0.5, 1.0]
+    assert result["decode"][0]["bytes_s"] == 0.2
+    assert result["decode"][0]["of_floor"] == 0.4
+    assert result["ceilings"] == {"flops": 3e9, "memory_bytes_s": 5e9, "loading_bytes_s": 2e9}
+
+
+def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
+    with pytest.raises(QCFuseError, match="no shape 'gpt-9'; there are smollm2-135m"):
+        random_model("gpt-9")
+    with pytest.raises(QCFuseError, match="no dtype 'float99'"):
+        random_model("tiny", dtype="float99")
+    with pytest.raises(QCFuseError, match="no tier 'pinned' on cpu; there are memory, disk, throttled"):
+        measure_speed(tiny, SpeedOptions(tiers=("pinned",)))
+    with pytest.raises(QCFuseError, match="no format of numbers 'int4'; there are model, int8, fp8"):
+        measure_speed(tiny, SpeedOptions(numbers=("int4",)))
+    with pytest.raises(PromptTooLong, match="200,000"):
+        measure_speed(tiny, SpeedOptions((200_000,)))
+
+
+def test_the_command_writes_json_a_page_and_a_picture(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    out = tmp_path / "speed.json"
+    shown = run.json(
+        *("bench", "speed", "--shape", "tiny", "--device", "cpu", "--context", "100,200", "--chunk", 50),
+        *("--ratios", ".1", "--requests", "1", "--repeats", 1, "--out", out),
+    )
+    assert json.loads(out.read_text()) == shown
+    assert shown["about"]["kernels"] == "there are none for cpu"
+    page = out.with_suffix(".md").read_text()
+    assert page.count("\n| ") == 2 * 3 + 2 + 2, "a line for each side and context, and the headings"
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = run("bench", "speed", "--shape", "tiny", "--model", "x")
+    assert (code, "not both" in err) == (1, True)
+
+
+def test_what_was_measured_is_kept_where_no_picture_can_be_drawn(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", TINY)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "speed.json"
+    code, shown, _ = run(
+        *("bench", "speed", "--shape", "tiny", "--device", "cpu", "--context", "100", "--chunk", 50, "--ratios", ".1"),
+        *("--numbers", "", "--requests", "1", "--repeats", 1, "--out", out),
+    )
+    assert code == 0
+    assert "speed.md" in shown
+    assert "no picture: plots need matplotlib" in shown
+    assert {row["numbers"] for row in json.loads(out.read_text())["prefill"]} == {"model"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speed.json", "speed.md"]

@@ -1,0 +1,189 @@
+"""When not to fuse: never slower than full prefill, by prediction, and the same decision every time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import (
+    FRAMED,
+    DiskStore,
+    EntryInfo,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    StoreError,
+    make_method,
+)
+from qcfuse_rag.fusion.estimate import estimate_prefill
+from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
+from tests.support.passages import PASSAGES, QUESTION
+
+FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
+LONG = PrefillEstimate(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
+
+
+def guarded(ratio: float = 0.1) -> Method:
+    return replace(make_method("qcfuse", ratio=ratio, base=FRAMED), guard=BreakEven())
+
+
+@pytest.mark.parametrize(
+    ("changed", "costs", "fuses"),
+    [
+        ({}, FAST, True),
+        ({"selected_tokens": 1900}, FAST, False),
+        ({"stored_tokens": 100, "selected_tokens": 5}, FAST, False),
+        ({"prompt_tokens": 70, "stored_tokens": 30, "selected_tokens": 4, "probe_rows": 30}, FAST, False),
+        ({}, replace(FAST, load_s=0.002), False),
+        ({}, replace(FAST, pass_s=10.0), False),
+    ],
+    ids=["worth it", "ratio of 1", "little stored", "short prompt", "slow store", "dear passes"],
+)
+def test_what_is_fused_and_what_is_not(changed: dict[str, int], costs: Costs, fuses: bool) -> None:
+    refusal = BreakEven().refusal(replace(LONG, **changed), costs)
+    assert (refusal is None) == fuses
+    assert fuses or "predicted to take" in str(refusal)
+
+
+@given(
+    stored=st.integers(0, 2000),
+    selected=st.integers(0, 2000),
+    load_s=st.floats(0, 0.01),
+    pass_s=st.floats(0, 1),
+    row_s=st.floats(1e-6, 0.01),
+)
+def test_what_is_fused_is_predicted_to_be_faster(
+    stored: int, selected: int, load_s: float, pass_s: float, row_s: float
+) -> None:
+    ahead = replace(LONG, stored_tokens=stored, selected_tokens=min(selected, stored))
+    if BreakEven(1.0).refusal(ahead, Costs(pass_s, row_s, load_s)) is None:
+        rows = 2000 - stored + min(selected, stored)
+        probe = 0.5 * (pass_s + 50 * row_s)
+        assert stored * load_s + probe + pass_s + rows * row_s <= pass_s + 2000 * row_s
+
+
+def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:2], bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), guarded()
+    ahead = estimate_prefill(engine.lm, engine.store, prompt, method)
+    report = engine.prefill(prompt, method=replace(method, guard=None)).report
+    assert ahead.prompt_tokens == report.prompt_tokens
+    assert ahead.rows == report.rows
+    assert ahead.selected_tokens == len(report.selected)
+    assert ahead.stored_tokens == report.reused_tokens + len(report.selected)
+
+
+def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, method = engine.prompt(QUESTION, PASSAGES), guarded(ratio=1.0)
+    done = prefill(engine.lm, engine.store, prompt, method, costs=lambda: replace(FAST, load_s=0.1))
+    exact = engine.prefill(prompt, method=make_method("full"))
+    assert torch.allclose(done.logits, exact.logits, atol=1e-4)
+    assert done.report.method == "qcfuse"
+    assert done.report.base is None
+    assert str(done.report.fallback).startswith("computed in full, ")
+    assert done.report.rows == len(prompt)
+
+
+def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(engine: FusionEngine) -> None:
+    """Its head is stored wherever anything was ever warmed, and saves next to nothing."""
+    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    dear = replace(FAST, load_s=0.1)
+    report = prefill(
+        engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES[1:]), guarded(), costs=lambda: dear
+    ).report
+    assert report.fallback == "2 of 2 passages computed in full: absent"
+    assert [lookup.hit for lookup in report.lookups if lookup.role == "chunk"] == [False, False]
+
+
+def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:1], bases=(FRAMED,))
+    dear = replace(FAST, load_s=0.1)
+    report = prefill(engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES), guarded(), costs=lambda: dear).report
+    assert str(report.fallback).startswith("computed in full, ")
+    assert str(report.fallback).endswith("; 2 of 3 passages are absent")
+
+
+def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: FusionEngine) -> None:
+    def never() -> Costs:
+        raise AssertionError("asked for costs")
+
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    assert prefill(engine.lm, MemoryStore(), prompt, guarded(), costs=never).report.rows == len(prompt)
+
+
+def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    first = engine.costs()
+    engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded())
+    assert engine.costs() is first
+    assert first.row_s > 0
+    assert first.load_s > 0
+
+
+def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore())
+    assert engine.costs().load_s == 0.0
+    assert measure_loading(llama, engine.store) is None
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    assert engine.costs().load_s > 0
+
+
+def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
+    costs = measure_passes(llama)
+    assert costs.compute(0) == 0
+    assert costs.compute(100) < costs.compute(1000)
+    assert costs.compute_some(100) == costs.compute(100)
+    assert costs.compute_some(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
+
+
+def test_recorded_passes_are_predicted_by_what_they_take() -> None:
+    """Full prefill is launched as ever: only what fusing computes gets cheaper."""
+    costs = Costs(pass_s=1.0, row_s=0.001)
+    ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=45, probe_rows=30, probe_share=1.0)
+    assert BreakEven().refusal(ahead, costs) is not None
+    recorded = replace(costs, recorded_pass_s=0.1)
+    assert BreakEven().refusal(ahead, recorded) is None
+    assert recorded.compute(1000) == costs.compute(1000)
+    assert recorded.compute_some(0) == 0
+
+
+def test_a_margin_must_be_above_zero() -> None:
+    with pytest.raises(ValueError, match="margin must be above 0"):
+        BreakEven(0.0)
+
+
+def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(llama: LanguageModel, tmp_path: Path) -> None:
+    with DiskStore(tmp_path) as store:
+        engine = FusionEngine(llama, store)
+        engine.warm(PASSAGES, bases=(FRAMED,))
+        first = engine.costs()
+    [path] = tmp_path.glob("costs-*.json")
+    with DiskStore(tmp_path) as store:
+        assert FusionEngine(llama, store).costs() == first
+        path.write_text("{")
+        assert FusionEngine(llama, store).costs() != first
+    assert read_costs(path) is not None
+
+
+class Unlisted(MemoryStore):
+    """A store that cannot say what it has, as a remote that is away."""
+
+    def entries(self) -> Iterator[EntryInfo]:
+        raise StoreError("the remote cannot be reached")
+
+
+def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, Unlisted(), method=guarded())
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    assert measure_loading(llama, engine.store) is None
+    assert engine.prefill(engine.prompt(QUESTION, PASSAGES)).report.prompt_tokens > 0

@@ -1,0 +1,318 @@
+"""Answers in a form: calls of tools and JSON by a schema, written by a model that was never taught either."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import (
+    AnswerForm,
+    AnswerReader,
+    FusionEngine,
+    Generation,
+    InvalidGrammar,
+    InvalidTemplate,
+    LanguageModel,
+    MemoryStore,
+    QCFuseError,
+    SamplingParams,
+    Scheduler,
+    ToolCall,
+    UnsupportedModel,
+)
+from qcfuse_rag.generation.grammar import close_objects, json_grammar
+from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCallParser, tool_call_parser
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.tool_templates import LOOK_UP, MOOR, TEMPLATES, teach
+
+TOOLS = [LOOK_UP, MOOR]
+PARAMETERS: dict[str, Any] = LOOK_UP["function"]["parameters"]  # type: ignore[index]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"enum": ["green", "blue"]},
+        "leaves": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9}, "maxItems": 3},
+        "captain": {"type": "object", "properties": {"known": {"type": "boolean"}}, "required": ["known"]},
+    },
+    "required": ["colour", "leaves", "captain"],
+}
+
+
+def written(syntax: ToolCallParser, calls: list[ToolCall]) -> str:
+    entries = [json.dumps({"name": call.name, syntax.arguments: call.arguments}) for call in calls]
+    if syntax.listed:
+        return f"{syntax.opens}[{', '.join(entries)}]"
+    return "\n".join(f"{syntax.opens}\n{entry}\n{syntax.closes}" for entry in entries)
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def taught(request: pytest.FixtureRequest) -> FusionEngine:
+    """Return an engine whose chat template shows tools."""
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), request.param)
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
+    return FusionEngine(lm, MemoryStore())
+
+
+class TestReading:
+    @given(
+        syntax=st.sampled_from(TOOL_CALL_PARSERS),
+        content=st.text("abc \n", max_size=9),
+        boats=st.lists(st.text(max_size=12).filter(lambda text: "<tool_call>" not in text), min_size=1, max_size=3),
+    )
+    def test_what_was_written_is_read(self, syntax: ToolCallParser, content: str, boats: list[str]) -> None:
+        calls = [ToolCall("look_up", {"boat": boat}) for boat in boats]
+        reply = syntax.read(content + written(syntax, calls), TOOLS)
+        assert list(reply.calls) == calls
+        assert reply.content == content.rstrip()
+        assert not reply.broken
+
+    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
+    @pytest.mark.parametrize(
+        "text", ["", "Plain words.", '{"colour": "green"}', "[1] says so.", "1 < 2", "```\nx\n```"]
+    )
+    def test_what_calls_nothing_is_the_answer(self, syntax: ToolCallParser, text: str) -> None:
+        reply = syntax.read(text, TOOLS)
+        assert (reply.content, reply.calls, reply.broken) == (text, (), ())
+
+    @pytest.mark.parametrize("fence", ["{}", "```json\n{}\n```", "```\n{}\n```\n"])
+    def test_a_call_without_its_tags_is_one_if_it_is_all_there_is(self, fence: str) -> None:
+        bare = fence.replace("{}", '{"name": "moor", "arguments": {}}')
+        assert TOOL_CALL_PARSERS[0].read(bare, TOOLS).calls == (ToolCall("moor", {}),)
+        assert TOOL_CALL_PARSERS[0].read(f"I would write {bare}", TOOLS).calls == ()
+
+    def test_what_was_meant_as_a_call_is_not_lost(self) -> None:
+        cut, unknown = '{"name": "look_up", "argum', '{"name": "sink", "arguments": {}}'
+        reply = TOOL_CALL_PARSERS[0].read(f"<tool_call>{unknown}</tool_call><tool_call>{cut}", TOOLS)
+        assert reply.calls == ()
+        assert [one.text for one in reply.broken] == [unknown, cut]
+        assert "look_up, moor" in reply.broken[0].reason
+        assert "not JSON" in reply.broken[1].reason
+
+    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"name": {"first": "Ada"}}',
+            '{"name": ["moor"], "arguments": {}}',
+            '{"name": "moor"}',
+            "[1, 2]",
+            "null",
+            "7",
+        ],
+    )
+    def test_json_that_is_no_call_is_the_answer(self, syntax: ToolCallParser, text: str) -> None:
+        assert syntax.read(text, TOOLS).content == text
+
+    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
+    def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, syntax: ToolCallParser) -> None:
+        other = "parameters" if syntax.arguments == "arguments" else "arguments"
+        boat = {"boat": "tug", "year": 1990}
+        said = json.dumps({"name": "look_up", other: boat})
+        assert syntax.read(f"{syntax.opens}{said}", TOOLS).calls == (ToolCall("look_up", boat),)
+        (broken,) = syntax.read(f'{syntax.opens}{{"name": "look_up", "args": {{}}}}', TOOLS).broken
+        assert broken.reason == "it has no arguments"
+
+    def test_what_is_said_after_a_call_is_kept(self) -> None:
+        reply = TOOL_CALL_PARSERS[0].read('So: <tool_call>{"name": "moor", "arguments": {}}</tool_call> Done.', TOOLS)
+        assert (reply.content, len(reply.calls)) == ("So: Done.", 1)
+
+    def test_where_a_special_token_opens_calls_nothing_is_shown_before_it_is_known_to_be_none(self) -> None:
+        tokenizer = teach(build_tokenizer(lambda: PASSAGES), "mistral")
+        tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+        call = '[{"name": "moor", "arguments": {}}]'
+        ids = tuple(tokenizer.encode(f"Sure. [TOOL_CALLS]{call}", add_special_tokens=False))
+        reader = AnswerReader(tokenizer, AnswerForm(TOOLS))
+        shown = reader.show("Sure. ") + reader.show(call)
+        rest, reply = reader.end(Generation(f"Sure. {call}", ids, "length", None, 0.0))  # type: ignore[arg-type]
+        assert (shown + rest, len(reply.calls)) == ("Sure.", 1)
+
+    def test_arguments_that_are_no_object_are_broken(self) -> None:
+        reply = TOOL_CALL_PARSERS[0].read('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
+        assert reply.broken[0].reason == "its arguments are no object"
+
+    @given(cuts=st.lists(st.integers(0, 60), max_size=6), called=st.booleans())
+    def test_a_stream_shows_all_but_the_calls(self, cuts: list[int], called: bool) -> None:
+        tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
+        call = '<tool_call>\n{"name": "moor", "arguments": {}}\n</tool_call>' if called else "<tool_cal is no tag"
+        text = f"I shall see to it. {call}"
+        reader = AnswerReader(tokenizer, AnswerForm(TOOLS))
+        edges = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
+        shown = "".join(reader.show(text[a:b]) for a, b in itertools.pairwise(edges))
+        ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        rest, reply = reader.end(Generation(text, ids, "length", None, 0.0))  # type: ignore[arg-type]
+        assert (shown + rest).rstrip() == reply.content.rstrip() == ("I shall see to it." if called else text)
+        assert len(reply.calls) == called
+
+
+class TestDemanding:
+    @pytest.mark.parametrize("choice", ["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
+    def test_a_demanded_call_is_made_rightly(self, taught: FusionEngine, choice: Any) -> None:
+        tokenizer, form = taught.lm.tokenizer, AnswerForm([LOOK_UP], choice)
+        for seed in range(3):
+            settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
+            prompt = taught.prompt(QUESTION, PASSAGES, tools=form.tools)
+            generation = taught.generate(prompt, settings)
+            _, reply = AnswerReader(tokenizer, form).end(generation)
+            assert generation.finish_reason == "end"
+            assert reply.content == ""
+            (call,) = reply.calls
+            jsonschema.validate(call.arguments, PARAMETERS)
+            assert set(call.arguments) == {"boat", "year"}
+
+    def test_of_several_tools_one_is_called(self, taught: FusionEngine) -> None:
+        form = AnswerForm(TOOLS, "any")
+        settings = form.sampling(SamplingParams(max_new_tokens=200), taught.lm.tokenizer)
+        generation = taught.generate(taught.plain([("user", QUESTION)], form.tools), settings)
+        _, reply = AnswerReader(taught.lm.tokenizer, form).end(generation)
+        assert len(reply.calls) == 1
+
+    @pytest.mark.parametrize("choice", [None, False, "auto", "none"])
+    def test_what_is_not_demanded_changes_no_answer(self, taught: FusionEngine, choice: Any) -> None:
+        params = SamplingParams(max_new_tokens=8)
+        assert AnswerForm(TOOLS, choice).sampling(params, taught.lm.tokenizer) is params
+        assert bool(AnswerForm(TOOLS, choice).tools) == (choice != "none")
+
+    def test_tools_may_define_types_and_several_the_same_name(self, taught: FusionEngine) -> None:
+        def tool(name: str, values: list[str]) -> dict[str, Any]:
+            kind = {"$defs": {"Kind": {"enum": values}}, "properties": {"kind": {"$ref": "#/$defs/Kind"}}}
+            shape = {"type": "object", **kind, "required": ["kind"]}
+            return {"type": "function", "function": {"name": name, "parameters": shape}}
+
+        tools = [tool("a", ["x"]), tool("b", ["y"])]
+        for number, form in enumerate([AnswerForm(tools, "a"), AnswerForm(tools, "b")]):
+            settings = form.sampling(SamplingParams(max_new_tokens=120), taught.lm.tokenizer)
+            generation = taught.generate(taught.plain([("user", QUESTION)], form.tools), settings)
+            _, reply = AnswerReader(taught.lm.tokenizer, form).end(generation)
+            assert reply.calls[0].arguments == {"kind": "xy"[number]}
+
+    @pytest.mark.parametrize("choice", ["required", "any", True])
+    def test_demanding_a_call_of_nothing(self, choice: Any) -> None:
+        with pytest.raises(QCFuseError, match="there are no tools to call"):
+            AnswerForm((), choice)
+
+    def test_a_tool_that_was_not_given(self) -> None:
+        with pytest.raises(
+            QCFuseError, match="names 'sink', which is no tool that was given; there are: look_up, moor"
+        ):
+            AnswerForm(TOOLS, "sink")
+
+
+class TestPrompting:
+    def test_tools_and_their_answers_are_shown_where_the_template_shows_them(self, taught: FusionEngine) -> None:
+        call = {
+            "type": "function",
+            "id": "1",
+            "function": {"name": "look_up", "arguments": {"boat": "tug", "year": 1991}},
+        }
+        turns: list[Any] = [
+            ("user", QUESTION),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": PASSAGES[0], "tool_call_id": "1", "name": "look_up"},
+        ]
+        text = taught.prompts.render(turns, TOOLS).text
+        assert "Look a boat up." in text
+        assert '"boat": "tug"' in text
+        assert PASSAGES[0] in text
+        taught.warm(PASSAGES)
+        report = taught.generate(taught.plain(turns, TOOLS), SamplingParams(max_new_tokens=1)).report
+        assert report.reused_tokens > 0, "what a tool found is found in the store"
+
+    def test_tools_move_the_passages_and_nothing_else(self, taught: FusionEngine) -> None:
+        plain, shown = taught.prompt(QUESTION, PASSAGES), taught.prompt(QUESTION, PASSAGES, tools=TOOLS)
+        assert [span.segment.ids for span in plain.chunks] == [span.segment.ids for span in shown.chunks]
+        assert len(shown) > len(plain)
+
+    def test_the_messages_of_a_prompt_make_the_same_text(self, taught: FusionEngine) -> None:
+        prompt = taught.prompt(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
+        turns = taught.prompts.turns(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
+        assert "".join(segment.text for segment in prompt.segments) == taught.prompts.render(turns).text
+
+    def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
+        with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was taught tools, or ask"):
+            engine.plain([("user", QUESTION)], TOOLS)
+
+    def test_a_template_whose_calls_are_not_known_says_so(self) -> None:
+        tokenizer = build_tokenizer(lambda: PASSAGES)
+        tokenizer.chat_template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+        with pytest.raises(UnsupportedModel, match="not known how this model writes tool calls"):
+            tool_call_parser(tokenizer, TOOLS)
+
+
+class TestSchemas:
+    def test_an_answer_follows_its_schema_whatever_the_model(self, family: LanguageModel) -> None:
+        engine = FusionEngine(family, MemoryStore())
+        form = AnswerForm(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
+        for temperature in (0.0, 2.0):
+            params = SamplingParams(max_new_tokens=150, temperature=temperature, seed=1)
+            generation = engine.generate(engine.prompt(QUESTION), form.sampling(params, family.tokenizer))
+            assert generation.finish_reason == "end"
+            jsonschema.validate(json.loads(generation.text), close_objects(SCHEMA))
+
+    async def test_requests_that_are_decoded_together_keep_to_their_own(self, engine: FusionEngine) -> None:
+        schemas = [{"type": "integer", "minimum": low, "maximum": low + 9} for low in (100, 200, 300)]
+        free = engine.generate(engine.prompt(QUESTION), SamplingParams(max_new_tokens=12)).text
+        with Scheduler(engine) as scheduler:
+            settings = [SamplingParams(max_new_tokens=12, grammar=json_grammar(schema)) for schema in schemas]
+            asked = [scheduler.submit(engine.prompt(QUESTION), one) for one in settings]
+            unbound = scheduler.submit(engine.prompt(QUESTION), SamplingParams(max_new_tokens=12))
+            numbers = [int(one.result().text) for one in asked]
+            assert unbound.result().text == free
+        assert [number // 100 for number in numbers] == [1, 2, 3]
+
+    def test_only_named_properties_unless_the_schema_says_so(self) -> None:
+        odd: dict[str, Any] = {
+            "type": "object",
+            "properties": {"properties": {"type": "object", "properties": {"x": {"type": "null"}}}},
+            "$defs": {"open": {"type": "object", "properties": {}, "additionalProperties": True}},
+            "default": {"properties": 1},
+            "items": {"anyOf": [{"properties": {"y": True}}, True]},
+            "not": {"properties": {}, "allOf": [{"properties": {"z": True}}]},
+        }
+        assert close_objects(odd) == {
+            "additionalProperties": False,
+            "type": "object",
+            "properties": {
+                "properties": {
+                    "additionalProperties": False,
+                    "type": "object",
+                    "properties": {"x": {"type": "null"}},
+                }
+            },
+            "$defs": {"open": {"type": "object", "properties": {}, "additionalProperties": True}},
+            "default": {"properties": 1},
+            "items": {"anyOf": [{"additionalProperties": False, "properties": {"y": True}}, True]},
+            "not": {"properties": {}, "allOf": [{"properties": {"z": True}}]},
+        }
+
+    @pytest.mark.parametrize("wanted", [{"type": "yaml"}, {"type": "json_schema"}, {}])
+    def test_a_format_that_is_none(self, wanted: dict[str, Any]) -> None:
+        if not wanted:
+            assert AnswerForm(response_format=wanted).schema is None
+            return
+        with pytest.raises(QCFuseError, match="response_format has to be"):
+            AnswerForm(response_format=wanted)
+
+    def test_a_schema_that_cannot_be_followed_is_said_before_anything_is_computed(self, engine: FusionEngine) -> None:
+        params = SamplingParams(grammar=json_grammar({"type": "no such type"}))
+        with Scheduler(engine) as scheduler, pytest.raises(InvalidGrammar, match="cannot answer by this grammar"):
+            scheduler.submit(engine.prompt(QUESTION), params)
+        with pytest.raises(InvalidGrammar):
+            engine.stream(engine.prompt(QUESTION), params)
+
+    def test_verified_answers_follow_no_grammar(self, engine: FusionEngine) -> None:
+        with pytest.raises(ValueError, match="not a grammar"):
+            engine.generate_speculative(engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))
+
+    def test_without_llguidance_the_fix_is_named(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = FusionEngine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(QCFuseError, match=r"pip install 'qcfuse-rag\[structured\]'"):
+            engine.generate(engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))

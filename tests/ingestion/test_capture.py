@@ -1,0 +1,141 @@
+"""Capturing: passages cut out of one exact pass are what the model's own forward makes, and so is what was measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, PromptTooLong
+from qcfuse_rag.ingestion import chunk_attention as statistics
+from qcfuse_rag.ingestion.capture import capture, capture_chunks
+from qcfuse_rag.ingestion.prefill import prefill_chunk
+from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import hash_ids
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def prompt(engine: FusionEngine) -> Prompt:
+    return engine.prompt(QUESTION, PASSAGES)
+
+
+def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
+    """Return transformers' own attention weights, `[L, T, T]`, mean over heads."""
+    lm.model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            weights = lm.model(torch.tensor([ids], device=lm.device), output_attentions=True).attentions
+    finally:
+        lm.model.set_attn_implementation(NAME)
+    return torch.stack([layer[0].mean(0) for layer in weights])
+
+
+def statistics_by_hand(weights: Tensor, spans: list[range]) -> list[tuple[float, list[float], list[float]]]:
+    """Return CCI, attention to each chunk before, and each token's, of every chunk after the first; token by token."""
+    found = []
+    layers = len(weights)
+    for i, own in enumerate(spans[1:], start=1):
+        a = b = 0.0
+        inter, tokens = [0.0] * i, [0.0] * len(own)
+        for layer in range(layers):
+            for j in range(i):
+                for row in own:
+                    paid = float(weights[layer, row, spans[j].start : spans[j].stop].sum())
+                    inter[j] += paid / layers
+                    tokens[row - own.start] += paid / layers
+                    a += paid / (len(own) * len(spans[j])) / layers
+            for row in own:
+                b += float(weights[layer, row, own.start : row + 1].sum()) / len(own) ** 2 / layers
+        found.append((1 / (1 + math.exp(-a / b)), inter, tokens))
+    return found
+
+
+def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageModel) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    _, table = references.plain_forward(family, prompt.ids)
+    captured = capture(family, prompt)
+    assert len(captured) == len(PASSAGES) - 1
+    for span, chunk in zip(prompt.chunks[1:], captured, strict=True):
+        buffer = KVBuffer.allocate(family.shapes, len(prompt), dtype=family.dtype, device=family.device)
+        copy_chunk(buffer, span.start, chunk)
+        rotate_buffer(buffer, family.ropes, span.start, span.stop)
+        own = slice(span.start, span.stop)
+        for layer, (keys, values) in enumerate(table):
+            assert (buffer.keys[layer][:, :, own] - keys[:, :, own]).abs().max() <= TOLERANCE
+            assert (buffer.values[layer][:, :, own] - values[:, :, own]).abs().max() <= TOLERANCE
+
+
+def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel) -> None:
+    if "gpt-oss" in family.name:
+        pytest.skip("learned sinks take part in its attention, and not in what is measured")
+    prompt = FusionEngine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
+    spans = [range(span.start, span.stop) for span in prompt.chunks]
+    expected = statistics_by_hand(eager_attention(family, prompt.ids), spans)
+    for chunk, (impact, inter, tokens) in zip(capture(family, prompt), expected, strict=True):
+        assert chunk.facts["cci"] == pytest.approx((impact,), abs=1e-5)
+        assert chunk.facts["inter"] == pytest.approx(inter, rel=1e-3, abs=1e-4)
+        assert chunk.blocks["inter"][:, 0].tolist() == pytest.approx(tokens, rel=1e-3, abs=1e-5)
+        assert 0.5 <= impact < 1.0
+
+
+def test_statistics_are_the_same_made_a_few_rows_at_a_time(
+    llama: LanguageModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = capture(llama, prompt)
+    monkeypatch.setattr(statistics, "MAX_SCORE_BYTES", 4 * 4 * len(prompt) * 7)
+    for one, other in zip(at_once, capture(llama, prompt), strict=True):
+        assert one.facts["inter"] == pytest.approx(other.facts["inter"], rel=1e-5)
+        assert one.facts["cci"] == pytest.approx(other.facts["cci"], rel=1e-6)
+        assert torch.allclose(one.blocks["inter"], other.blocks["inter"], atol=1e-6)
+
+
+def test_a_captured_passage_knows_what_it_was_born_behind(llama: LanguageModel, prompt: Prompt) -> None:
+    hashes = [hash_ids(span.segment.ids) for span in prompt.chunks]
+    assert [chunk.context for chunk in capture(llama, prompt)] == [(hashes[0],), (hashes[0], hashes[1])]
+
+
+def test_neither_question_nor_conversation_changes_what_is_captured(engine: FusionEngine, llama: LanguageModel) -> None:
+    plain = capture(llama, engine.prompt(QUESTION, PASSAGES))
+    talked = engine.prompt("Something else?", PASSAGES, history=[("user", "My name is Ann."), ("assistant", "Hello.")])
+    for one, other in zip(plain, capture(llama, talked), strict=True):
+        for name in one.names():
+            assert torch.equal(one.blocks[name], other.blocks[name])
+
+
+def test_tokens_are_ranked_as_in_a_prefill_behind_the_same_text(llama: LanguageModel, prompt: Prompt) -> None:
+    for place, chunk in enumerate(capture(llama, prompt), start=1):
+        before = tuple(token for span in prompt.chunks[:place] for token in span.segment.ids)
+        prefix = prefill_chunk(llama, (*prompt.prefix_ids, *before))
+        alone = prefill_chunk(llama, prompt.chunks[place].segment.ids, prefix=prefix)
+        for layer in range(llama.n_layers):
+            few = max(1, chunk.n_tokens // 4)
+            agree = set(chunk.anchors(0.25)[layer].tolist()) & set(alone.anchors(0.25)[layer].tolist())
+            assert len(agree) >= few - 1, "ties apart, the same tokens matter"
+            assert sorted(chunk.blocks["ranking"][layer].tolist()) == list(range(chunk.n_tokens))
+
+
+def test_one_passage_has_no_context_to_be_born_in(engine: FusionEngine, llama: LanguageModel) -> None:
+    assert capture(llama, engine.prompt(QUESTION, PASSAGES[:1])) == []
+    assert capture(llama, engine.prompt(QUESTION)) == []
+
+
+def test_passages_beyond_the_window_are_refused_and_up_to_it_are_not(llama: LanguageModel) -> None:
+    most = llama.window.tokens
+    prefix_ids, first = (5,) * 10, (6,) * 100
+    [last] = capture_chunks(llama, prefix_ids, [first, (7,) * (most - 110)])
+    assert isinstance(last, ChunkKV)
+    assert last.n_tokens == most - 110, (
+        "without an instruction, for which there is no room, its tokens rank as they are"
+    )
+    with pytest.raises(PromptTooLong, match="capture fewer passages at once"):
+        capture_chunks(llama, prefix_ids, [first, (7,) * (most - 109)])

@@ -1,0 +1,315 @@
+"""What chunks are prefilled behind, and how their tokens are ranked, against transformers' own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import (
+    BEGUN,
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    Prompt,
+    WarmJob,
+    choose_method,
+    make_method,
+)
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.ingestion.enrichment import what_fits
+from qcfuse_rag.ingestion.neighbours import covering_groups, nearest, retrieved_together, token_vectors
+from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import Base, Ranking
+from tests.methods.test_methods import attention_of_question, best
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+
+
+def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
+    found = engine.store.get(engine.keys(engine.prompts.chunk_ids(text), (base,))[0])
+    assert isinstance(found, ChunkKV)
+    return found
+
+
+@torch.inference_mode()
+def behind_caches(
+    lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], length: int, ids: tuple[int, ...]
+) -> references.Table:
+    """Run a chunk over the beginning of head and first-pass caches laid end to end, with transformers alone."""
+    tables = [references.alone_at(lm, head, 0)]
+    start = len(head)
+    for neighbour in related:
+        tables.append(references.alone_at(lm, neighbour, start, before=head))
+        start += len(neighbour)
+    cache = references.Cache(layer_class_to_replicate=references.DynamicLayer)
+    for layer in range(lm.n_layers):
+        cache.update(*(torch.cat([t[layer][kind] for t in tables], 2)[:, :, :length] for kind in (0, 1)), layer)
+    positions = torch.arange(length, length + len(ids))[None]
+    with stock_attention(lm):
+        lm.model(input_ids=torch.tensor([ids]), position_ids=positions, past_key_values=cache, use_cache=True)
+    return [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
+
+
+def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[2, 1], [], [0]])
+    prefix_ids = engine.prompts.prefix_ids
+    ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
+    total = len(ids[2]) + len(ids[1])
+    assert 64 <= total < 128, "so that it is made a multiple of four"
+    start = len(prefix_ids) + total - total % 4
+    expected = behind_caches(engine.lm, prefix_ids, [ids[2], ids[1]], start, ids[0])
+    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[0]), expected, start)
+    references.assert_chunk_is(
+        engine.lm,
+        stored(engine, ENRICHED, PASSAGES[1]),
+        references.alone_at(engine.lm, ids[1], len(prefix_ids), before=prefix_ids),
+        len(prefix_ids),
+    )
+    assert stored(engine, FRAMED, PASSAGES[2]).n_tokens == len(ids[2]), "the first pass is kept"
+
+
+def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama: LanguageModel) -> None:
+    once, again = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    once.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1, 2], [], []], batch_tokens=1)
+    twice = [[2, 1, 3, 4], [], [], [], []]
+    again.warm(
+        [PASSAGES[0], PASSAGES[1], PASSAGES[0], *PASSAGES[1:]], bases=(ENRICHED,), neighbours=twice, batch_tokens=1
+    )
+    for layer in range(llama.n_layers):
+        pairs = zip(*(stored(one, ENRICHED, PASSAGES[0]).layer(layer) for one in (once, again)), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageModel) -> None:
+    once, twice = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    neighbours = [[1, 2], [2, 0], [0, 1]]
+    once.warm(PASSAGES, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
+    for _ in range(2):
+        twice.warm(PASSAGES[:2], bases=(FRAMED,), batch_tokens=1)
+        twice.warm(PASSAGES, bases=(ENRICHED, BLIND), neighbours=neighbours, batch_tokens=1)
+    for text in PASSAGES:
+        for layer in range(llama.n_layers):
+            pairs = zip(
+                stored(once, ENRICHED, text).layer(layer), stored(twice, ENRICHED, text).layer(layer), strict=True
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None:
+    """Not even right behind the head: what they remember is not in the prompt."""
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    framed = engine.prefill(prompt, method=make_method("prophetkv", ratio=1.0, base=FRAMED)).report
+    enriched = engine.prefill(prompt, method=make_method("prophetkv", ratio=1.0, base=ENRICHED)).report
+    assert len(enriched.selected) == enriched.context_tokens
+    assert len(framed.selected) == enriched.context_tokens - len(prompt.chunks[0])
+
+
+def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs(engine: FusionEngine) -> None:
+    assert engine.warm(PASSAGES, bases=(ENRICHED,)).warmed == 2 * len(PASSAGES)
+    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, none are given"):
+        WarmJob(engine.lm, engine.store, (1,), [(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
+    with pytest.raises(ValueError, match="they are given for 1"):
+        engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
+
+
+def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine) -> None:
+    long = PASSAGES[0] * 6
+    engine.warm([long, PASSAGES[1], PASSAGES[2]], bases=(ENRICHED,), neighbours=[[], [2, 0, 0, 0], []])
+    prefix_ids = engine.prompts.prefix_ids
+    ids = [engine.prompts.chunk_ids(text) for text in (long, PASSAGES[1], PASSAGES[2])]
+    fitting = [ids[2]]
+    while len(prefix_ids) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
+        fitting.append(ids[0])
+    assert len(fitting) < 4
+    lengths = [len(one) for one in fitting]
+    start = what_fits(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
+    expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
+    references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
+
+
+def test_chunks_that_stand_behind_as_much_are_enriched_together(
+    llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And get what each gets alone."""
+    batches: list[int] = []
+
+    def counted(lm: LanguageModel, batch: list[tuple[int, ...]], **rest: Any) -> list[ChunkKV]:
+        batches.append(len(batch))
+        return prefill_chunks(lm, batch, **rest)
+
+    monkeypatch.setattr("qcfuse_rag.ingestion.enrichment.prefill_chunks", counted)
+    texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
+    neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
+    alone, together = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    alone.warm(texts, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
+    assert batches == [1] * 5
+    together.warm(texts, bases=(ENRICHED,), neighbours=neighbours)
+    assert max(batches[5:]) > 1
+    assert sum(batches[5:]) == 5
+    for text in texts:
+        ours, theirs = (stored(engine, ENRICHED, text) for engine in (together, alone))
+        assert ours.context == theirs.context
+        for layer in range(llama.n_layers):
+            pairs = zip(ours.layer(layer), theirs.layer(layer), strict=True)
+            assert all(float((a - b).abs().max()) <= TOLERANCE for a, b in pairs)
+
+
+@given(st.lists(st.integers(1, 700), max_size=12), st.integers(0, 300), st.integers(1, 600), st.integers(300, 9000))
+def test_what_is_before_an_enriched_chunk_fits_and_loses_a_sixteenth_at_most(
+    lengths: list[int], head: int, tokens: int, window: int
+) -> None:
+    before = what_fits(tokens, head, lengths, window)
+    met = sum(lengths[: before.neighbours])
+    length = before.length - head
+    assert before.neighbours == 0 or before.length + tokens <= window
+    assert sum(lengths[: before.neighbours - 1]) < length <= met or before.neighbours == length == 0
+    fitting = [n for n in range(len(lengths) + 1) if head + sum(lengths[:n]) + tokens <= window]
+    total = sum(lengths[: max(fitting, default=0)])
+    assert length >= total - total / 16
+    grain = next((2**n for n in range(20, -1, -1) if 2**n <= total / 16), 1)
+    assert length % grain == 0
+
+
+def test_prefixes_of_a_batch_have_one_length(llama: LanguageModel) -> None:
+    short, long = (prefill_chunk(llama, ids) for ids in ((5, 6), (5, 6, 7)))
+    for prefixes in ([short, long], [short] * 3):
+        with pytest.raises(ValueError, match="one each of the same length"):
+            prefill_chunks(llama, [(8, 9), (9, 8)], prefix=prefixes)
+
+
+def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine: FusionEngine) -> None:
+    """EPIC's LegoLink-0: nothing to recompute, because somebody else took the sink."""
+    engine.warm(PASSAGES, bases=(BEGUN,))
+    ids = engine.prompts.chunk_ids(PASSAGES[0])
+    expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.prefix_ids[:1] * 4)
+    references.assert_chunk_is(engine.lm, stored(engine, BEGUN, PASSAGES[0]), expected, 4)
+    method = make_method("epic", n_tokens=0)
+    assert method.base is BEGUN
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=method).report
+    assert (report.selected, report.fallback) == ((), None)
+
+
+def test_fusionrag_looks_from_the_last_layer(engine: FusionEngine) -> None:
+    """Over the stored chunks, or with nothing of them in sight; over enriched caches, or blind ones as here."""
+    engine.warm(PASSAGES, bases=(BLIND,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    last = engine.lm.n_layers - 1
+    for probe, seen in (("question_over_cache", prompt.chunks[-1].stop), ("question_only", prompt.spans[0].stop)):
+        report = engine.prefill(prompt, method=make_method("fusionrag", base=BLIND, probe=probe)).report
+        scores = attention_of_question(engine.lm, prompt, [list(range(seen))] * engine.lm.n_layers, layers=[last])
+        assert list(report.selected) == best(scores, prompt, int(0.15 * report.context_tokens)), probe
+
+
+def test_fusionrag_takes_the_framed_cache_of_what_is_not_enriched_yet(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES[:2], bases=(ENRICHED,), neighbours=[[1], [0]])
+    engine.warm(PASSAGES[2:], bases=(FRAMED,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    report = engine.prefill(prompt, method=make_method("fusionrag")).report
+    assert report.fallback is None
+    assert [lookup.note for lookup in report.lookups] == [None, None, None, "framed instead of enriched"]
+    without = engine.prefill(prompt, method=make_method("fusionrag", alternative=False)).report
+    assert without.fallback == "1 of 3 passages computed in full: absent: stored framed, not enriched"
+
+
+@torch.inference_mode()
+def looks(lm: LanguageModel, ids: tuple[int, ...], asking: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return per layer the strongest attention each token of a chunk gets from what follows it."""
+    lm.model.set_attn_implementation("eager")
+    try:
+        maps = lm.model(torch.tensor([ids + asking], device=lm.device), output_attentions=True).attentions
+    finally:
+        lm.model.set_attn_implementation("qcfuse")
+    return [layer[0, :, len(ids) :, : len(ids)].amax((0, 1)) for layer in maps]
+
+
+@pytest.mark.parametrize("ranking", ["instruction", "kvzip"])
+def test_tokens_are_ranked_by_the_strongest_look(engine: FusionEngine, ranking: Ranking) -> None:
+    base = BLIND.ranked(ranking)
+    engine.warm(PASSAGES, bases=(base,))
+    ids, instruction = engine.prompts.chunk_ids(PASSAGES[1]), instruction_ids(engine.lm.tokenizer)
+    strongest = looks(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
+    for order, looked in zip(stored(engine, base, PASSAGES[1]).blocks["ranking"].tolist(), strongest, strict=True):
+        expected = sorted(range(4, len(ids)), key=lambda token: -float(looked[token]))
+        assert order == [0, 1, 2, 3, *expected]
+
+
+def test_tokens_are_ranked_by_small_keys_or_by_place(engine: FusionEngine) -> None:
+    for ranking in ("knorm", "sinks"):
+        engine.warm(PASSAGES, bases=(BLIND.ranked(ranking),))  # type: ignore[arg-type]
+    by_norm = stored(engine, BLIND.ranked("knorm"), PASSAGES[0])
+    for layer in range(engine.lm.n_layers):
+        norms = by_norm.layer(layer)[0].norm(dim=-1).mean(0)
+        expected = sorted(range(4, by_norm.n_tokens), key=lambda token: float(norms[token]))
+        assert by_norm.blocks["ranking"][layer].tolist() == [0, 1, 2, 3, *expected]
+    in_order = stored(engine, BLIND.ranked("sinks"), PASSAGES[0]).blocks["ranking"]
+    assert in_order.tolist() == [list(range(in_order.shape[1]))] * engine.lm.n_layers
+
+
+def test_a_ranking_is_part_of_the_key(engine: FusionEngine) -> None:
+    """Chunks ranked one way do not answer for those ranked another, and their keys and values are the same."""
+    engine.warm(PASSAGES, bases=(BLIND, BLIND.ranked("kvzip")))
+    assert engine.store.stats()[0].entries == 2 * len(PASSAGES) + 1
+    one, other = stored(engine, BLIND, PASSAGES[0]), stored(engine, BLIND.ranked("kvzip"), PASSAGES[0])
+    assert float((one.layer(2)[0] - other.layer(2)[0]).abs().max()) <= TOLERANCE
+    assert make_method("qcfuse", anchors="kvzip").base == BLIND.ranked("kvzip")
+    assert BLIND.ranked("kvzip").ranked("instruction") == BLIND
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    selected = {
+        kind: engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2, anchors=kind)).report.selected
+        for kind in ("instruction", "kvzip")
+    }
+    assert selected["instruction"] != selected["kvzip"]
+
+
+def test_named_methods_keep_the_base_that_makes_them(engine: FusionEngine) -> None:
+    assert choose_method("fusionrag").base is ENRICHED
+    assert choose_method("cacheblend").base is FRAMED
+    assert choose_method("cacheblend", base="blind").base is BLIND
+
+
+def test_nearest_are_the_nearest_others() -> None:
+    vectors = np.array([[1, 0], [0.9, 0.1], [0, 1], [-1, 0]], np.float32)
+    assert nearest(vectors, 2) == [[1, 2], [0, 2], [1, 0], [2, 1]]
+    assert nearest(vectors[:1], 10) == [[]]
+    assert [
+        len(found) for found in nearest(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
+    ] == [10] * 2100
+
+
+def test_retrieved_together_counts_pairs() -> None:
+    assert retrieved_together([[0, 1, 2], [1, 0], [2, 0, 2], [3]], 5, 2) == [[1, 2], [0, 2], [0, 1], [], []]
+
+
+def test_token_vectors_put_chunks_near_that_share_rare_words(llama: LanguageModel) -> None:
+    chunks = [(10, 11, 12, 50), (10, 11, 13, 50), (20, 21, 22, 50), (20, 21, 23, 50)]
+    assert [found[0] for found in nearest(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
+
+
+def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) -> None:
+    """The same chunk has one enriched entry, wherever and with whatever it is retrieved."""
+    prompts: list[Prompt] = [engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?", PASSAGES[::-1])]
+    engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
+    for prompt in prompts:
+        assert engine.prefill(prompt, method=make_method("fusionrag")).report.fallback is None
+
+
+def test_groups_to_capture_put_every_chunk_behind_others() -> None:
+    related = nearest(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
+    groups = covering_groups(related, 4)
+    assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
+    assert all(len(set(group)) == 4 for group in groups)
+    assert len(groups) < 40, "not a group for each"
+    assert covering_groups([[]], 4) == []

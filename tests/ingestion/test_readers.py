@@ -1,0 +1,139 @@
+"""What a warming job reads: text, text extracted from PDF, lines of JSON, and what other packages' readers bring."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import QCFuseError
+from qcfuse_rag.ingestion import readers as read
+from qcfuse_rag.ingestion.readers import passed_over, read_passages
+from tests.support.passages import PASSAGES
+
+
+def test_folders_are_read_in_order_with_the_file_as_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_text(PASSAGES[0])
+    (tmp_path / "b" / "c.md").write_text(f"# Title\n\n{PASSAGES[1]}")
+    (tmp_path / "d.bin").write_bytes(b"\x00")
+    found = read_passages([tmp_path], tokenizer, max_tokens=200)
+    assert list(found) == [str((tmp_path / name).resolve()) for name in ("a.txt", "b/c.md")]
+    assert found[str(tmp_path / "a.txt")] == [PASSAGES[0]]
+
+
+def test_no_passage_is_longer_than_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.txt").write_text(" ".join(PASSAGES * 5))
+    [passages] = read_passages([tmp_path], tokenizer, max_tokens=30).values()
+    assert len(passages) > 3
+    assert all(len(tokenizer(text)["input_ids"]) <= 30 for text in passages)
+
+
+def test_the_page_breaks_of_extracted_pdf_separate(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.txt").write_text("\f".join(PASSAGES))
+    [passages] = read_passages([tmp_path], tokenizer, max_tokens=80).values()
+    assert "\f" not in "".join(passages)
+    assert passages == PASSAGES
+
+
+def test_lines_of_json_are_passages_with_sources(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"text": PASSAGES[0], "source": "one"}, {"text": PASSAGES[1]}, {"text": PASSAGES[2], "source": "one"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    found = read_passages([path], tokenizer, max_tokens=200)
+    assert found == {"one": [PASSAGES[0], PASSAGES[2]], str(path.resolve()): [PASSAGES[1]]}
+
+
+def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["Orla\u2028steers the\u0085ferry.", "Ann sings."]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode())
+    [passages] = read_passages([path], tokenizer, max_tokens=200).values()
+    assert passages == texts
+
+
+def test_two_files_may_share_a_source(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": PASSAGES[number], "source": "one"}))
+    assert read_passages([tmp_path], tokenizer, max_tokens=200) == {"one": [PASSAGES[1], PASSAGES[2]]}
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', '"text"'])
+def test_a_line_that_is_none_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(QCFuseError, match=r"rows\.jsonl, line 2"):
+        read_passages([path], tokenizer, max_tokens=200)
+
+
+def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "a.pdf").write_bytes(b"%PDF")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    for path, message in [
+        (tmp_path / "a.pdf", "is not a text file"),
+        (tmp_path / "none", "no file or folder"),
+        (tmp_path / "latin.txt", "cannot read"),
+    ]:
+        with pytest.raises(QCFuseError, match=message):
+            read_passages([path], tokenizer, max_tokens=200)
+    (tmp_path / "empty").mkdir()
+    assert read_passages([tmp_path / "empty"], tokenizer, max_tokens=200) == {}
+
+
+def test_a_bad_file_in_a_folder_keeps_no_other_from_being_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "good.txt").write_text(PASSAGES[0])
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / os.fsdecode(b"na\xefve.txt")).write_text(PASSAGES[1])
+    (tmp_path / "rows.jsonl").write_text('{"text": "half \\ud800"}')
+    unread: list[str] = []
+    found = read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)
+    assert list(found) == [str(tmp_path / "good.txt")]
+    for said, name in zip(unread, ("latin.txt", r"na\xefve.txt", "rows.jsonl, line 1"), strict=True):
+        assert name in said
+    with pytest.raises(QCFuseError, match=r"latin\.txt"):
+        read_passages([tmp_path / "latin.txt"], tokenizer, max_tokens=200, unread=unread)
+
+
+def test_what_is_not_read_in_a_folder_is_told(tmp_path: Path) -> None:
+    named, elsewhere = tmp_path / "named", tmp_path / "elsewhere"
+    for folder in (named / "below", named / ".git", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("a.txt", "a.PDF", "below/b.pdf", "LICENSE", ".DS_Store", ".git/index.bin", os.fsdecode(b"n.\xef")):
+        (named / name).write_text("text")
+    (named / "link").symlink_to(elsewhere)
+    (named / "gone").symlink_to(tmp_path / "nowhere")
+    link, other = passed_over([named, named / "a.txt"])
+    assert link.startswith(f"{named / 'link'} links to a folder, which is not followed")
+    assert other == f"{named} has files that are not text (2 .pdf, 1 without ending, 1 .?); convert them first"
+    assert list(passed_over([named, elsewhere])) == [other]
+    assert list(passed_over([elsewhere])) == []
+
+
+def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(PASSAGES[0])
+    (tmp_path / "b.txt").symlink_to(path)
+    found = read_passages([path, tmp_path, path, tmp_path / "."], tokenizer, max_tokens=200)
+    assert found == {str(path): [PASSAGES[0]]}
+
+
+def test_installed_packages_bring_readers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = EntryPoint("shelf", f"{__name__}:read_shelf", read.READERS_GROUP)
+    monkeypatch.setattr(read, "entry_points", lambda group: EntryPoints([own]))
+    monkeypatch.setattr(EntryPoint, "load", lambda self: read_shelf)
+    found = read_passages([tmp_path], tokenizer, reader="shelf", max_tokens=4)
+    assert found == {"shelf": PASSAGES}, "left as they are, however long"
+    with pytest.raises(QCFuseError, match="no reader 'shelve'; there are files, shelf"):
+        read_passages([tmp_path], tokenizer, reader="shelve", max_tokens=4)
+
+
+def read_shelf(path: Path) -> list[tuple[str, str]]:
+    return [("shelf", text) for text in PASSAGES]

@@ -1,0 +1,267 @@
+"""A warming job: what it would do, what it does, in which order, and what survives its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qcfuse_rag import (
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    StoreError,
+    WarmJob,
+)
+from qcfuse_rag.ingestion.length_buckets import batches_by_length
+from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.store.entry.header import entry_bytes
+from qcfuse_rag.store.key import hash_ids
+from tests.support.passages import PASSAGES
+
+MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
+
+
+@pytest.fixture
+def engine(llama: LanguageModel, tmp_path: Path) -> FusionEngine:
+    return FusionEngine(llama, DiskStore(tmp_path / "kv"))
+
+
+def ids_of(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
+    return [engine.prompts.chunk_ids(text) for text in texts]
+
+
+def test_a_plan_is_what_the_run_then_does(engine: FusionEngine) -> None:
+    engine.warm(MANY[:3])
+    job = engine.warm_job(ids_of(engine, MANY))
+    plan, before = job.plan(measure=True), engine.store.stats()[0]
+    assert engine.store.stats()[0].entries == before.entries, "a plan stores nothing"
+    summary = job.run()
+    assert (plan.chunks, plan.present, plan.to_warm, plan.tokens) == (12, 3, 9, summary.tokens)
+    assert summary.warmed == 9
+    grown = engine.store.stats()[0].size_bytes - before.size_bytes
+    assert abs(plan.size_bytes - grown) < 0.1 * grown
+    assert plan.seconds is not None
+    assert 0 < plan.seconds < 60
+
+
+def test_a_plan_of_an_empty_store_does_not_even_make_the_head(engine: FusionEngine) -> None:
+    engine.warm_job(ids_of(engine, MANY)).plan(measure=True)
+    assert engine.store.stats()[0].entries == 0
+
+
+@pytest.mark.parametrize("numbers", ["model", "int8", "fp8"])
+def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, numbers: str) -> None:
+    store = DiskStore(tmp_path, numbers=numbers)
+    engine = FusionEngine(llama, store)
+    engine.warm(MANY)
+    sizes = {entry.address: entry.size_bytes for entry in store.entries()}
+    for ids in ids_of(engine, MANY):
+        [key] = engine.keys(ids, [FRAMED])
+        estimated = entry_bytes(llama.shapes, llama.dtype, numbers, len(ids))
+        assert -4096 <= sizes[key.address] - estimated <= 4096
+
+
+def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[int] = []
+    ids = ids_of(engine, MANY)
+    keys = [engine.keys(one, [FRAMED])[0] for one in ids]
+    priority = [float(i % 5) for i in range(12)]
+
+    def note(done: int, total: int) -> None:
+        order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
+
+    monkeypatch.setattr(
+        "qcfuse_rag.ingestion.length_buckets.BATCHES_PER_WINDOW", 1
+    )  # otherwise sorted by length within 32 batches
+    engine.warm_job(ids, priority=priority, batch_tokens=1).run(note)
+    wanted = [priority[i] for i in order]
+    assert wanted == sorted(priority, reverse=True)
+
+
+def test_a_store_too_small_for_all_keeps_the_most_wanted(llama: LanguageModel, tmp_path: Path) -> None:
+    probe = FusionEngine(llama, MemoryStore())
+    ids = ids_of(probe, MANY)
+    sizes = [entry_bytes(llama.shapes, llama.dtype, "model", len(one)) for one in ids]
+    with DiskStore(tmp_path, limit_bytes=sum(sizes) // 2) as store:
+        engine = FusionEngine(llama, store)
+        priority = [float(i) for i in range(12)]
+        summary = engine.warm(MANY, priority=priority)
+        kept = [engine.keys(one, [FRAMED])[0] in store for one in ids]
+        assert summary.left_out > 0
+        assert summary.warmed + summary.left_out == 12
+        assert store.stats()[0].evicted == 0, "nothing warmed is evicted for something less wanted"
+        assert kept[11], "the most wanted of all"
+        assert not kept[0], "the least wanted of all"
+        assert engine.warm_job(ids, priority=priority).plan().left_out == summary.left_out
+
+
+def test_both_bases_are_two_entries_each(engine: FusionEngine) -> None:
+    summary = engine.warm(MANY[:4], bases=(BLIND, FRAMED))
+    assert (summary.chunks, summary.warmed) == (8, 8)
+
+
+def test_computing_little_in_vain(engine: FusionEngine) -> None:
+    """Batches are of like length: what is computed for filling up stays a small share."""
+    summary = engine.warm(MANY, batch_tokens=400)
+    ranking = len(MANY) * len(instruction_ids(engine.lm.tokenizer))
+    assert summary.computed_tokens - ranking < 1.15 * summary.tokens
+
+
+@given(lengths=st.lists(st.integers(1, 500), max_size=200), bound=st.integers(1, 2000), extra=st.integers(0, 20))
+def test_batches_hold_everything_once_within_their_bound(lengths: list[int], bound: int, extra: int) -> None:
+    items = list(enumerate(lengths))
+    batches = list(batches_by_length(items, lambda one: one[1], batch_tokens=bound, extra=extra))
+    assert sorted(one for batch in batches for one in batch) == items
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * (max(n for _, n in batch) + extra) <= bound
+
+
+def test_what_prefill_took_is_kept_as_what_a_use_saves(engine: FusionEngine) -> None:
+    engine.warm(MANY)
+    saved = [entry.saved_ms for entry in engine.store.entries()]
+    assert all(ms is not None and 0 < ms < 60_000 for ms in saved)
+    assert len(set(saved)) > 1
+
+
+def test_narrow_stores_do_not_prefill_behind_a_narrowed_head(llama: LanguageModel) -> None:
+    """Otherwise a chunk's bytes would depend on whether the head had been stored before."""
+    once, twice = (FusionEngine(llama, MemoryStore(numbers="int8")) for _ in range(2))
+    once.warm(MANY[:2], batch_tokens=1)
+    twice.warm(MANY[:1], batch_tokens=1)
+    twice.warm(MANY[:2], batch_tokens=1)
+    [key] = once.keys(once.prompts.chunk_ids(MANY[1]), [FRAMED])
+    one, other = once.store.get(key), twice.store.get(key)
+    assert isinstance(one, ChunkKV)
+    assert isinstance(other, ChunkKV)
+    assert all((one.blocks[name] == other.blocks[name]).all() for name in one.names())
+
+
+def test_sources_are_replaced_and_forgotten(engine: FusionEngine) -> None:
+    engine.warm([MANY[0], MANY[1], MANY[1]], sources=["a", "a", "b"])
+    engine.warm([MANY[2]], sources=["a"])
+    assert not any(key in engine.store for key in engine.keys(engine.prompts.chunk_ids(MANY[0]), [FRAMED]))
+    assert all(key in engine.store for key in engine.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])), "b has it too"
+    assert engine.forget("b") == 1
+    assert engine.forget("b") == 0
+    assert engine.sources.names() == ["a"]
+
+
+def test_bad_arguments_are_said_at_once(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="1 sources for 2 passages"):
+        engine.warm(MANY[:2], sources=["a"])
+    with pytest.raises(ValueError, match="1 priorities for 2 chunks"):
+        engine.warm(MANY[:2], priority=[1.0])
+
+
+def test_a_store_that_cannot_be_written_is_one_clear_error(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        engine.warm(MANY)
+
+
+KILLED = """
+import os, signal, sys
+from qcfuse_rag import FusionEngine, LanguageModel, open_store
+engine = FusionEngine.load(sys.argv[1], store=open_store(sys.argv[2]), device="cpu", check=False)
+def die(done, total):
+    if done * 2 > total:
+        os.kill(os.getpid(), signal.SIGKILL)
+texts = [f"Passage number {i} about boats." for i in range(20)]
+engine.warm(texts, sources=["boats.md"] * 20, batch_tokens=60, progress=die)
+"""
+
+
+def test_a_job_that_was_killed_goes_on_where_it_was(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = str(tmp_path / "kv")
+    killed = subprocess.run([sys.executable, "-c", KILLED, model_folder, store], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    with FusionEngine.load(model_folder, store=store, device="cpu", check=False) as engine:
+        summary = engine.warm([f"Passage number {i} about boats." for i in range(20)])
+        assert 0 < summary.present < 20
+        assert summary.present + summary.warmed == 20
+        engine.forget("boats.md")
+        assert sum(1 for _ in engine.store.entries()) == 1, "the prompt's head"
+
+
+def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: FusionEngine) -> None:
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.warm(MANY, sources=["a"] * len(MANY), batch_tokens=1, progress=stop)
+    before = {entry.address for entry in engine.store.entries()}
+    assert engine.forget("a") == 1
+    assert len(before) - sum(1 for _ in engine.store.entries()) == 1, "all but the prompt's head"
+
+
+def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
+    data = json.loads(json.dumps(engine.warm(MANY[:2]).to_dict()))
+    assert data["tokens_per_s"] > 0
+    job = WarmJob(engine.lm, engine.store, engine.prompts.prefix_ids, [], bases=(FRAMED,))
+    assert json.loads(json.dumps(job.plan().to_dict()))["chunks"] == 0
+    assert job.run().warmed == 0
+
+
+def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) -> None:
+    """A new passage is enriched when it comes; those beside it once more than half of their neighbours are new."""
+    texts = [text[-80:] for text in MANY[:6]]  # three of them fit in front of a fourth
+    engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
+    [key] = engine.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
+    old = engine.sources.made_of(key)
+    one_new = engine.warm(texts[:5], bases=(ENRICHED,), neighbours=[[1, 2, 4], [0], [0], [0], [0]])
+    assert (one_new.refreshed, one_new.stalest) == (0, pytest.approx(1 / 3))
+    assert one_new.warmed == 2, "the new passage, framed and enriched"
+    assert engine.sources.made_of(key) == old
+    two_new = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
+    assert (two_new.refreshed, two_new.stalest) == (1, 0.0)
+    assert engine.sources.made_of(key) != old
+    again = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
+    assert (again.warmed, again.refreshed) == (0, 0)
+
+
+def test_a_plan_says_what_would_be_refreshed(engine: FusionEngine) -> None:
+    engine.warm(MANY[:3], bases=(ENRICHED,), neighbours=[[1], [0], [0]])
+    job = engine.warm_job(ids_of(engine, MANY[:3]), bases=(ENRICHED,), neighbours=[[2], [0], [0]])
+    assert (job.plan().to_warm, job.plan().to_refresh) == (1, 1)
+
+
+def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None:
+    vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 1]] + np.float32(0.01)
+    engine.warm(MANY[:4], bases=(ENRICHED,), vectors=vectors)
+    ids = ids_of(engine, MANY[:4])
+    chunk = engine.store.get(engine.keys(ids[0], [ENRICHED])[0])
+    assert isinstance(chunk, ChunkKV)
+    assert chunk.context is not None
+    assert chunk.context[0] == hash_ids(ids[2])
+
+
+def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: FusionEngine) -> None:
+    engine.warm(MANY[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
+    again = engine.warm([MANY[0], MANY[4]], bases=(ENRICHED,), neighbours=[[1], [0]])
+    assert (again.refreshed, again.warmed) == (0, 2), "the new one, framed and enriched"
+
+
+def test_vectors_have_to_be_as_many_as_passages(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="2 vectors for 3 passages"):
+        engine.warm(MANY[:2], bases=(ENRICHED,), vectors=np.eye(2, dtype=np.float32), others=[MANY[2]])

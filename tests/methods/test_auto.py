@@ -1,0 +1,198 @@
+"""`auto`: every part does what its name says, can be switched off, and no answer depends on those before."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import (
+    FRAMED,
+    PRIMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    SamplingParams,
+    WarmJob,
+    make_method,
+    open_store,
+)
+from qcfuse_rag.fusion.probes import QuestionProbe
+from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+UNGUARDED = make_method("auto", ratio=0.2, guard=False)
+
+
+@pytest.fixture
+def warmed(llama: LanguageModel) -> FusionEngine:
+    engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
+    engine.warm(PASSAGES)
+    return engine
+
+
+def stored(engine: FusionEngine, text: str) -> ChunkKV:
+    found = engine.store.get(engine.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
+    assert isinstance(found, ChunkKV)
+    return found
+
+
+# --- primed caches
+
+
+def test_a_primed_chunk_has_stood_behind_head_and_primer(warmed: FusionEngine) -> None:
+    prefix_ids, primer = warmed.prompts.prefix_ids, warmed.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS]
+    ids = warmed.prompts.chunk_ids(PASSAGES[1])
+    expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
+    references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
+
+
+def test_it_does_not_depend_on_what_else_is_stored(llama: LanguageModel, warmed: FusionEngine) -> None:
+    alone = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
+    alone.warm(PASSAGES[2:])
+    one, other = stored(alone, PASSAGES[2]), stored(warmed, PASSAGES[2])
+    for layer in range(one.n_layers):
+        for a, b in zip(one.layer(layer), other.layer(layer), strict=True):
+            assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_warming_for_auto_keeps_both_caches_it_reads(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
+    assert engine.bases == (PRIMED, FRAMED)
+    assert engine.warm(PASSAGES).warmed == 2 * len(PASSAGES)
+
+
+def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngine) -> None:
+    ids = [engine.prompts.chunk_ids(PASSAGES[0])]
+    with pytest.raises(ValueError, match="needs the token ids of a primer"):
+        WarmJob(llama, engine.store, engine.prompts.prefix_ids, ids, bases=(PRIMED,))
+
+
+# --- exact first
+
+
+def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
+    prompt = warmed.prompt(QUESTION, PASSAGES)
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
+    assert UNGUARDED.base is not None
+    assembly.load(warmed.store, UNGUARDED.base, UNGUARDED.adapter)
+    assert [placed.exact for placed in assembly.placed_chunks] == [True, False, False]
+    without = make_method("auto", exact_first=False)
+    assert without.base is not None
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
+    assembly.load(warmed.store, without.base, without.adapter)
+    assert [placed.exact for placed in assembly.placed_chunks] == [False, False, False]
+
+
+def test_one_passage_is_answered_as_full_prefill_would(warmed: FusionEngine) -> None:
+    prompt = warmed.prompt(QUESTION, PASSAGES[:1])
+    full = warmed.prefill(prompt, method=make_method("full"))
+    assert torch.allclose(warmed.prefill(prompt).logits, full.logits, atol=1e-4)
+
+
+def test_what_is_not_primed_yet_is_taken_framed_and_what_is_not_stored_computed(llama: LanguageModel) -> None:
+    engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
+    engine.warm(PASSAGES[:2], bases=(FRAMED,))
+    report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
+    assert [lookup.note for lookup in report.lookups[1:]] == [None, "framed instead of primed", None]
+    assert [lookup.hit for lookup in report.lookups[1:]] == [True, True, False]
+
+
+# --- the probe
+
+
+@pytest.mark.parametrize("rows", ["question", "suffix"])
+def test_who_asks(warmed: FusionEngine, rows: str) -> None:
+    prompt = warmed.prompt(QUESTION, PASSAGES)
+    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
+    assembly.load(warmed.store, FRAMED)
+    asking = assembly.probe_rows(suffix=rows == "suffix").tolist()
+    assert asking[0] == prompt.chunks[-1].stop
+    last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
+    assert asking[-1] + 1 == (len(prompt) if rows == "suffix" else last)
+
+
+def test_the_upper_layers_are_the_second_half(llama: LanguageModel) -> None:
+    probe = QuestionProbe(layers="upper")
+    assert probe.layers_of(llama) == tuple(range(llama.n_layers // 2, llama.n_layers))
+    assert probe.depth(llama) == llama.n_layers
+
+
+def test_the_third_quarter_ends_where_the_last_begins(llama: LanguageModel) -> None:
+    probe = QuestionProbe(layers="third_quarter")
+    assert probe.layers_of(llama) == tuple(range(llama.n_layers // 2, llama.n_layers * 3 // 4)) != ()
+    assert probe.depth(llama) == llama.n_layers * 3 // 4
+
+
+@pytest.mark.parametrize(("n_layers", "expected"), [(1, (0,)), (2, (1,)), (3, (1,)), (24, tuple(range(12, 18)))])
+def test_it_is_a_layer_at_least(
+    n_layers: int, expected: tuple[int, ...], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LanguageModel, "n_layers", n_layers)
+    assert QuestionProbe(layers="third_quarter").layers_of(llama) == expected
+
+
+def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
+    """By hand: each layer's attention to tokens that may be chosen, over its sum."""
+    prompt = warmed.prompt(QUESTION, PASSAGES)
+    found = {}
+    for normalized in (False, True):
+        assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
+        assembly.load(warmed.store, FRAMED)
+        found[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(assembly).by_layer
+    counted = candidate_positions(recomputable_chunks(assembly))
+    by_hand = found[False][:, counted] / found[False][:, counted].sum(1, keepdim=True)
+    assert torch.allclose(found[True][:, counted], by_hand, atol=1e-6)
+    assert torch.allclose(found[True][:, counted].sum(1), torch.ones(warmed.lm.n_layers))
+
+
+def test_a_probe_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows must be 'question' or 'suffix'"):
+        QuestionProbe(rows="answer")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="layers must be one of critical, all, upper, third_quarter, last, or indices"):
+        QuestionProbe(layers="lower")  # type: ignore[arg-type]
+    for layers in (5, None, (), (-1, 2)):
+        with pytest.raises(ValueError, match="or indices from 0"):
+            QuestionProbe(layers=layers)  # type: ignore[arg-type]
+
+
+# --- no history
+
+
+def test_greedy_answers_do_not_depend_on_earlier_requests(llama: LanguageModel, tmp_path: Path) -> None:
+    """Five histories over one store: none, the same question, others, other methods, and an evicted memory tier."""
+    method = make_method("auto", ratio=0.2)
+    with DiskStore(tmp_path / "kv") as store:
+        FusionEngine(llama, store, method=method).warm(PASSAGES)
+    draw = random.Random(0)
+
+    def other(engine: FusionEngine, name: str | None = None) -> None:
+        passages = draw.sample(PASSAGES, k=draw.randint(1, 3))
+        chosen = None if name is None else make_method(name)
+        engine.generate(engine.prompt("Who has a key?", passages), SamplingParams(max_new_tokens=3), method=chosen)
+
+    def histories(engine: FusionEngine, number: int) -> None:
+        for _ in range((0, 1, 6, 4, 8)[number]):
+            if number == 1:
+                engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=3))
+            else:
+                other(engine, {2: None, 3: "full", 4: None}[number])
+
+    answers, written = [], []
+    for number in range(5):
+        few = 1 << 16 if number == 4 else 1 << 30  # too little memory to keep what was read
+        with open_store(tmp_path / "kv", memory_bytes=few) as store:
+            engine = FusionEngine(llama, store, method=method)
+            histories(engine, number)
+            done = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=16))
+            answers.append(done.ids)
+            written.append(sum(1 for _ in store.entries()))
+    assert len(set(answers)) == 1, answers
+    assert len(set(written)) == 1, "nothing that was fused is stored"

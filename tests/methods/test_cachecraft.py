@@ -1,0 +1,293 @@
+"""Cache-Craft: which stored cache is closest, what it takes to mend it, and when mending stops."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Miss, Prompt, make_method
+from qcfuse_rag.fusion.report import FusionReport, Lookup
+from qcfuse_rag.fusion.selectors import TopPerChunk
+from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_mending
+from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import ChunkKey, hash_ids
+from qcfuse_rag.store.variant_slots import Slot, filled_slots
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+A, B, C = PASSAGES
+D = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
+
+
+@pytest.fixture
+def captured(engine: FusionEngine) -> FusionEngine:
+    """Return an engine whose passages have met in several orders."""
+    engine.warm([A, B, C, D], bases=(FRAMED,))
+    engine.capture([[A, B, C], [D, B], [B, A, D, C]])
+    return engine
+
+
+@pytest.fixture
+def prompt(captured: FusionEngine) -> Prompt:
+    return captured.prompt(QUESTION, [D, A, C, B])
+
+
+def slots_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[Slot]:
+    return filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
+
+
+def kept_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
+    return [slot.chunk for slot in slots_of(engine, ids)]
+
+
+def overlap_by_hand(chunk: ChunkKV, now: list[str]) -> float:
+    """Return beta' from the paper's formulas, one chunk and one pair at a time."""
+    then, masses = list(chunk.context or ()), chunk.facts["inter"]
+    beta = sum(mass for one, mass in zip(then, masses, strict=True) if one in now) / sum(masses)
+    common = set(then) & set(now)
+    discordant = sum(
+        (then.index(one) < then.index(other)) != (now.index(one) < now.index(other))
+        for one, other in itertools.combinations(sorted(common), 2)
+    )
+    return beta * (1 - discordant / math.comb(len(common), 2)) if len(common) > 1 else beta
+
+
+def overheads(engine: FusionEngine, prompt: Prompt) -> list[tuple[float, ChunkKV | None]]:
+    """Return for each passage but the first, which is exact, the least overhead and its cache; None for the framed."""
+    found = []
+    for place, span in enumerate(prompt.chunks):
+        if place == 0:
+            continue
+        now = [hash_ids(before.segment.ids) for before in prompt.chunks[:place]]
+        kept = kept_of(engine, span.segment.ids)
+        rated: list[tuple[float, ChunkKV | None]] = [(min((c.facts["cci"][0] for c in kept), default=0.5), None)]
+        rated += [(chunk.facts["cci"][0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in kept]
+        found.append(min(rated, key=lambda one: one[0]))
+    return found
+
+
+def chunk_lookups(report: FusionReport) -> list[Lookup]:
+    return [lookup for lookup in report.lookups if lookup.role == "chunk"]
+
+
+def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None]) -> references.Table:
+    """Assemble a prompt of caches born behind their contexts, by the model's own forward."""
+    texts = {hash_ids(ids): ids for ids in map(engine.prompts.chunk_ids, (A, B, C, D))}
+    contexts = iter([(), *(() if chunk is None else chunk.context or () for chunk in chosen)])
+    tables = []
+    for span in prompt.spans:
+        before: tuple[int, ...] = ()
+        if span.segment.role == "chunk":
+            before = (*prompt.prefix_ids, *itertools.chain(*(texts[one] for one in next(contexts))))
+        tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
+    return [
+        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
+        for layer in range(engine.lm.n_layers)
+    ]
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("then", "masses", "now", "expected"),
+    [
+        ("ab", (3.0, 1.0), "ab", 1.0),
+        ("ab", (3.0, 1.0), "axb", 1.0),  # what came in between does not count
+        ("ab", (3.0, 1.0), "a", 0.75),
+        ("ab", (3.0, 1.0), "b", 0.25),
+        ("ab", (3.0, 1.0), "ba", 0.0),  # the only pair is turned
+        ("abc", (1.0, 1.0, 2.0), "acb", 2 / 3),
+        ("abc", (1.0, 1.0, 2.0), "ca", 0.0),
+        ("abc", (1.0, 1.0, 2.0), "cxb", 0.0),
+        ("ab", (3.0, 1.0), "xy", 0.0),
+        ("ab", (0.0, 0.0), "xy", 1.0),  # looked at none of them
+        ("ab", (), "ab", 0.0),  # not measured
+    ],
+)
+def test_overlap_is_attention_that_is_there_again_less_pairs_that_are_turned(
+    then: str, masses: tuple[float, ...], now: str, expected: float
+) -> None:
+    assert prefix_overlap(then, masses, now) == pytest.approx(expected)
+
+
+def test_the_cache_with_the_least_fix_overhead_is_placed(captured: FusionEngine, prompt: Prompt) -> None:
+    report = captured.prefill(prompt, method=make_method("cachecraft", early_stop=False)).report
+    expected = overheads(captured, prompt)
+    assert any(chunk is not None for _, chunk in expected)
+    for lookup, (overhead, chunk) in zip(chunk_lookups(report)[1:], expected, strict=True):
+        assert f"fix overhead {overhead:.2f}" in str(lookup.note)
+        assert str(lookup.note).startswith("framed" if chunk is None else "variant-")
+
+
+def test_each_passage_has_as_many_tokens_mended_as_it_demands_those_that_looked_back_most(
+    captured: FusionEngine, prompt: Prompt
+) -> None:
+    done = captured.prefill(prompt, method=make_method("cachecraft", early_stop=False))
+    chosen = []
+    for span, (overhead, chunk) in zip(prompt.chunks[1:], overheads(captured, prompt), strict=True):
+        count = math.ceil(overhead * len(span))
+        looks = [-float(i) for i in range(len(span))] if chunk is None else chunk.blocks["inter"][:, 0].tolist()
+        best = sorted(range(len(span)), key=lambda i: -looks[i])[:count]
+        chosen += sorted(span.start + i for i in best)
+    assert list(done.report.selected) == chosen
+    assert 0 < len(chosen) < sum(len(span) for span in prompt.chunks[1:])
+    assert done.report.ratio == len(chosen) / sum(len(span) for span in prompt.chunks[1:])
+
+    table = table_of(captured, prompt, [chunk for _, chunk in overheads(captured, prompt)])
+    rows = [*chosen, *range(prompt.chunks[-1].stop, len(prompt))]
+    logits, completed = references.sequential_fusion(captured.lm, prompt.ids, rows, table)
+    assert error(done.logits, logits) <= TOLERANCE
+    for layer, (keys, values) in enumerate(completed):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+
+
+def test_passages_that_meet_as_they_were_captured_are_exact(family: LanguageModel) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine.capture([PASSAGES, [C, A]])
+    prompt = engine.prompt("What else?", PASSAGES)
+    done = engine.prefill(prompt, method=make_method("cachecraft"))
+    assert [lookup.note for lookup in chunk_lookups(done.report)[1:]] == ["variant-0, exact"] * 2
+    assert done.report.selected == ()
+    logits, _ = references.plain_forward(family, prompt.ids)
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+
+
+def test_behind_a_conversation_nothing_is_exact(captured: FusionEngine) -> None:
+    talked = captured.prompt(QUESTION, [A, B], history=[("user", "Hello."), ("assistant", "Hello.")])
+    report = captured.prefill(talked, method=make_method("cachecraft", ratio=1.0)).report
+    assert len(report.selected) == sum(len(span) for span in talked.chunks)
+
+
+def test_a_passage_never_captured_starts_from_the_framed_cache(engine: FusionEngine) -> None:
+    engine.warm([A, D], bases=(FRAMED,))
+    prompt = engine.prompt(QUESTION, [A, D])
+    report = engine.prefill(prompt, method=make_method("cachecraft", early_stop=False, alpha=0.5)).report
+    span = prompt.chunks[1]
+    assert chunk_lookups(report)[1].note == "framed, fix overhead 0.25"
+    assert report.selected == tuple(range(span.start, span.start + math.ceil(len(span) / 4)))
+
+
+def test_an_overhead_of_one_means_the_whole_passage(captured: FusionEngine, prompt: Prompt) -> None:
+    method = make_method("cachecraft", alpha=10.0)
+    report = captured.prefill(prompt, method=method).report
+    refused = [10 * overhead >= 1 for overhead, _ in overheads(captured, prompt)]
+    assert any(refused)
+    assert [not lookup.hit for lookup in chunk_lookups(report)] == [False, *refused]
+    assert "fix overhead 1.00: no cache of it is worth mending" in str(report.fallback)
+    with_ratio = captured.prefill(prompt, method=make_method("cachecraft", alpha=10.0, ratio=0.2)).report
+    assert with_ratio.fallback is None, "a ratio says what is recomputed"
+
+
+def test_a_ratio_is_divided_by_demand(captured: FusionEngine, prompt: Prompt) -> None:
+    report = captured.prefill(prompt, method=make_method("cachecraft", ratio=0.3)).report
+    tokens = sum(len(span) for span in prompt.chunks[1:])
+    assert len(report.selected) == int(0.3 * tokens)
+    rated = zip(prompt.chunks[1:], overheads(captured, prompt), strict=True)
+    demands = [overhead * len(span) for span, (overhead, _) in rated]
+    for span, demand in zip(prompt.chunks[1:], demands, strict=True):
+        own = sum(span.start <= p < span.stop for p in report.selected)
+        assert abs(own - int(0.3 * tokens) * demand / sum(demands)) <= 1
+
+
+def test_a_cache_that_cannot_be_read_gives_way_to_the_next(
+    captured: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = captured.prefill(prompt, method=make_method("cachecraft")).report
+    get = captured.store.get
+
+    def broken(key: ChunkKey) -> ChunkKV | Miss:
+        return Miss("broken") if key.base.startswith("variant") else get(key)
+
+    monkeypatch.setattr(captured.store, "get", broken)
+    report = captured.prefill(prompt, method=make_method("cachecraft")).report
+    assert all(str(lookup.note).startswith("framed") for lookup in chunk_lookups(report)[1:])
+    assert best.lookups != report.lookups
+    assert report.fallback is None
+
+
+def test_a_slot_written_anew_since_it_was_looked_at_is_not_placed(
+    captured: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get = captured.store.get
+
+    def rewritten(key: ChunkKey) -> ChunkKV | Miss:
+        found = get(key)
+        assert isinstance(found, ChunkKV)
+        return replace(found, context=(hash_ids([1]),)) if key.base.startswith("variant") else found
+
+    monkeypatch.setattr(captured.store, "get", rewritten)
+    report = captured.prefill(prompt, method=make_method("cachecraft")).report
+    assert all(str(lookup.note).startswith("framed") for lookup in chunk_lookups(report)[1:])
+
+
+@pytest.mark.parametrize("share", [0.8, 0.9])
+def test_mending_stops_in_passages_that_the_question_does_not_look_at(
+    captured: FusionEngine, prompt: Prompt, share: float
+) -> None:
+    lm, layer_hook = captured.lm, FocusedChunks(depth=0.4, share=share)
+    method = make_method("cachecraft", early_stop=False)
+    started = captured.prefill(prompt, method=method).report.selected
+    done = captured.prefill(prompt, method=replace(method, layer_hook=layer_hook))
+
+    table = table_of(captured, prompt, [chunk for _, chunk in overheads(captured, prompt)])
+    passages = range(prompt.chunks[-1].stop)
+    reused = [p for p in passages if p not in started]
+    first = references.whole_forward(lm, prompt.ids, table, [reused] * lm.n_layers)
+    asking = range(prompt.chunks[-1].stop, prompt.spans[-2].stop)
+    looks = first.attention[:2, :, asking.start : asking.stop].mean((0, 1, 2))  # up to layer int(0.4 * 4)
+    masses = [float(looks[span.start : span.stop].sum()) for span in prompt.chunks]
+    focused = [mass >= share * max(masses) for mass in masses]
+    unfocused = [span for span, one in zip(prompt.chunks, focused, strict=True) if not one]
+    stopped = [p for p in started if any(span.start <= p < span.stop for span in unfocused)]
+    assert 0 < len(stopped) < len(started), "or this would show nothing"
+
+    assert set(done.report.selected) == set(started) - set(stopped)
+    expected = references.whole_forward(lm, prompt.ids, table, [reused, reused, reused + stopped, reused + stopped])
+    assert error(done.logits, expected.logits) <= TOLERANCE
+    for layer, (keys, values) in enumerate(expected.table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    question = len(prompt) - prompt.chunks[-1].stop
+    assert done.report.row_layers == 4 * (question + len(started)) - 2 * len(stopped)
+
+
+def test_the_cache_whose_uses_save_least_gives_way(captured: FusionEngine) -> None:
+    """In the contexts that were seen, its own included, with uses that count more the less there is to mend."""
+    slots = slots_of(captured, captured.prompts.chunk_ids(C))
+    contexts = [slot.context for slot in slots]
+    assert len(slots) == 2
+    new = (contexts[0][0],)
+    uses = {0: 2.0, 1: 3.0}
+    worth = worth_by_mending(slots, lambda slot: uses[slot.number], new)
+    for slot in slots:
+        others = [list(context) for context in (*contexts, new) if context != slot.context]
+        lacking = [1 - overlap_by_hand(slot.chunk, other) for other in others]
+        overhead = slot.chunk.facts["cci"][0] * sum(lacking) / 3
+        assert 0 < overhead < 1
+        assert worth(slot) == pytest.approx(uses[slot.number] * (1 - overhead))
+        assert expected_overhead(slot.chunk, [*contexts, new]) == pytest.approx(overhead)
+    assert expected_overhead(slots[0].chunk, []) == 0
+
+
+def test_published_settings() -> None:
+    method = make_method("cachecraft")
+    assert method.adapter == ClosestVariant(alpha=1.0, slots=5, refuse=True)
+    assert (method.selector, method.ratio, method.base) == (TopPerChunk(by_demand=True), None, FRAMED)
+    assert method.layer_hook == FocusedChunks(depth=0.4)
+    assert make_method("cachecraft", ratio=0.5).layer_hook is None
+    assert make_method("cachecraft", ratio=0.5, early_stop=True).layer_hook == FocusedChunks()
+    with pytest.raises(ValueError, match="must be above 0"):
+        make_method("cachecraft", alpha=0.0)
+    with pytest.raises(ValueError, match="must be fractions"):
+        FocusedChunks(share=2.0)

@@ -1,0 +1,212 @@
+"""Kamera: what a context changed is added when the context returns, and is left alone when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag.fusion.adapters import add_differences
+from qcfuse_rag.methods.kamera import StoredPatches
+from qcfuse_rag.store.chunk import compress
+from qcfuse_rag.store.context_distance import attention_mass, context_distance, context_overlap, kendall_distance
+from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+A, B, C, D = (hash_ids([number]) for number in range(4))
+
+
+def slot(context: tuple[str, ...], inter: tuple[float, ...] = ()) -> Slot:
+    chunk = replace(example_chunk(), context=context, facts={"inter": inter} if inter else {})
+    return Slot(0, slot_key("patch", 0, FINGERPRINT, (1,), (2,)), chunk, context)
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def notes(engine: FusionEngine, prompt: Prompt) -> list[str | None]:
+    report = engine.prefill(prompt, method=make_method("kamera")).report
+    return [one.note for one in report.lookups if one.role == "chunk"]
+
+
+def test_published_defaults() -> None:
+    kamera = make_method("kamera")
+    assert (kamera.base, kamera.ratio, kamera.adapter) == (FRAMED, 0.0, StoredPatches(threshold=0.5))
+
+
+# Comparing contexts.
+
+
+def test_overlap_is_the_share_of_the_attention_that_went_to_what_is_there_now() -> None:
+    born = slot((A, B, C), (6.0, 3.0, 1.0))
+    assert context_overlap(born, (A, B, C)) == 1.0
+    assert context_overlap(born, (D, B)) == pytest.approx(0.3)
+    assert context_overlap(born, (C, A)) == pytest.approx(0.7)
+    assert context_overlap(born, ()) == 0.0
+    assert context_overlap(slot(()), (A,)) == 1.0
+
+
+def test_where_nothing_was_measured_all_chunks_of_a_context_count_alike() -> None:
+    assert attention_mass(slot((A, B))) == (2.5, 2.5), "the five tokens of the chunk, shared out"
+    assert context_overlap(slot((A, B)), (B,)) == 0.5
+    assert context_overlap(slot((A, B), (0.0, 0.0)), (B,)) == 0.5
+
+
+def test_discordance_is_the_share_of_pairs_turned_round() -> None:
+    assert kendall_distance((A, B, C), (A, B, C)) == 0.0
+    assert kendall_distance((A, B, C), (C, B, A)) == 1.0
+    assert kendall_distance((A, B, C), (B, A, D, C)) == pytest.approx(1 / 3)
+    assert kendall_distance((A, B), (B, D)) == 0.0
+
+
+def test_distance_counts_what_is_gone_what_is_new_and_what_changed_places() -> None:
+    born = slot((A, B, C), (6.0, 3.0, 0.6))
+    assert context_distance(born, (A, B, C)) == 0.0
+    assert context_distance(born, (A, B)) == pytest.approx(0.6)
+    assert context_distance(born, (A, B, C, D)) == pytest.approx(3.2)
+    assert context_distance(born, (A, D, C)) == pytest.approx(3.0 + 3.2)
+    assert context_distance(born, (B, A)) == pytest.approx(0.6 + 9.0)
+
+
+# Sums.
+
+
+def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_written_in() -> None:
+    for numbers in ("model", "int8"):
+        chunk = compress(example_chunk(1, n_tokens=30), numbers)
+        patch = compress(example_chunk(2, n_tokens=30), "rank4")
+        total = add_differences(chunk, [(0.25, patch), (2.0, example_chunk(3, n_tokens=30))], first_layer=1)
+        assert total.numbers == "model"
+        assert total.names() == example_chunk().names()
+        assert torch.equal(total.blocks["ranking"], chunk.blocks["ranking"])
+        for layer in range(3):
+            parts = zip(chunk.layer(layer), patch.layer(layer), example_chunk(3, n_tokens=30).layer(layer), strict=True)
+            expected = [own + (0.25 * low + 2.0 * high if layer else 0.0) for own, low, high in parts]
+            for found, part, sum_ in zip(total.layer(layer), total.layer(layer, 7, 12), expected, strict=True):
+                assert torch.allclose(found, sum_, atol=1e-6)
+                assert torch.allclose(part, sum_[:, 7:12], atol=1e-6)
+
+
+# Patching.
+
+
+def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: LanguageModel) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES)
+    engine.capture([PASSAGES], keep=("patch",), rank=64)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    logits, table = references.plain_forward(family, prompt.ids)
+    done = engine.prefill(prompt, method=make_method("kamera"))
+    assert done.report.reused_tokens == prompt.chunks[-1].stop
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+    for layer, (keys, values) in enumerate(table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    plain = engine.prefill(prompt, method=make_method("reuse"))
+    assert error(plain.logits, logits[-1]) > 100 * TOLERANCE, "patches must matter here, or this test could not fail"
+
+
+def test_a_patch_is_the_truncated_singular_value_decomposition_of_what_the_context_changes(
+    engine: FusionEngine,
+) -> None:
+    engine.capture([PASSAGES], keep=("patch",), rank=4)
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=make_method("kamera"))
+    _, exact = references.plain_forward(engine.lm, prompt.ids)
+    framed = references.stored_table(engine.lm, prompt, FRAMED)
+    for span in prompt.chunks[1:]:
+        own = slice(span.start, span.stop)
+        for layer in range(engine.lm.n_layers):
+            born, canonical = (table[layer][1][0, :, own].transpose(0, 1).flatten(1) for table in (exact, framed))
+            left, singular, right = np.linalg.svd((born - canonical).double().numpy(), full_matrices=False)
+            low = torch.from_numpy(left[:, :4] * singular[:4] @ right[:4]).float()
+            placed = done.buffer.values[layer][0, :, own].transpose(0, 1).flatten(1)
+            assert error(placed, canonical + low) <= TOLERANCE
+            assert layer == 0 or error(placed, born) > TOLERANCE
+
+
+def test_a_patch_of_another_context_is_left_alone(engine: FusionEngine) -> None:
+    engine.warm([*PASSAGES, "Something else."])
+    engine.capture([PASSAGES[:2]], keep=("patch",))
+    stale = engine.prompt(QUESTION, ["Something else.", PASSAGES[1]])
+    assert notes(engine, stale) == [None, "no patch fits, best overlap 0.00"]
+    patched, plain = (engine.prefill(stale, method=make_method(name)) for name in ("kamera", "reuse"))
+    assert torch.equal(patched.logits, plain.logits)
+    assert notes(engine, engine.prompt(QUESTION, PASSAGES[:2])) == [None, "patch-0, overlap 1.00"]
+
+
+def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    engine.capture([PASSAGES], keep=("patch",))
+    [kept] = filled_slots(
+        engine.store,
+        "patch",
+        5,
+        engine.lm.fingerprint,
+        engine.prompts.prefix_ids,
+        engine.prompts.chunk_ids(PASSAGES[2]),
+    )
+    prompt = engine.prompt(QUESTION, PASSAGES[1:])
+    share = context_overlap(kept, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
+    assert 0.0 < share < 1.0
+    for threshold, added in ((share - 0.01, True), (share + 0.01, False)):
+        report = engine.prefill(prompt, method=make_method("kamera", threshold=threshold)).report
+        assert ("patch-0" in (report.lookups[-1].note or "")) == added
+
+
+def test_of_patches_that_fit_alike_the_one_with_the_fewest_strangers_is_taken(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    engine.capture([[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]], keep=("patch",))
+    assert notes(engine, engine.prompt(QUESTION, PASSAGES))[-1] == "patch-1, overlap 1.00"
+    assert notes(engine, engine.prompt(QUESTION, [PASSAGES[0], PASSAGES[2]]))[-1] == "patch-0, overlap 1.00"
+    turned = engine.prompt(QUESTION, [PASSAGES[1], PASSAGES[0], PASSAGES[2]])
+    assert notes(engine, turned)[-1] == "patch-2, overlap 1.00"
+
+
+def test_a_conversation_in_front_is_no_context_a_patch_was_born_in(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    engine.capture([PASSAGES], keep=("patch",))
+    prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello.")])
+    assert notes(engine, prompt) == ["no patch is for what stands in front"] * 3
+
+
+def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: FusionEngine) -> None:
+    from qcfuse_rag import CorruptEntry
+    from qcfuse_rag.store.chunk import Blocks, HeldBlocks
+
+    class Damaged(HeldBlocks):
+        def __getitem__(self, name: str) -> Tensor:
+            raise CorruptEntry(f"checksum of block {name} differs")
+
+    engine.warm(PASSAGES)
+    engine.capture([PASSAGES[:2]], keep=("patch",))
+    [kept] = filled_slots(
+        engine.store,
+        "patch",
+        5,
+        engine.lm.fingerprint,
+        engine.prompts.prefix_ids,
+        engine.prompts.chunk_ids(PASSAGES[1]),
+    )
+    blocks: Blocks = Damaged({})
+    engine.store._entries[kept.key.address].chunk = replace(kept.chunk, blocks=blocks)  # type: ignore[attr-defined]
+    prompt = engine.prompt(QUESTION, PASSAGES[:2])
+    patched, plain = (engine.prefill(prompt, method=make_method(name)) for name in ("kamera", "reuse"))
+    assert torch.equal(patched.logits, plain.logits)
+    assert patched.report.fallback is None
+    assert kept.key not in engine.store
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"threshold must be a fraction and slots above 0, got 1\.5 and 5"):
+        make_method("kamera", threshold=1.5)

@@ -1,0 +1,133 @@
+"""KVCOMM: an average of what other contexts changed, by their distance; and no reuse where that says nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import Tensor
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag.fusion.report import Lookup
+from qcfuse_rag.methods.kvcomm import AnchorOffsets
+from qcfuse_rag.store.context_distance import context_distance
+from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.variant_slots import Slot, filled_slots
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+OTHERS = ["Nobody rows to the island in winter.", "The mill wheel turns again; its keeper is paid by the council."]
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def anchors(engine: FusionEngine, text: str) -> list[Slot]:
+    where = (engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
+    return filled_slots(engine.store, "difference", 20, *where)
+
+
+def last(engine: FusionEngine, prompt: Prompt, **options: float) -> Lookup:
+    lookups = engine.prefill(prompt, method=make_method("kvcomm", **options)).report.lookups
+    return next(one for one in reversed(lookups) if one.role == "chunk")
+
+
+@pytest.fixture
+def two_anchors(engine: FusionEngine) -> FusionEngine:
+    """Return an engine whose last passage was captured behind two others, and not behind the second of them."""
+    engine.warm([*PASSAGES, *OTHERS])
+    engine.capture([[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]], keep=("difference",), variants=20)
+    return engine
+
+
+def test_published_defaults() -> None:
+    kvcomm = make_method("kvcomm")
+    assert (kvcomm.base, kvcomm.ratio) == (FRAMED, 0.0)
+    assert kvcomm.adapter == AnchorOffsets(gamma=0.3, temperature=1.0, anchors=20)
+
+
+def test_the_difference_of_this_very_context_gives_full_prefill(family: LanguageModel) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES)
+    engine.capture([PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    logits, table = references.plain_forward(family, prompt.ids)
+    done = engine.prefill(prompt, method=make_method("kvcomm"))
+    assert done.report.reused_tokens == prompt.chunks[-1].stop
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+    for layer, (keys, values) in enumerate(table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+
+
+def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=make_method("kvcomm"))
+    assert [one.reason for one in done.report.lookups if one.role == "chunk"] == [None, "no anchor", "no anchor"]
+    logits, _ = references.plain_forward(engine.lm, prompt.ids)
+    assert error(done.logits, logits[-1]) <= TOLERANCE
+
+
+def test_a_single_anchor_is_added_wherever_it_was_born(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES)
+    engine.capture([[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    prompt = engine.prompt(QUESTION, PASSAGES[1:])
+    assert last(engine, prompt).note == "1 of 1 anchors, entropy 0.00 bits"
+
+
+def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors: FusionEngine) -> None:
+    """Against differences taken from the model's own forward, values being the same whatever the position."""
+    engine = two_anchors
+    prompt = engine.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
+    now = tuple(hash_ids(span.segment.ids) for span in prompt.chunks[:2])
+    far = [context_distance(one, now) for one in anchors(engine, PASSAGES[2])]
+    raised = [math.exp(-one / 15) for one in far]
+    weights = [one / sum(raised) for one in raised]
+    assert weights[1] > weights[0] > 0.1, "both must matter here"
+    done = engine.prefill(prompt, method=make_method("kvcomm", gamma=1.0, temperature=15.0))
+    framed = references.stored_table(engine.lm, prompt, FRAMED)
+    span = prompt.chunks[2]
+    for layer in range(engine.lm.n_layers):
+        canonical = framed[layer][1][:, :, span.start : span.stop]
+        expected = canonical.clone()
+        for weight, before in zip(weights, (OTHERS[0], PASSAGES[0]), strict=True):
+            born = engine.prompt(QUESTION, [before, PASSAGES[2]])
+            _, table = references.plain_forward(engine.lm, born.ids)
+            expected += weight * (table[layer][1][:, :, born.chunks[1].start : born.chunks[1].stop] - canonical)
+        assert error(done.buffer.values[layer][:, :, span.start : span.stop], expected) <= TOLERANCE
+
+
+def test_where_anchors_are_alike_far_a_passage_is_computed(two_anchors: FusionEngine) -> None:
+    prompt = two_anchors.prompt(QUESTION, [OTHERS[1], PASSAGES[2]])
+    now = (hash_ids(prompt.chunks[0].segment.ids),)
+    far = [context_distance(one, now) for one in anchors(two_anchors, PASSAGES[2])]
+    first = 1 / (1 + math.exp((far[0] - far[1]) / 50))
+    entropy = -sum(p * math.log2(p) for p in (first, 1 - first))
+    strict, lax = (
+        last(two_anchors, prompt, gamma=gamma, temperature=50.0) for gamma in (entropy - 0.01, entropy + 0.01)
+    )
+    assert strict.reason == f"anchors disagree: entropy {entropy:.2f} of 1.00 bits"
+    assert not strict.hit
+    assert lax.hit
+    assert lax.note == f"2 of 2 anchors, entropy {entropy:.2f} bits"
+
+
+def test_anchors_of_no_weight_are_not_read(two_anchors: FusionEngine) -> None:
+    prompt = two_anchors.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
+    two_anchors.prefill(prompt, method=make_method("kvcomm", gamma=1.0, temperature=0.05))
+    uses = {entry.address: entry.uses or 0.0 for entry in two_anchors.store.entries()}
+    far, near = (uses[one.key.address] for one in anchors(two_anchors, PASSAGES[2]))
+    assert near > far
+
+
+def test_a_conversation_in_front_is_computed_with_what_follows(two_anchors: FusionEngine) -> None:
+    prompt = two_anchors.prompt(QUESTION, PASSAGES[2:], history=[("user", "Hello."), ("assistant", "Hello.")])
+    assert last(two_anchors, prompt).reason == "no anchor was born behind what stands in front"
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="temperature and anchors above it"):
+        make_method("kvcomm", temperature=0.0)

@@ -1,0 +1,268 @@
+"""RelayCaching: what decoding computed is kept if it is exact, and mended where it deviates or matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
+from qcfuse_rag.methods.relaycaching.method import Relayed, RelayLayers, RelayRepair, calibrate, value_cosines
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import hash_ids
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+TOLERANCE = 1e-4
+ANSWER = "The paint is kept in the old mill, which belongs to the council."
+OTHER = "Who has a key, and to what?"
+
+Answering = Callable[..., TextStream]
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
+    """Make a model answer what it is told to."""
+
+    def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
+        end = engine.lm.tokenizer.eos_token_id
+        tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
+        monkeypatch.setattr("qcfuse_rag.engine.engine.Sampler", lambda params, lm: lambda logits: next(tokens))
+        stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
+        stream.result()
+        return stream
+
+    return answer
+
+
+@pytest.fixture
+def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, Prompt, Prompt]:
+    """Return an engine that keeps an answer, the prompt it answered, and one in which it is the second passage."""
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    old = engine.prompt(QUESTION, PASSAGES)
+    assert engine.put_generated(answering(engine, old)).reason is None
+    return engine, old, engine.prompt(OTHER, [PASSAGES[0], ANSWER, PASSAGES[2]])
+
+
+def stored(engine: FusionEngine, text: str = ANSWER) -> ChunkKV | None:
+    found = engine.store.get(
+        GENERATED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
+    )
+    return found if isinstance(found, ChunkKV) else None
+
+
+def table_of(engine: FusionEngine, old: Prompt, prompt: Prompt) -> references.Table:
+    """Assemble what the store has for a prompt, by the model's own forward: the answer behind what it answered."""
+    tables = []
+    for span in prompt.spans:
+        before: tuple[int, ...] = ()
+        if span.segment.role == "chunk":
+            before = old.ids if span.segment.ids == engine.prompts.chunk_ids(ANSWER) else prompt.prefix_ids
+        tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
+    return [
+        (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
+        for layer in range(engine.lm.n_layers)
+    ]
+
+
+def chosen_by_hand(lm: LanguageModel, prompt: Prompt, table: references.Table, layers: RelayLayers) -> dict[int, float]:
+    """Return how far each candidate is above the thresholds: 1 and more is chosen as published."""
+    candidates = [p for span in prompt.chunks[1:] for p in range(span.start, span.stop)]
+    kept = [list(range(prompt.chunks[0].stop)) + (candidates if i < layers.start else []) for i in range(lm.n_layers)]
+    whole = references.whole_forward(lm, prompt.ids, table, kept)
+    old, new = table[layers.detect][1][0].numpy(), whole.fresh[layers.detect][1][0].numpy()
+    deviation, influence = {}, {}
+    for p in candidates:
+        one, other = old[:, p].reshape(-1), new[:, p].reshape(-1)
+        deviation[p] = 1 - one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        influence[p] = float(whole.attention[layers.detect, :, -10:, p].mean())
+    means = np.mean(list(deviation.values())), np.mean(list(influence.values()))
+    return {p: max(deviation[p] / means[0] / 1.5, influence[p] / means[1] / 1.45) for p in candidates}
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max())
+
+
+def test_what_is_kept_is_what_the_models_own_forward_makes_behind_the_old_prompt(
+    family: LanguageModel, answering: Answering
+) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    old = engine.prompt(QUESTION, PASSAGES)
+    kept = engine.put_generated(answering(engine, old))
+    chunk, ids, start = stored(engine), engine.prompts.chunk_ids(ANSWER), 7
+    assert chunk is not None
+    assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "nothing of prompt or question"
+    assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "the template's, and no more"
+    assert chunk.context == tuple(hash_ids(span.segment.ids) for span in old.chunks)
+    buffer = KVBuffer.allocate(family.shapes, start + len(ids), dtype=family.dtype, device=family.device)
+    copy_chunk(buffer, start, chunk)
+    rotate_buffer(buffer, family.ropes, start, start + len(ids))
+    for layer, (keys, values) in enumerate(references.alone_at(family, ids, start, before=old.ids)):
+        assert error(buffer.keys[layer][:, :, start:], keys) <= TOLERANCE
+        assert error(buffer.values[layer][:, :, start:], values) <= TOLERANCE
+
+
+def test_only_exact_answers_are_kept(engine: FusionEngine, answering: Answering) -> None:
+    engine.warm(PASSAGES)
+    old = engine.prompt(QUESTION, PASSAGES)
+    for method in ("reuse", "qcfuse", "relaxkv"):
+        kept = engine.put_generated(answering(engine, old, method))
+        assert kept.reason == f"an answer of method {method} need not be exact; ask with method full"
+        assert kept.key is None
+    assert stored(engine) is None
+
+
+def test_an_answer_goes_with_any_document_it_was_given_over(engine: FusionEngine, answering: Answering) -> None:
+    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+    assert engine.put_generated(answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key is not None
+    engine.forget("mill")
+    assert stored(engine) is not None
+    engine.forget("paint")
+    assert stored(engine) is None
+
+
+def test_an_answer_of_other_tokens_is_not_kept_and_one_that_ends_otherwise_is(
+    engine: FusionEngine, answering: Answering
+) -> None:
+    old = engine.prompt(QUESTION, PASSAGES)
+    stream = answering(engine, old)
+    assert "0 of" in str(engine.put_generated(stream, "Somewhere else.").reason)
+    assert "are as generated" in str(engine.put_generated(stream, ANSWER.replace("old", "new")).reason)
+    assert "are as generated" in str(engine.put_generated(stream, ANSWER + " It has no roof any more.").reason)
+    begun = ANSWER[: ANSWER.index(" old") + 2]
+    assert engine.put_generated(stream, begun).reason is None
+    chunk, ids = stored(engine, begun), engine.prompts.chunk_ids(begun)
+    assert chunk is not None
+    values = references.alone_at(engine.lm, ids, 0, before=old.ids)[-1][1]
+    assert error(chunk.layer(engine.lm.n_layers - 1)[1], values[0]) <= TOLERANCE
+
+
+def test_an_answer_that_was_cut_off_is_kept_with_its_last_token_computed(
+    engine: FusionEngine, answering: Answering
+) -> None:
+    old = engine.prompt(QUESTION, PASSAGES)
+    stream = answering(engine, old)
+    assert stream.generation is not None
+    ids = stream.generation.ids[:-1]
+    short = engine.lm.tokenizer.decode(ids[:6])
+    prefilled, tokens = engine.prefill(old, method=make_method("full"), room=6), iter(ids)
+    told: Any = lambda logits: next(tokens)  # noqa: E731
+    cut = TextStream(engine.lm, prefilled, SamplingParams(6), sampler=told)
+    kept = engine.put_generated(cut)
+    assert cut.result().finish_reason == "length"
+    assert kept.computed == len(engine.prompts.chunk_ids(short)) - 5
+    assert stored(engine, short) is not None
+
+
+def test_a_kept_answer_is_placed_but_never_called_exact(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
+    engine, _, prompt = relayed
+    report = engine.prefill(prompt, method=make_method("relaycaching", ratio=0.0)).report
+    assert [lookup.note for lookup in report.lookups if lookup.role == "chunk"] == [None, "as generated", None]
+    first = engine.prompt(OTHER, [ANSWER])
+    report = engine.prefill(first, method=make_method("relaycaching", ratio=1.0)).report
+    assert len(report.selected) == len(first.chunks[0]), "right behind the head too"
+    engine.warm([ANSWER], bases=(FRAMED,))
+    report = engine.prefill(first, method=make_method("relaycaching", ratio=1.0)).report
+    assert report.selected == (), "what is exact there is preferred"
+
+
+def test_as_published_the_middle_layers_are_mended_where_values_deviate_or_the_end_looks(
+    relayed: tuple[FusionEngine, Prompt, Prompt],
+) -> None:
+    engine, old, prompt = relayed
+    lm, layers = engine.lm, RelayLayers(1, 2, 2)
+    done = engine.prefill(prompt, method=make_method("relaycaching", layers=layers))
+    table = table_of(engine, old, prompt)
+    scores = chosen_by_hand(lm, prompt, table, layers)
+    chosen = [p for p, score in scores.items() if score >= 1]
+    assert list(done.report.selected) == chosen
+    assert 0 < len(chosen) < len(scores)
+
+    exact = list(range(prompt.chunks[0].stop))
+    everything = [exact + list(scores), exact, exact, exact + list(scores)]
+    expected = references.whole_forward(lm, prompt.ids, table, everything)
+    assert error(done.logits, expected.logits) <= TOLERANCE
+    for layer, (keys, values) in enumerate(expected.table):
+        assert error(done.buffer.keys[layer], keys) <= TOLERANCE
+        assert error(done.buffer.values[layer], values) <= TOLERANCE
+    question = len(prompt) - prompt.chunks[-1].stop
+    assert done.report.row_layers == 4 * question + 3 * len(scores)
+
+
+def test_behind_the_detection_only_what_was_chosen_goes_on(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
+    engine, old, prompt = relayed
+    layers = RelayLayers(0, 1, 2)
+    done = engine.prefill(prompt, method=make_method("relaycaching", layers=layers))
+    table = table_of(engine, old, prompt)
+    scores = chosen_by_hand(engine.lm, prompt, table, layers)
+    others = [p for p, score in scores.items() if score < 1]
+    exact = list(range(prompt.chunks[0].stop))
+    kept = [exact, exact, exact + others, exact + list(scores)]
+    expected = references.whole_forward(engine.lm, prompt.ids, table, kept)
+    assert set(done.report.selected) == set(scores) - set(others)
+    assert error(done.logits, expected.logits) <= TOLERANCE
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.8])
+def test_a_ratio_takes_the_highest_of_the_same_scores_to_the_last_layer(
+    relayed: tuple[FusionEngine, Prompt, Prompt], ratio: float
+) -> None:
+    engine, old, prompt = relayed
+    done = engine.prefill(prompt, method=make_method("relaycaching", ratio=ratio))
+    table, layers = table_of(engine, old, prompt), RelayLayers(0, 2, 3)
+    scores = chosen_by_hand(engine.lm, prompt, table, layers)
+    chosen = sorted(sorted(scores, key=lambda p: -scores[p])[: int(ratio * len(scores))])
+    assert list(done.report.selected) == chosen
+    exact = list(range(prompt.chunks[0].stop))
+    left = exact + [p for p in scores if p not in chosen]
+    expected = references.whole_forward(engine.lm, prompt.ids, table, [exact, exact, exact, left])
+    assert error(done.logits, expected.logits) <= TOLERANCE
+
+
+def test_calibration_finds_the_layers_whose_values_deviate(llama: LanguageModel, engine: FusionEngine) -> None:
+    samples = [
+        Relayed(engine.prompts.chunk_ids(text), engine.prompt(QUESTION, PASSAGES).ids, engine.prompts.prefix_ids)
+        for text in PASSAGES[:2]
+    ]
+    alike: list[list[float]] = [[] for _ in range(llama.n_layers)]
+    for sample in samples:
+        tables = [references.plain_forward(llama, before + sample.ids)[1] for before in (sample.then, sample.now)]
+        for layer in range(llama.n_layers):
+            one, other = (table[layer][1][0, :, -len(sample.ids) :].numpy() for table in tables)
+            for i in range(len(sample.ids)):
+                a, b = one[:, i].reshape(-1), other[:, i].reshape(-1)
+                alike[layer].append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
+    cosines = value_cosines(llama, samples)
+    assert cosines.tolist() == pytest.approx([np.mean(layer) for layer in alike], abs=1e-5)
+    assert cosines[0] == pytest.approx(1, abs=1e-5), "values of layer 0 know no context"
+    assert calibrate(llama, samples) == RelayLayers.of(cosines)
+
+
+def test_layers_are_those_between_which_values_sag() -> None:
+    assert RelayLayers.of(torch.tensor([1.0, 0.99, 0.9, 0.8, 0.85, 0.9, 0.97, 1.0])) == RelayLayers(2, 3, 5)
+    assert RelayLayers.of(torch.tensor([0.5])) == RelayLayers(0, 0, 0)
+    assert RelayLayers.by_depth(32) == RelayLayers(8, 9, 24)
+    for n_layers in range(1, 8):
+        assert RelayLayers.by_depth(n_layers).end < n_layers
+    with pytest.raises(ValueError, match="start <= detect <= end, got 2, 1, 3"):
+        RelayLayers(2, 1, 3)
+
+
+def test_published_thresholds(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
+    method = make_method("relaycaching")
+    assert method.layer_hook == RelayRepair(None, deviation=1.5, influence=1.45, suffix=10)
+    assert (method.base, method.ratio) == (FRAMED, None)
+    engine, _, prompt = relayed
+    with pytest.raises(ValueError, match="the model has 4 layers, the method asks for layer 9"):
+        engine.prefill(prompt, method=make_method("relaycaching", layers=RelayLayers(1, 2, 9)))
+    with pytest.raises(ValueError, match="thresholds must be above 0"):
+        make_method("relaycaching", influence=0.0)

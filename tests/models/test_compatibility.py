@@ -1,0 +1,267 @@
+"""What cannot be right is refused with the reason; what can is taken whatever its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, ModelNotFound, UnsupportedModel, make_method
+from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.models.compatibility import refuse_unsupported
+from qcfuse_rag.runtime.attention.dispatch import rows_attention
+from qcfuse_rag.runtime.rows import RowsPlan
+from tests.runtime.test_attention import Layer
+from tests.support.families import FAMILIES, SIZES, YARN, build_model
+
+
+def test_dynamic_rope_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="dynamic RoPE changes its frequencies"):
+        refuse_unsupported(build_model("llama", rope_parameters=rope))
+
+
+def test_longrope_is_held_to_the_length_below_its_switch() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    window = refuse_unsupported(build_model("llama", rope_parameters=rope))
+    assert window.tokens == 128
+    assert "longrope" in window.reason
+
+
+def test_queries_scaled_by_position_are_held_to_the_length_below() -> None:
+    rope = {**YARN, "llama_4_scaling_beta": 0.5}
+    window = refuse_unsupported(build_model("llama", rope_parameters=rope))
+    assert (window.tokens, "queries are scaled" in window.reason) == (YARN["original_max_position_embeddings"], True)
+
+
+@pytest.mark.parametrize(
+    ("family", "obeyed"),
+    [
+        ("llama-idle-window", False),
+        ("llama", False),
+        ("mistral-sliding", True),
+        ("gemma3-two-ropes", True),
+        ("gpt-oss-sinks", True),
+        ("qwen2-moe-silent-window", True),
+    ],
+)
+def test_a_window_counts_where_the_model_obeys_it(
+    family: str, obeyed: bool, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = build_model(family)
+    own = model.config.sliding_window if obeyed else None
+    lm = LanguageModel.wrap(model, tokenizer)
+    assert set(lm.sliding) - {None} == ({own} if obeyed else set())
+    assert getattr(model.config, "sliding_window", None) == getattr(build_model(family).config, "sliding_window", None)
+
+
+def test_a_window_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model("llama-idle-window")
+    model.get_decoder().layers[1].self_attn.sliding_window = 24
+    with pytest.raises(UnsupportedModel, match="in a window of 24 tokens cannot be told"):
+        LanguageModel.wrap(model, tokenizer)
+
+
+def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    own = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(**own, **sizes, first_k_dense_replace=4, num_key_value_heads=4)
+    with pytest.raises(UnsupportedModel, match=r"latent attention|rotation this library knows"):
+        LanguageModel.wrap(AutoModelForCausalLM.from_config(config), tokenizer)
+
+
+def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageModel) -> None:
+    """A pass's own mask says nothing: read as one, it would show every key to every row."""
+    key = torch.zeros(1, 2, 9, 4)
+    with pytest.raises(UnsupportedModel, match="do not hand Layer what they are called with"):
+        rows_attention(Layer(), key[:, :, :3], key, key, torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+
+def test_recurrent_layers_are_refused() -> None:
+    config = Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8)
+    with pytest.raises(UnsupportedModel):
+        refuse_unsupported(AutoModelForCausalLM.from_config(config))
+
+
+def test_linear_attention_layers_are_refused_by_name() -> None:
+    model = build_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(UnsupportedModel, match="layers of type linear_attention keep a state"):
+        refuse_unsupported(model)
+
+
+def test_layers_that_use_the_keys_of_others_are_refused() -> None:
+    """Whether transformers names them or leaves them out."""
+    model = build_model("llama")
+    model.config = Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2, layer_types=["full_attention"] * 4)
+    with pytest.raises(UnsupportedModel, match="some layers keep no keys and values of their own"):
+        refuse_unsupported(model)
+
+
+def test_encoder_decoders_are_refused() -> None:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16}
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        refuse_unsupported(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def test_the_self_check_catches_attention_that_is_not_what_it_seems(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("llama"), tokenizer)
+    monkeypatch.setattr(
+        "qcfuse_rag.models.rope.angles",
+        lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
+    )
+    with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):
+        check_exact(lm)
+
+
+def test_a_wrapped_model_still_works_on_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    padded = torch.tensor([[0, 0, 5, 6, 7], [5, 6, 7, 8, 9], [0, 5, 6, 7, 8], [0, 0, 0, 0, 9]])
+    seen = padded != 0
+    for family in ("llama", "gemma2-softcap"):
+        stock, lm = build_model(family), LanguageModel.wrap(build_model(family), tokenizer)
+        expected = stock.generate(ids, max_new_tokens=8, do_sample=False)
+        assert torch.equal(lm.model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+        batch = [m(padded, attention_mask=seen).logits[:, -1] for m in (stock, lm.model)]
+        assert torch.allclose(*batch, atol=1e-4)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
+    with pytest.raises(UnsupportedModel, match="they are not of one model"):
+        LanguageModel.wrap(build_model("llama", vocab_size=words - 1), tokenizer)
+
+
+def test_tokens_added_beyond_the_embeddings_are_no_reason_to_refuse(tokenizer: PreTrainedTokenizerFast) -> None:
+    padded = copy.deepcopy(tokenizer)
+    model = build_model("llama", vocab_size=len(tokenizer))
+    padded.add_tokens(["[to pad with]"], special_tokens=True)
+    lm = LanguageModel.wrap(model, padded)
+    assert len(lm.tokenizer) == model.get_input_embeddings().num_embeddings + 1
+    assert check_exact(lm).passed
+
+
+def test_an_attached_adapter_is_refused() -> None:
+    model = build_model("llama")
+    model._hf_peft_config_loaded = True
+    with pytest.raises(UnsupportedModel, match="merge it first"):
+        refuse_unsupported(model)
+
+
+def test_attention_that_asks_for_more_is_refused_rather_than_ignored(llama: LanguageModel) -> None:
+    plan = RowsPlan(torch.arange(2), 2)
+    with pytest.raises(UnsupportedModel, match="attends by position_bias, which is not computed here"):
+        rows_attention(Layer(), *torch.zeros(3, 1, 2, 2, 4), None, fusion=plan, position_bias=torch.zeros(1))
+
+
+def test_the_self_check_crosses_a_short_sliding_window(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel.wrap(build_model("qwen2-moe-silent-window"), tokenizer)
+    assert check_exact(lm).passed
+    without = replace(lm, sliding=(None,) * lm.n_layers)
+    monkeypatch.setattr("qcfuse_rag.engine.exactness_check._segment_tokens", lambda _: 24)
+    with pytest.raises(UnsupportedModel, match="does not reproduce"):
+        check_exact(without)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_saved_to_a_folder_is_loaded_and_answers(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, family: str
+) -> None:
+    build_model(family).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    engine = FusionEngine.load(str(tmp_path), store=MemoryStore(), device="cpu")
+    assert engine.generate(engine.prompt("Who?"), method=make_method("full")).report.rows > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "no model folder at"),
+        ("./nothing.gguf", "no GGUF file at"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_clear_error(name: str, message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        LanguageModel.load(name)
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, llama: LanguageModel
+) -> None:
+    model = build_model("llama")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in weights.items() if ".3." not in k}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelNotFound, match=r"9 weights are missing, such as model\.layers\.3\.input_layernorm"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_weights_of_other_shapes_are_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    build_model("llama", intermediate_size=32).config.save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFound, match="have other shapes than its configuration asks for"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    build_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="merge it into its model's weights"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_code_that_a_model_brings_is_not_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    remote = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": remote}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w').close()")
+    with pytest.raises(UnsupportedModel, match="brings its own code, which is never run"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_decoder_in_a_folder_is_no_text_decoder(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no text decoder"):
+        LanguageModel.load(str(tmp_path), device="cpu")
+
+
+def test_an_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelNotFound, match="cannot load 'nobody/nothing'"):
+        LanguageModel.load("nobody/nothing")
+
+
+def test_sizes_are_measured_from_the_cache(llama: LanguageModel) -> None:
+    assert isinstance(llama.model.config, LlamaConfig)
+    shape = llama.shapes[0]
+    assert (shape.kv_heads, shape.key_dim, shape.value_dim) == (SIZES["num_key_value_heads"], 16, 16)
+    assert llama.kv_bytes_per_token == 4 * 2 * (16 + 16) * 4

@@ -1,0 +1,88 @@
+"""The log of retrievals: what it counts, what it forgets, and that it never stands in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import ENRICHED, FusionEngine
+from qcfuse_rag.retrieval import retrieval_log as module
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import hash_ids
+from tests.support.passages import PASSAGES
+
+
+def test_it_counts_passages_and_says_what_came_together(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a", "b"])
+    log.note(["b", "c", "gone"])
+    again = RetrievalLog(tmp_path)
+    assert again.counts(["a", "b", "c", "never"]) == [1, 2, 1, 0]
+    assert again.retrievals(["c", "b", "a"]) == [[2, 1], [1, 0]]
+
+
+def test_no_text_is_in_the_file(tmp_path: Path) -> None:
+    RetrievalLog(tmp_path).note(["the council meets"])
+    [file] = tmp_path.iterdir()
+    assert "council" not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0, "for its owner only"
+
+
+def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a"])
+    [file] = tmp_path.iterdir()
+    with file.open("ab") as end:
+        end.write(b'{"no": 1}\n[1]\n["half a\n\xff\xfe\n')
+    log.note(["a"])
+    assert log.counts(["a"]) == [2]
+
+
+def test_it_keeps_the_last_ones_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 6 * 37)  # a line of one passage has 37 bytes
+    log = RetrievalLog(tmp_path)
+    for text in "abcdefgh":
+        log.note([text])
+        [file] = tmp_path.iterdir()
+        assert file.stat().st_size <= 6 * 37
+    assert log.counts("abcdefgh") == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_a_passage_of_two_documents_goes_by_its_first_place(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path)
+    log.note(["a", "b"])
+    assert log.retrievals(["a", "b", "a"]) == [[0, 1]]
+
+
+def test_a_folder_that_cannot_be_used_goes_without(tmp_path: Path) -> None:
+    log = RetrievalLog(tmp_path / "missing")
+    log.note(["a"])
+    assert (log.counts(["a"]), log.retrievals(["a"])) == ([0], [])
+
+
+def test_what_was_retrieved_together_meets_before_what_is_alike(engine: FusionEngine) -> None:
+    """And only passages its readers may read, whatever was retrieved by somebody else."""
+    ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
+    names = [hash_ids(one) for one in ids]
+
+    def met(place: int) -> tuple[str, ...]:
+        chunk = engine.store.get(engine.keys(ids[place], (ENRICHED,))[0])
+        assert isinstance(chunk, ChunkKV)
+        assert chunk.context is not None
+        return chunk.context
+
+    engine.warm(PASSAGES, bases=(ENRICHED,))
+    alike = met(0)
+    assert set(alike) == {names[1], names[2]}
+    last = names.index(alike[-1])
+    engine.store.clear()
+    engine.warm(PASSAGES, bases=(ENRICHED,), retrievals=[[0, last], [last, 0, 0], [1, 2]])
+    assert met(0) == (alike[1], alike[0])
+    engine.store.clear()
+    sources = ["a", "b", "c"]
+    engine.warm(
+        PASSAGES, bases=(ENRICHED,), sources=sources, access={sources[last]: "board"}, retrievals=[[0, last]] * 3
+    )
+    assert met(0) == (alike[0],)

@@ -1,0 +1,153 @@
+"""A view of a model with fewer kernels computes what the model does, for every family; nothing of the model changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import LanguageModel
+from tests.support.families import FAMILIES, build_model
+from tests.support.recorders import DEVICE
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, lean_view, leanest_first
+
+IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
+LAYERS = 4
+EVERYTHING = {"norms": 2 * LAYERS + 1, "gates": LAYERS, "rotations": LAYERS}
+FOUND = {
+    "afmoe": {**EVERYTHING, "norms": 6 * LAYERS + 1},
+    "cohere2-interleaved": {"gates": LAYERS},
+    "gemma2-softcap": {**EVERYTHING, "norms": 4 * LAYERS + 1},
+    "gemma3-two-ropes": {**EVERYTHING, "norms": 6 * LAYERS + 1},
+    "gpt-oss-sinks": {"norms": 2 * LAYERS + 1},
+    "gpt-neox": {"rotations": LAYERS},
+    "phi3-partial-rotary": {"norms": 2 * LAYERS + 1, "rotations": LAYERS},
+    "qwen3-qk-norm": {**EVERYTHING, "norms": 4 * LAYERS + 1},
+    "starcoder2": {"rotations": LAYERS},
+}
+"""Where it is not everything: other norms, interleaved or no gates, a rotation of neighbouring channels."""
+
+
+def spared(view: nn.Module) -> dict[str, int]:
+    """Return how many modules of each kind are another's stand-in."""
+    kinds = {LeanNorm: "norms", LeanGate: "gates"}
+    names = [kinds.get(type(one), "rotations") for one in view.modules() if type(one).__name__.startswith("Lean")]
+    return dict(Counter(names))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@torch.inference_mode()
+def test_a_lean_view_computes_what_the_model_does(family: str) -> None:
+    model = build_model(family).to(DEVICE)
+    expected, modules = model(IDS).logits, {name: dict(vars(one)) for name, one in model.named_modules()}
+    view = lean_view(model)
+    assert spared(view) == FOUND.get(family, EVERYTHING)
+    assert torch.allclose(view(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    assert {id(one) for one in view.parameters()} == {id(one) for one in model.parameters()}, "no copies"
+    assert {name: dict(vars(one)) for name, one in model.named_modules()} == modules, "of the model nothing changes"
+    for dtype in (torch.float16, torch.bfloat16):
+        assert spared(lean_view(model.to(dtype))) == FOUND.get(family, EVERYTHING)
+
+
+@torch.inference_mode()
+def test_what_comes_out_otherwise_stays_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qcfuse_rag.runtime.fused_layers import pointwise
+
+    def off(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(*given: Any) -> Any:
+            found = compute(*given)
+            return found * 1.05 if isinstance(found, Tensor) else (found[0], found[1] * 1.05)
+
+        return wrong
+
+    def refused(*given: Any) -> None:
+        raise RuntimeError("does not compile here")
+
+    model = build_model("llama").to(DEVICE)
+    for spoiled in (off, lambda compute: refused):
+        for name in ("normalized", "rotated", "gated"):
+            monkeypatch.setattr(pointwise, name, spoiled(getattr(pointwise, name)))
+        assert lean_view(model) is model
+        monkeypatch.undo()
+
+
+@torch.inference_mode()
+def test_what_somebody_has_changed_is_left_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Libraries that spread a model over devices put other functions in place of its modules' own."""
+    model = build_model("llama").to(DEVICE)
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda hidden, own=norm.forward: 2 * own(hidden)
+    lm = LanguageModel.wrap(model, tokenizer)
+    view = lean_view(lm.model)
+    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS, "rotations": LAYERS}, "one is somebody else's"
+    hooked = model.model.layers[1].mlp.register_forward_hook(lambda module, given, found: 0 * found)
+    view = lean_view(lm.model)
+    assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+    assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    hooked.remove()
+    assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_differs_for_some_numbers_only_is_told_apart() -> None:
+    """A norm that takes the mean away, which is little of many channels, and a gate that is cut off."""
+
+    class Centred(nn.LayerNorm):
+        variance_epsilon = 1e-5
+
+    class CutOff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            found: Tensor = self.down_proj(
+                nn.functional.silu(self.gate_proj(hidden)).clamp(max=7) * self.up_proj(hidden)
+            )
+            return found
+
+    model = build_model("llama")
+    model.model.norm, model.model.layers[0].mlp = Centred(4096), CutOff()
+    for dtype in (torch.float32, torch.bfloat16):
+        changed = model.to(DEVICE, dtype)
+        view = lean_view(changed)
+        assert view.model.norm is changed.model.norm
+        assert view.model.layers[0].mlp is changed.model.layers[0].mlp
+        assert spared(view) == {"norms": 2 * LAYERS, "gates": LAYERS - 1, "rotations": LAYERS}
+
+
+@torch.inference_mode()
+def test_a_stand_in_answers_for_what_it_stands_for() -> None:
+    """Models ask a norm for its weight, and call modules with more, or by name; the model's own are asked then."""
+    model = build_model("llama").to(DEVICE)
+    view = lean_view(model)
+    own, norm, gate = model.model.norm, view.model.norm, view.model.layers[0].mlp
+    assert norm.weight is own.weight
+    assert gate.up_proj is model.model.layers[0].mlp.up_proj
+    given = torch.randn(1, 2, 48, device=DEVICE)
+    assert torch.equal(norm(hidden_states=given), own(given))
+    assert torch.equal(gate(x=given), model.model.layers[0].mlp(given))
+
+
+def test_of_a_module_used_twice_there_is_one_view() -> None:
+    model = build_model("llama").to(DEVICE)
+    model.model.layers[1] = model.model.layers[0]
+    layers = lean_view(model).model.layers
+    assert layers[1] is layers[0]
+    assert layers[1] is not model.model.layers[0]
+
+
+def test_what_cannot_be_looked_at_is_yielded_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama").to(DEVICE)
+    first, last = leanest_first(model)
+    assert (first is not model, last is model) == (True, True)
+    monkeypatch.setattr(nn.Module, "named_parameters", property(lambda self: 1 / 0))
+    assert list(leanest_first(model)) == [model]

@@ -1,0 +1,439 @@
+"""Recorded passes: the pass itself, over whatever rows of whatever prompt; what cannot be recorded is computed as ever.
+
+Where there is no CUDA device, see `tests.support.recorders` for what stands for a recording.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.costs import MeasuredCosts
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.graphs.prefill_graphs import ROWS, PrefillRunner
+from qcfuse_rag.runtime.graphs.recorder import Recorder
+from qcfuse_rag.runtime.model_views import HookedLayer
+from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.store.chunk import ChunkKV
+from tests.support.damage import damaged
+from tests.support.families import build_model, build_nested_model
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
+
+pytest.importorskip("triton")
+
+FAMILIES = ["llama", "gemma2-softcap", "gemma3-two-ropes", "qwen3-qk-norm", "cohere2-interleaved", "nested"]
+if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cannot be recorded
+    FAMILIES.append("gpt-oss-sinks")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
+    monkeypatch.setattr(
+        "qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model]
+    )  # the interpreter is slow
+
+
+def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    model = build_nested_model() if family == "nested" else build_model(family, num_hidden_layers=2)
+    return LanguageModel.wrap(model.to(DEVICE), tokenizer)
+
+
+def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
+    """The same random keys and values twice."""
+    one, other = (KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    for mine, yours in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        yours.copy_(mine.normal_())
+    return one, other
+
+
+def agree(one: KVBuffer, other: KVBuffer) -> bool:
+    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+    return all(torch.allclose(mine, yours, **CLOSE) for mine, yours in pairs)
+
+
+def on_device(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_pass_is_the_pass(
+    family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
+    lm, recorder = model_of(family, tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4, 8))
+    assert passes.refusal is None
+    assert recorder.recorded == 2 * lm.n_layers
+    compared = passes.replayed
+    for rows in ([0, 1, 2, 9], [5, 70, 71, 72, 90, 99], [3, 4, 5, 6, 7, 8, 9, 120], [30]):
+        ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
+        theirs, ours = two_buffers(lm, rows[-1] + 5)
+        plan = RowsPlan.of(at, lm.sliding)
+        expected, found = forward_rows(lm, ids, plan, theirs), passes.forward_rows(ids, plan, ours)
+        assert recorder.replayed == before + lm.n_layers
+        assert torch.allclose(found, expected, **CLOSE)
+        assert agree(ours, theirs)
+    assert passes.replayed == compared + 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
+def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
+    family: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lm, recorder = model_of(family, tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(8,))
+    before, depth = recorder.replayed, lm.n_layers - 1
+    theirs, ours = two_buffers(lm, 60)
+    seen: list[list[tuple[object, ...]]] = []
+    for compute, buffer in ((passes.forward_hidden, ours), (None, theirs)):
+        seen.append([])
+
+        def observe(layer: int, query: Tensor, key: Tensor, *how: object) -> None:
+            seen[-1].append((layer, query.clone(), key.clone(), *how))
+
+        plan = RowsPlan(on_device(20, 40, 41, 42, 43), 44, observe=observe, windows=lm.sliding)
+        if compute is None:
+            forward_hidden(lm, on_device(1, 2, 3, 4, 5), plan, buffer, depth=depth)
+        else:
+            compute(on_device(1, 2, 3, 4, 5), plan, buffer, depth=depth)
+    assert recorder.replayed == before + depth
+    assert [look[0] for look in seen[0]] == list(range(depth))
+    for mine, other in zip(*seen, strict=True):
+        assert mine[3:] == other[3:]
+        for one, two in zip(mine[1:3], other[1:3], strict=True):
+            assert isinstance(one, Tensor)
+            assert isinstance(two, Tensor)
+            assert one.shape == two.shape
+            assert torch.allclose(one, two, **CLOSE)
+    assert agree(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
+    """An engine with recorded passes, and what counts how many of their layers are computed."""
+    engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    engine.passes = PrefillRunner(engine.lm, recorder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
+        patched.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model])
+        engine.passes.compile(rows=(16, 64))
+    assert engine.passes.refusal is None
+    return engine, recorder
+
+
+@pytest.mark.parametrize("method", ["prophetkv", "epic", "qcfuse", "relaxkv", "full"])
+def test_answers_are_the_same_with_recorded_passes(
+    method: str, recorded: tuple[FusionEngine, CountingRecorder]
+) -> None:
+    """Of a method whose probe or pass cannot be recorded, the other one is; of full prefill, nothing."""
+    engine, recorder = recorded
+    prompt = engine.prompt(QUESTION, PASSAGES[:2])
+    chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
+    expected, before = prefill(engine.lm, engine.store, prompt, chosen), recorder.replayed
+    found = engine.prefill(prompt, method=chosen)
+    assert (recorder.replayed > before) == (method != "full")
+    assert found.report.selected == expected.report.selected
+    assert found.report.row_layers == expected.report.row_layers
+    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+
+
+def test_a_verified_answers_draft_begins_with_recorded_passes(
+    recorded: tuple[FusionEngine, CountingRecorder],
+) -> None:
+    engine, recorder = recorded
+    prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
+    found = engine.generate_speculative(prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
+    assert recorder.replayed > before
+    assert found.ids == engine.generate(prompt, params, method=make_method("full")).ids
+
+
+def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
+    theirs, stored = two_buffers(lm, 30)
+    ours = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
+    for held in (*ours.keys, *ours.values):
+        held.fill_(torch.nan)
+    before, arrived = recorder.replayed, []
+
+    def wait_for_layer(layer: int) -> None:
+        assert recorder.replayed == before + layer
+        arrived.append(layer)
+        for mine, yours in ((ours.keys, stored.keys), (ours.values, stored.values)):
+            mine[layer].copy_(yours[layer])
+
+    plan, ids = RowsPlan.of(on_device(10, 11, 29), lm.sliding), on_device(1, 2, 3)
+    found = passes.forward_rows(ids, plan, replace(ours, wait_for_layer=wait_for_layer))
+    assert arrived == list(range(lm.n_layers))
+    assert torch.allclose(found, forward_rows(lm, ids, plan, theirs), **CLOSE)
+    assert agree(ours, theirs)
+
+
+def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
+    recorded: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, recorder = recorded
+    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    chunk = engine.store.get(key)
+    assert isinstance(chunk, ChunkKV)
+
+    broken, get, before = damaged(chunk, "value.1"), engine.store.get, recorder.replayed
+    monkeypatch.setattr(engine.store, "get", lambda one: broken if one == key else get(one))
+    monkeypatch.setattr(engine.store, "discard", lambda one, reason: None)  # others want it whole
+    prompt, method = engine.prompt(QUESTION, PASSAGES[:2]), make_method("reuse", base=FRAMED)
+    found = engine.prefill(prompt, method=method)
+    assert recorder.replayed > before
+    assert [lookup.hit for lookup in found.report.lookups] == [True, True, False]
+    expected = prefill(engine.lm, engine.store, prompt, method)
+    assert found.report.lookups == expected.report.lookups
+    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+
+
+def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    """One waits for its store between layers; nobody waits for it."""
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
+    waits, goes_on = threading.Event(), threading.Event()
+    plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
+    (theirs, ours), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
+    slow_other = KVBuffer(tuple(one.clone() for one in slow.keys), tuple(one.clone() for one in slow.values))
+    found: list[Tensor] = []
+
+    def wait_for_layer(layer: int) -> None:
+        if layer == 1:
+            waits.set()
+            assert goes_on.wait(60)
+
+    first = threading.Thread(target=lambda: found.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer))))
+    first.start()
+    assert waits.wait(60)
+    before = recorder.replayed
+    assert torch.allclose(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs), **CLOSE)
+    assert recorder.replayed == before
+    goes_on.set()
+    first.join(60)
+    assert torch.allclose(found[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
+
+
+def test_passes_that_fit_no_recording_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
+    before = recorder.replayed
+    shifted = [torch.empty(held.numel() + 1, device=DEVICE)[1:].view(held.shape) for held in two_buffers(lm, 9)[0].keys]
+    cases = {
+        "more rows": (on_device(1, 2, 3, 4, 8), {}, None),
+        "every row": (on_device(0, 1, 2), {}, None),
+        "sets of visible keys": (on_device(5, 8), {"visible": [on_device(0, 5, 8)] * lm.n_layers}, None),
+        "a buffer that is not aligned": (on_device(5, 8), {}, shifted),
+    }
+    for name, (rows, about, keys) in cases.items():
+        theirs, ours = two_buffers(lm, 9)
+        if keys is not None:
+            for held, other in zip(keys, ours.keys, strict=True):
+                held.copy_(other)
+            ours = KVBuffer(tuple(keys), ours.values)
+        plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **about)  # type: ignore[arg-type]
+        found, expected = passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs)
+        assert torch.allclose(found, expected, **CLOSE), name
+        assert recorder.replayed == before, name
+
+
+class Spoiling(AgainAndAgain):
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        def spoil() -> None:
+            compute().fill_(torch.nan)
+
+        return compute(), spoil
+
+
+def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    lm, recorder = model_of("llama", tokenizer), CountingRecorder()
+    passes = PrefillRunner(lm, recorder)
+    passes.compile(rows=(4,))
+    before = recorder.replayed
+    theirs, ours = two_buffers(lm, 9)
+    plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
+    expected = forward_rows(lm, ids, plan, theirs)
+    rotary, made = lm.model.get_decoder().rotary_emb, []
+
+    def doubled(module: object, given: object, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+        made.append(result)
+        return (*result, result[0]) if len(made) == 1 else None
+
+    with rotary.register_forward_hook(doubled):  # type: ignore[union-attr]
+        found = passes.forward_rows(ids, plan, ours)
+    assert len(made) == 2
+    assert recorder.replayed == before
+    assert torch.allclose(found, expected, **CLOSE)
+
+
+class Forgetful(AgainAndAgain):
+    """Records a model's layers, and computes one of them no more."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        self.seen += 1
+        return (result, lambda: None) if self.seen == 2 else (result, again)
+
+
+class FullAt(AgainAndAgain):
+    """Has no room for passes of so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        result, again = super().record(compute)
+        if result.shape[1] >= self.rows:
+            raise torch.OutOfMemoryError("no room")
+        return result, again
+
+
+def test_where_there_is_no_room_for_many_rows_fewer_are_recorded(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = PrefillRunner(lm, FullAt(8))
+    with caplog.at_level(logging.WARNING):
+        passes.compile(rows=(4, 8, 16))
+    assert passes.refusal is None
+    for size in (16, 8):
+        assert f"{size}: they cannot be recorded: OutOfMemoryError: no room" in caplog.text
+    compared = passes.replayed
+    for rows, replayed in ((on_device(2, 8), 1), (on_device(1, 2, 3, 4, 8), 0)):
+        theirs, ours = two_buffers(lm, 9)
+        plan = RowsPlan.of(rows, lm.sliding)
+        assert torch.allclose(passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs), **CLOSE)
+        assert passes.replayed == compared + replayed
+        compared = passes.replayed
+
+
+def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: object) -> str:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernel_refusal", full)
+    passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
+    passes.compile(rows=(4,))
+    assert passes.refusal == "there are no kernels: there is no room to try them"
+
+
+def test_what_recorded_passes_take_is_measured_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = PrefillRunner(lm, AgainAndAgain())
+    measured = MeasuredCosts(lm, MemoryStore(), passes)
+    assert measured().recorded_pass_s is None
+    passes.compile(rows=(16,))
+    before = passes.replayed
+    costs = measured()
+    assert costs.recorded_pass_s is not None
+    assert passes.replayed > before
+    assert measured().recorded_pass_s == costs.recorded_pass_s
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [
+        (Failing(), "cannot be recorded: RuntimeError: called"),
+        (Remembering(), "are off by"),
+        (Spoiling(), "are off by nan"),
+        (Forgetful(), "are off by"),
+    ],
+    ids=["failing", "remembering", "spoiling", "forgetful"],
+)
+def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
+    recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = model_of("llama", tokenizer)
+    passes = PrefillRunner(lm, recorder)
+    assert "warm_up" in str(passes.refusal)
+    with caplog.at_level(logging.WARNING):
+        passes.compile(rows=(4,))
+    assert reason in str(passes.refusal)
+    assert reason in caplog.text
+    theirs, ours = two_buffers(lm, 9)
+    plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
+    assert torch.equal(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs))
+
+
+def test_without_kernels_nothing_is_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
+    recorder = CountingRecorder()
+    passes = PrefillRunner(model_of("llama", tokenizer), recorder)
+    passes.compile()
+    assert recorder.recorded == 0
+    assert "there are no kernels" in str(passes.refusal)
+
+
+def test_few_rows_are_computed_for_nothing() -> None:
+    assert list(ROWS) == sorted(ROWS)
+    for fewer, more in pairwise(ROWS):
+        assert fewer < 128 or more * 3 <= (fewer + 1) * 4
+
+
+def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, made = model_of("llama", tokenizer), []
+    passes = PrefillRunner(lm, CountingRecorder())
+    passes.compile(rows=(4,))
+
+    def making(*given: Any) -> HookedLayer:
+        made.append(given[1])
+        return HookedLayer(*given)
+
+    monkeypatch.setattr("qcfuse_rag.runtime.model_views.HookedLayer", making)
+    buffer, _ = two_buffers(lm, 20)
+    plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
+    before = passes.replayed
+    for _ in range(3):
+        passes.forward_rows(ids, plan, buffer)
+        passes.forward_hidden(ids, plan, buffer, depth=1)
+    assert passes.replayed == before + 6
+    assert made == [0]  # of the first layer alone, for the first pass that ends there
+
+
+def test_a_view_that_comes_out_otherwise_is_recorded_without(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = model_of("llama", tokenizer)
+    other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
+    offered = iter([other.model, lm.model])
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: offered)
+    passes = PrefillRunner(lm, CountingRecorder())
+    passes.compile(rows=(8,))
+    assert passes.refusal is None
+    assert next(offered, None) is None, "both were tried"

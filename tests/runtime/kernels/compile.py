@@ -1,0 +1,142 @@
+"""Compile every kernel, by its own launcher, for a GPU that need not be there; print what each takes.
+
+    TRITON_INTERPRET=0 python -m tests.runtime.kernels.compile 90
+
+A line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared memory a
+program takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from qcfuse_rag.models.rope import KVShape, LayerRope
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
+from qcfuse_rag.runtime.fused_layers.product import STRIPS, gate_projected, projected
+from qcfuse_rag.runtime.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels.launch import TALL, tall_fits
+from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention
+from qcfuse_rag.runtime.kernels.placement import Block, place_blocks
+from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
+from qcfuse_rag.runtime.kv_table import KVTable
+from qcfuse_rag.store.quantization import LOSSLESS, narrow
+
+FP8_SINCE, HOPPER = 89, 90
+CPU = torch.device("cpu")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32", 71, 1, 128), ("fp32", 16, 2, 256))
+"""Dtype, heads, key heads, channels of a head."""
+
+
+class Elsewhere:
+    """As much of a driver as compiling needs."""
+
+    def __init__(self, architecture: int) -> None:
+        self._target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+    """Yield dtype, channels of a head, and a call that launches: what models of these sizes have engines do."""
+    for name, heads, kv_heads, dim in SIZES:
+        dtype, length = DTYPES[name], 512
+        query, asking = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
+        key, fresh = torch.zeros(1, kv_heads, length, dim, dtype=dtype), torch.zeros(2, kv_heads, 1, dim, dtype=dtype)
+        rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([[3], [9]])
+        shapes = (KVShape(kv_heads, dim, dim),)
+        buffer = KVBuffer.allocate(shapes, 64, dtype=dtype, device=CPU)
+        table = KVTable.of([buffer, buffer], shapes, 64)
+        plain: dict[str, Any] = {"scaling": 0.1}
+        special = {**plain, "softcap": 30.0, "window": 100}
+        hows = ((special, torch.zeros(heads, dtype=dtype), 1), (plain, None, 2))
+        for how, sinks, splits in hows if name == "bf16" else hows[:1]:  # the first takes the most of a device
+            attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **how)
+            yield name, dim, partial(attending, splits=splits)
+            several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
+            for given in ((asking, table, 0, ends), several):
+                yield name, dim, partial(table_attention, *given, sinks=sinks, splits=splits, **how)
+            if architecture == HOPPER and tall_fits(dtype, dim):
+                yield name, dim, partial(attending, tile=TALL)
+                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=TALL, **how)
+        for splits in (1, 3):
+            yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
+        for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
+            yield name, dim, partial(append_rows, keys, keys, table, 0, at)
+        for channels in (dim, 8192):
+            yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), Norm(query[0, 0, 0], 1e-6))
+        for norms in (None, (Norm(query[0, 0, 0], 1e-6),) * 2):
+            yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0], norms)
+        for activation in ACTIVATIONS:
+            yield name, dim, partial(gated, query, query, activation)
+        x, weight = torch.zeros(2, 4 * dim, dtype=dtype), torch.zeros(512, 4 * dim, dtype=dtype)
+        norm = Norm(weight[0], 1e-6)
+        for strip in STRIPS if (name, dim) == ("bf16", 128) else ():  # they know of no heads; float32 may not fit
+            yield name, dim, partial(projected, x, [weight] * 3, [weight[:, 0]] * 3, norm=norm, strip=strip)
+            yield name, dim, partial(projected, x, [weight], residual=weight[:2, :1].expand(2, 512), strip=strip)
+            yield name, dim, partial(gate_projected, x, weight, weight, "silu", norm=norm, strip=strip)
+        rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
+        for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
+            for turned, over in ((rope, 0), (None, 2)):
+                block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
+                yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Return the bytes of stack that a thread of the program in a binary takes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", told)))
+
+
+def main() -> None:
+    """Compile and print."""
+    architecture = int(sys.argv[1])
+    driver.set_active(Elsewhere(architecture))
+    compiled: dict[str, tuple[str, Any]] = {}
+
+    def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            made = kernel.run(*args, grid=grid, warmup=True, **options)
+            compiled.setdefault(made.hash, (kernel.__name__, made))
+
+        return launch
+
+    JITFunction.__getitem__ = compiling  # type: ignore[method-assign]
+    for name, dim, call in launches(architecture):
+        before = set(compiled)
+        call()
+        for one in compiled.keys() - before:
+            kernel, made = compiled[one]
+            about = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
+            taken = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
+            print(json.dumps({**about, **taken}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

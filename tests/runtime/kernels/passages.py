@@ -1,0 +1,30 @@
+"""What the engine is asked with kernels, and how blocks come to it where host and device are one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from qcfuse_rag.runtime.loading.host_to_device import TransferHandle
+from tests.support.recorders import DEVICE
+
+PASSAGES = ["The ferry is green, its captain is Orla.", "The paint is kept in the mill.", "Nobody has a key."]
+QUESTION = "Who paints?"
+"""Short: the interpreter takes its time for every token."""
+
+
+class Nearby:
+    """Stands for a transfer where host and device are one; what is sent is there `at_once`, or not until received."""
+
+    device = DEVICE
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.at_once = at_once
+
+    def send(self, tensors: list[Tensor]) -> TransferHandle:
+        class There(TransferHandle):
+            here = self.at_once
+
+            def receive(self) -> None:
+                pass
+
+        return There(self.device, tensors, 0, None, None)  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""Attention of sparse rows against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.runtime.kernels import launch
+from qcfuse_rag.runtime.kernels import sparse_attention as attention
+from qcfuse_rag.runtime.kernels.context_score import context_scores
+from qcfuse_rag.runtime.kernels.paged_attention import table_attention, table_attention_reference
+from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from tests.runtime.kernels.operands import DTYPES, TOLERANCE, operands, relative_error, tabled
+from tests.support.recorders import DEVICE
+
+SHAPES = {
+    "one row": (4, 4, [70], 71, 64, 64),
+    "grouped": (8, 2, [0, 3, 4, 90, 150, 199], 200, 64, 64),
+    "groups of seven": (14, 2, [*range(40, 60), 130], 131, 64, 64),
+    "odd channels": (4, 2, [5, 64, 65], 66, 80, 48),
+    "wide": (2, 1, [31, 32, 33, 100], 101, 256, 256),
+    "many blocks": (4, 2, list(range(0, 300, 3)), 299, 64, 64),
+    "at the edges of blocks": (4, 2, [62, 63, 64, 127, 128, 191], 192, 64, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> None:
+    query, key, value, rows = operands(*SHAPES[shape], dtype)
+    found = sparse_attention(query, key, value, rows, scaling=0.2)
+    assert found.dtype == dtype
+    assert relative_error(found, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, None), (37, 3.0), (1000, None)])
+def test_attention_with_all_that_models_ask_for(
+    splits: int, sinks: bool, window: int | None, softcap: float | None
+) -> None:
+    query, key, value, rows = operands(6, 2, [2, 64, 127, 128, 250, 399], 400, 64, 32, torch.float32)
+    about = {"scaling": 0.3, "softcap": softcap, "window": window, "sinks": torch.randn(6) if sinks else None}
+    about["sinks"] = about["sinks"].to(DEVICE) if sinks else None  # type: ignore[union-attr]
+    found = sparse_attention(query, key, value, rows, splits=splits, **about)  # type: ignore[arg-type]
+    expected = sparse_attention_reference(query, key, value, rows, **about)  # type: ignore[arg-type]
+    assert relative_error(found, expected) < 1e-5
+
+
+def test_keys_after_the_last_row_are_not_read() -> None:
+    query, key, value, rows = operands(2, 1, [3, 9], 100, 64, 64, torch.float32)
+    key[:, :, 10:], value[:, :, 10:] = float("nan"), float("nan")
+    found = sparse_attention(query, key, value, rows, scaling=1.0)
+    expected = sparse_attention_reference(query, key[:, :, :10], value[:, :, :10], rows, scaling=1.0)
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 4.0)])
+def test_very_many_rows_are_taken_in_taller_blocks(
+    dtype: torch.dtype, splits: int, window: int | None, softcap: float | None
+) -> None:
+    """The last rows before the first, keys that all rows of a block see before those that some see."""
+    rows = [0, 1, 2, *range(120, 400, 3)]
+    about: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
+    given = operands(4, 2, rows, 400, 64, 64, dtype)
+    found = sparse_attention(*given, **about, tile=launch.TALL, splits=splits)
+    assert relative_error(found, sparse_attention_reference(*given, **about)) < TOLERANCE[dtype]
+    query, buffers, held, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
+    found = table_attention(query, held, 0, at, **about, tile=launch.TALL, splits=splits)
+    assert relative_error(found, table_attention_reference(query, buffers, 0, at, **about)) < TOLERANCE[dtype]
+
+
+def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = DEVICE
+    monkeypatch.setattr(launch, "processors", lambda device: 264)
+    for tall, rows, expected in ((True, 1024, 128), (True, 800, 128), (True, 760, 64), (False, 1024, 64)):
+        monkeypatch.setattr(attention, "takes_tall", lambda *given, tall=tall: tall)
+        found = attention.attention_tile(torch.bfloat16, 128, 4 * rows, 8, device)
+        assert found.rows == expected, "of 32 heads, 8 of keys"
+
+
+@pytest.mark.parametrize("off", [0.0, 1.0, None], ids=["right", "wrong", "refused"])
+def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (DEVICE, torch.float16, 64)
+    takes_tall = attention.takes_tall.__wrapped__
+    monkeypatch.setattr(attention, "is_hopper", lambda device: False)
+    assert not takes_tall(*asked)
+    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    attend, tiles = sparse_attention, []
+
+    def attending(*given: Any, **how: Any) -> Tensor:
+        tiles.append(how["tile"])
+        if off is None:
+            raise RuntimeError("out of shared memory")
+        return attend(*given, **how) + off
+
+    monkeypatch.setattr(attention, "sparse_attention", attending)
+    assert takes_tall(*asked) is (off == 0.0)
+    assert set(tiles) == {launch.TALL}
+    assert not takes_tall(asked[0], torch.float32, 64)
+    assert not takes_tall(asked[0], torch.float16, 256)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    query, key, value, rows = operands(4, 2, [1, 5], 6, 64, 64, torch.float32)
+    for bad, message in (
+        ((query[0], key, value, rows), "query must be"),
+        ((query, key.double(), value, rows), "key must be of one dtype"),
+        ((query, key, value.transpose(2, 3), rows), "channels must lie side by side"),
+        ((query[:, :3], key, value, rows), "does not fit key"),
+        ((query, key, value[:, :, :5], rows), "value .* does not fit"),
+        ((query, key, value, rows[:1]), "rows must be"),
+        ((query, key, value, rows.int()), "rows must be"),
+        ((query, key, value, rows, {"sinks": torch.zeros(3)}), "sinks must be"),
+        ((query, key, value, rows, {"window": 0}), "window must be"),
+        ((query, key, value, rows, {"scaling": 0.0}), "scaling must be"),
+        ((torch.zeros(1, 4, 2, 300), torch.zeros(1, 2, 6, 300), value, rows), "at most 256"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sparse_attention(*bad[:4], **({"scaling": 1.0} | (bad[4] if len(bad) > 4 else {})))  # type: ignore[misc]
+    with pytest.raises(ValueError, match="known must be"):
+        context_scores(query, key, rows, torch.ones(5, dtype=torch.bool), scaling=1.0)

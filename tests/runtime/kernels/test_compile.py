@@ -1,0 +1,42 @@
+"""Every kernel compiles for GPUs that are not here, and takes no more of them than they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[3]
+SHARED_BYTES = {4: 99 << 10, 8: 227 << 10}
+"""What a program of so many warps may take: what there is on Ada, and Ampere but for the A100; on Hopper."""
+SPILLED_BYTES = 512
+"""Beyond, a program spends its time on them."""
+KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
+KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [80, 90], ids=["Ampere", "Hopper"])
+def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.kernels.compile", str(architecture)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["kernel"] for one in found} == KERNELS
+    assert [one for one in found if one["shared_bytes"] > SHARED_BYTES[one["warps"]]] == []
+    attending = {one["warps"] for one in found if one["kernel"] == "attend"}
+    assert attending == ({4, 8} if architecture == 90 else {4})
+    assert [one for one in found if one["spilled_bytes"] > SPILLED_BYTES] == []

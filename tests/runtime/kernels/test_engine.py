@@ -1,0 +1,148 @@
+"""The engine with kernels, against the same without."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from tests.support.damage import damaged
+from tests.support.families import build_model
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.runtime.loading.loading import Loading
+
+from qcfuse_rag.engine import first_passes as warming
+from qcfuse_rag.fusion.state import FusedPrompt
+from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.kernels import context_score, launch
+from qcfuse_rag.runtime.kernels import placement as place
+from qcfuse_rag.runtime.kernels import sparse_attention as attention
+from qcfuse_rag.runtime.kernels import split_k as parts
+from tests.runtime.kernels.operands import relative_error, watched
+from tests.runtime.kernels.passages import PASSAGES, QUESTION, Nearby
+from tests.support.recorders import DEVICE
+
+
+@pytest.mark.parametrize(
+    "warmed",
+    [("llama", "int8"), ("gemma2-softcap", "model"), ("gpt-oss-sinks", "model"), ("cohere2-interleaved", "fp8")],
+    indirect=True,
+    ids=lambda about: "-".join(about),
+)
+def test_the_engine_answers_alike_with_and_without_kernels(
+    warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lm = warmed, warmed.lm
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
+    ours = engine.prefill(prompt, method=method, room=4)
+    assert set(with_kernels) == {"attention", "score", "place"}
+    with_kernels.clear()
+    followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
+    assert set(with_kernels) == {"by table", "append"}
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: None)
+    for module in ("runtime.kernels.support", "fusion.state", "runtime.decode_step"):
+        monkeypatch.setattr(f"qcfuse_rag.{module}.kernels_run_on", lambda *given: False)
+    with_kernels.clear()
+    theirs = engine.prefill(prompt, method=method, room=4)
+    assert not with_kernels
+    assert ours.report.selected == theirs.report.selected
+    assert ours.report.bytes_loaded == theirs.report.bytes_loaded or engine.store.stats()[0].numbers != "model"
+    assert relative_error(ours.logits, theirs.logits) < 1e-4
+    assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [theirs.buffer])) < 1e-4
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_layers_are_placed_by_one_launch_if_they_are_there(
+    at_once: bool, warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None before it is, which would have the first layer wait for the last, and at first a few."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(place, "place", watched(place.place, launched))
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
+    lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
+    assembly = FusedPrompt.empty(lm, prompt, len(prompt))
+    assembly.load(warmed.store, FRAMED, loading=Loading(lm))
+    for thread in threading.enumerate():
+        if thread.name == "qcfuse-loading":
+            thread.join(60)
+    assert assembly.arriving.wait_for_layer is not None
+    assembly.arriving.wait_for_layer(0)
+    assert len(launched) == 1, "keys and values together"
+    assembly.arriving.wait_for_layer(lm.n_layers - 1)
+    assert lm.n_layers == 4
+    assert len(launched) == (3 if at_once else 4), "one layer, one more, then two"
+
+
+def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:
+    other = FusionEngine(warmed.lm, MemoryStore())
+    other.warm(PASSAGES[:1], bases=(FRAMED,))
+    assert set(with_kernels) == {"attention", "score"}
+    [key] = other.keys(other.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
+    ours, theirs = other.store.get(key), warmed.store.get(key)
+    assert isinstance(ours, ChunkKV)
+    assert isinstance(theirs, ChunkKV)
+    for name in theirs.names():
+        assert torch.allclose(ours.blocks[name].float(), theirs.blocks[name].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_kernels: list[str]) -> None:
+    """Nothing of the chunk is placed; what the store lacks is computed."""
+    engine = warmed
+    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    chunk = engine.store.get(key)
+    assert isinstance(chunk, ChunkKV)
+
+    broken, get = damaged(chunk, "value.1"), engine.store.get
+    engine.store.discard(key)
+    engine.store.get = lambda one: broken if one == key else get(one)  # type: ignore[method-assign]
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
+    assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+    assert done.logits.isfinite().all()
+
+
+def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels: list[str]) -> None:
+    engine = warmed
+    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    chunk = engine.store.get(key)
+    assert isinstance(chunk, ChunkKV)
+    tensors = {name: chunk.blocks[name] for name in chunk.names()}
+    tensors["key.0"] = tensors["key.0"][:, :1].contiguous()
+    engine.store.discard(key)
+    engine.store.put(key, replace(chunk, blocks=HeldBlocks(tensors)))
+    done = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=FRAMED))
+    assert "not go into" in str([lookup.reason for lookup in done.report.lookups])
+    assert done.logits.isfinite().all()
+
+
+def test_warming_up_compiles_all_that_other_lengths_take(
+    with_kernels: list[str], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short and long questions over few keys and many, very many rows: a request waits for no compiler."""
+    assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
+    monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
+    monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
+    for module in (parts, launch):
+        monkeypatch.setattr(module, "processors", lambda device: 8)
+    monkeypatch.setattr(attention, "takes_tall", lambda *given: True)
+    monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
+    attended: list[dict[str, Any]] = []
+    scored: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention, "attend", watched(attention.attend, attended))
+    monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
+    model = build_model("llama", num_hidden_layers=2, max_position_embeddings=2048)
+    lm = LanguageModel.wrap(model.to(DEVICE, torch.float16), tokenizer)
+    warming.run_first_passes(lm, FusionEngine(lm, MemoryStore()).prompts)
+    all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
+    launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
+    assert launched == {*all_ways, (launch.TALL.rows, False)}
+    assert {(one["BLOCK_ROWS"], one["BLOCK_SPLITS"] > 1) for one in scored} == all_ways
+    assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MOST_SPLITS}

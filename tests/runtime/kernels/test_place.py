@@ -1,0 +1,102 @@
+"""Placing of stored blocks against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.models.rope import LayerRope
+from qcfuse_rag.runtime.kernels import placement as place
+from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.store.quantization import narrow
+from tests.runtime.kernels.operands import TOLERANCE, relative_error, watched
+from tests.support.recorders import DEVICE
+
+
+def block(tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: LayerRope | None, into: Tensor) -> Block:
+    """A stored block of fresh random numbers; with a rotation they are keys, else values."""
+    stored = torch.randn(tokens, into.shape[1], into.shape[3]).to(DEVICE, dtype)
+    if numbers == "model":
+        return Block(stored, None, into, start, rope)
+    return Block(*narrow(stored, numbers, over=2 if rope is None else 0), into, start, rope)
+
+
+@pytest.mark.parametrize(
+    ("rope", "dtype", "numbers"),
+    [
+        *[("all channels", dtype, numbers) for dtype in TOLERANCE for numbers in ("model", "int8", "fp8")],
+        *[(rope, torch.float16, "int8") for rope in ("interleaved", "some channels", "no position", "values")],
+        ("values", torch.bfloat16, "fp8"),
+        ("values", torch.float32, "model"),
+    ],
+    ids=str,
+)
+def test_blocks_are_placed_where_and_as_they_belong(rope: str, dtype: torch.dtype, numbers: str) -> None:
+    """Several chunks in two layers, one beside another, and nothing else written."""
+    frequencies = 10000.0 ** -(torch.arange(0, 24 if rope == "some channels" else 80, 2) / 80)
+    ropes = {"no position": LayerRope(None), "values": None}
+    own = ropes.get(rope, LayerRope(frequencies.to(DEVICE), interleaved=rope == "interleaved"))
+    layers = [torch.full((1, 3, 200, 80), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
+    blocks = [
+        block(tokens, start, dtype, numbers, own, into)
+        for into in layers
+        for tokens, start in ((37, 4), (1, 41), (60, 99))
+    ]
+    place_blocks(blocks)
+    found = [layer.clone() for layer in layers]
+    for layer in layers:
+        layer.fill_(float("nan"))
+    place_blocks_reference(blocks)
+    for ours, theirs in zip(found, layers, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
+
+
+def test_blocks_of_several_kinds_are_placed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope = LayerRope(10000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
+    keys, values = (torch.full((1, 2, 50, 64), float("nan"), device=DEVICE) for _ in range(2))
+    blocks = [
+        block(10, 0, torch.float32, "int8", rope, keys),
+        block(10, 10, torch.float32, "model", rope, keys),
+        block(20, 5, torch.float32, "fp8", None, values),
+        block(10, 30, torch.float32, "model", None, values),
+        block(9, 20, torch.float32, "model", LayerRope(None), keys),
+    ]
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(place, "place", watched(place.place, launched))
+    place_blocks(blocks)
+    assert len(launched) == 3, "by format of numbers, whether they rotate or not"
+    found = keys.clone(), values.clone()
+    place_blocks_reference(blocks)
+    assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in zip(found, (keys, values), strict=True))
+
+
+def test_buffers_of_different_lengths_are_placed_at_once() -> None:
+    rope = LayerRope(1000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
+    stored = torch.randn(10, 2, 64).to(DEVICE)
+    found, expected = ([torch.zeros(1, 2, size, 64, device=DEVICE) for size in (12, 300)] for _ in range(2))
+    for into, how in ((found, place_blocks), (expected, place_blocks_reference)):
+        how([Block(stored, None, into[0], 1, rope), Block(stored, None, into[1], 280, rope)])
+    for mine, yours in zip(found, expected, strict=True):
+        assert relative_error(mine, yours) < 1e-5
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    into = torch.zeros(1, 2, 50, 64)
+    stored, scale = torch.zeros(10, 2, 64), torch.zeros(1, 2, 64)
+    rope = LayerRope(torch.ones(32))
+    for bad, message in (
+        (lambda: Block(stored, None, into, 41), "exceed a buffer of 50"),
+        (lambda: Block(stored, None, into, -1), "exceed a buffer of 50"),
+        (lambda: Block(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
+        (lambda: Block(stored, scale[:, :1], into, 0), "scales .* do not fit"),
+        (lambda: Block(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0), "must be contiguous"),
+        (lambda: Block(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad()

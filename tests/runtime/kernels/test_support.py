@@ -1,0 +1,54 @@
+"""When kernels are used, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.runtime.kernels import support
+from qcfuse_rag.runtime.kernels.support import unavailable_reason
+from tests.runtime.kernels.operands import DTYPES
+from tests.support.recorders import DEVICE
+
+
+def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = (torch.float16, 64)
+    assert unavailable_reason(torch.device("cpu"), *half) == "there are none for cpu"
+    device = torch.device("cuda", 7)  # none the cache has seen
+    monkeypatch.setenv("QCFUSE_KERNELS", "0")
+    assert unavailable_reason(device, *half) == "switched off by QCFUSE_KERNELS=0"
+    unavailable_reason.cache_clear()
+    monkeypatch.setenv("QCFUSE_KERNELS", "1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert unavailable_reason(device, torch.float64, 64) == "there are none for torch.float64 and 64 channels a head"
+    assert unavailable_reason(device, torch.float16, 576) == "there are none for torch.float16 and 576 channels a head"
+    monkeypatch.setattr(support, "kernel_errors", lambda *given: {"attention": 1e-3, "place": float("nan")})
+    assert unavailable_reason(device, *half) == "place is off by nan"
+    unavailable_reason.cache_clear()
+
+    def broken(*given: Any) -> dict[str, float]:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(support, "kernel_errors", broken)
+    assert unavailable_reason(device, *half) == "they do not run here (RuntimeError: no such instruction)"
+    unavailable_reason.cache_clear()
+
+    def full(*given: Any) -> dict[str, float]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(support, "kernel_errors", full)
+    assert not support.kernels_run_on(device, *half)
+    monkeypatch.setattr(support, "kernel_errors", lambda *given: {"attention": 1e-3})
+    assert support.kernels_run_on(device, *half), "to find no room once is not remembered"
+    unavailable_reason.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=DTYPES[2].marks)], ids=str)
+def test_kernels_are_within_their_tolerance_here(dtype: torch.dtype) -> None:
+    errors = support.kernel_errors(DEVICE, dtype, 64)
+    assert len(errors) == 3 + 3 + 5 + 4
+    assert max(errors.values()) < support.TOLERANCE

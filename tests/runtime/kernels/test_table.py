@@ -1,0 +1,97 @@
+"""Rows of several requests, each with a buffer of its own, against plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention, table_attention_reference
+from qcfuse_rag.runtime.kv_table import KVTable
+from tests.runtime.kernels.operands import DTYPES, TOLERANCE, relative_error, tabled
+from tests.support.recorders import DEVICE
+
+ONE_EACH = [[0], [130], [64], [3]]
+SEVERAL_EACH = [[2, 70, 71, 200, 201], [0, 1, 2, 3, 4], [10, 64, 128, 192, 192]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [None, 4])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"),
+    [(4, 4, 64, 64), (8, 2, 64, 64), (14, 2, 80, 48), (2, 1, 256, 256), (35, 1, 32, 32)],
+)
+@pytest.mark.parametrize("rows", [ONE_EACH, SEVERAL_EACH], ids=["one row", "several rows"])
+def test_rows_attend_to_their_own_requests_buffer(
+    rows: list[list[int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    splits: int | None,
+    dtype: torch.dtype,
+) -> None:
+    query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
+    for layer in range(2):
+        found = table_attention(query, table, layer, at, scaling=0.2, splits=splits)
+        expected = table_attention_reference(query, buffers, layer, at, scaling=0.2)
+        assert found.shape == expected.shape == (*at.shape, heads, value_dim)
+        assert found.dtype == dtype
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, 3.0), (1000, None)])
+def test_rows_of_several_requests_with_all_that_models_ask_for(
+    splits: int, sinks: bool, window: int | None, softcap: float | None
+) -> None:
+    query, buffers, table, rows = tabled([[5, 300, 399], [18, 19, 20], [0, 1, 128]], 6, 2, 64, 32, torch.float32)
+    about: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
+    about["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
+    found = table_attention(query, table, 1, rows, splits=splits, **about)
+    assert relative_error(found, table_attention_reference(query, buffers, 1, rows, **about)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [[[7], [0], [30]], [[1, 2, 7], [0, 3, 5], [9, 30, 30]]], ids=["one row", "several"])
+def test_rows_are_written_where_they_are_and_nowhere_else(rows: list[list[int]]) -> None:
+    _, buffers, table, at = tabled(rows, 4, 2, 64, 48, torch.float16)
+    before = [[held.clone() for held in (*buffer.keys, *buffer.values)] for buffer in buffers]
+    key, value = (torch.randn(3, len(rows[0]), 2, dim).to(DEVICE, torch.float16).transpose(1, 2) for dim in (64, 48))
+    if rows[2] == [9, 30, 30]:
+        key[2, :, 2], value[2, :, 2] = key[2, :, 1], value[2, :, 1]
+    append_rows(key, value, table, 1, at)
+    for index, (own, buffer) in enumerate(zip(rows, buffers, strict=True)):
+        assert torch.equal(buffer.keys[1][0, :, own], key[index])
+        assert torch.equal(buffer.values[1][0, :, own], value[index])
+        for held, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
+            layer = 1 if held is buffer.keys[1] or held is buffer.values[1] else 0
+            if layer == 1:
+                held[:, :, own], old[:, :, own] = 0, 0
+            assert torch.allclose(held, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    query, buffers, table, rows = tabled([[7], [0]], 4, 2, 64, 64, torch.float32)
+    for call, message in (
+        (lambda: table_attention(query[:1], table, 0, rows[:1], scaling=1.0), "a table of 1 requests"),
+        (lambda: table_attention(query, table, 0, rows[:1], scaling=1.0), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query, table, 0, rows[:, 0], scaling=1.0), r"rows must be \[2, 1\] int64"),
+        (lambda: table_attention(query[..., :32], table, 0, rows, scaling=1.0), "64 channels side by side"),
+        (lambda: table_attention(query[..., ::2], table, 0, rows, scaling=1.0), "64 channels side by side"),
+        (lambda: table_attention(query[:, :3], table, 0, rows, scaling=1.0), "3 query heads over 2 key heads"),
+        (lambda: append_rows(query[:, :2], query[:, :1], table, 0, rows), "do not go into buffers"),
+        (lambda: append_rows(query, query, table, 0, rows), "do not go into buffers"),
+        (lambda: append_rows(query[:, :2], query[:, :2].repeat_interleave(2, 3)[..., ::2], table, 0, rows), "side"),
+        (lambda: table_attention(query.half(), table, 0, rows, scaling=1.0), "float16 over buffers of torch.float32"),
+        (lambda: table_attention(query, table, 0, rows, scaling=1.0, window=0), "window must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    apart = KVBuffer(tuple(held.transpose(1, 2) for held in buffers[0].keys), buffers[0].values)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        KVTable.of([apart], table.shapes, 8)

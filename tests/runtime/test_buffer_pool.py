@@ -1,0 +1,144 @@
+"""Memory of buffers, used again: never while somebody holds a tensor in it, and never more kept than was said."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from qcfuse_rag.runtime.loading.loading import Loading
+
+from qcfuse_rag import FRAMED, FusionEngine, make_method
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.models.rope import KVShape
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.buffer_pool import ALIGNMENT, BufferPool
+from tests.support.passages import PASSAGES, QUESTION
+
+SHAPES = (KVShape(2, 8, 8), KVShape(1, 4, 6))
+MIB = 1 << 20
+
+
+def test_memory_that_nobody_holds_is_handed_out_again() -> None:
+    pool = BufferPool()
+    first = pool.take(MIB)
+    place = first.data_ptr()
+    assert place % ALIGNMENT == 0
+    assert len(first) == MIB
+    del first
+    assert pool.take(MIB - 1000).data_ptr() == place
+
+
+def test_a_view_of_a_view_keeps_its_memory() -> None:
+    pool = BufferPool()
+    held = pool.take(MIB).view(torch.float32).view(512, -1)[3]
+    held.fill_(7)
+    for _ in range(3):
+        pool.take(MIB).fill_(0)
+    assert bool((held == 7).all())
+
+
+def test_what_is_kept_is_bounded_and_what_came_back_first_goes() -> None:
+    pool = BufferPool(spare_bytes=4 * MIB)
+    held = [pool.take(MIB) for _ in range(8)]
+    last = held[-1].data_ptr()
+    while held:
+        held.pop(0)
+    assert 3 * MIB < pool.spare_bytes <= 4 * MIB
+    again = [pool.take(MIB).fill_(0) for _ in range(3)]
+    assert last in [one.data_ptr() for one in again]
+    assert pool.spare_bytes == 0
+    huge = pool.take(16 * MIB)
+    del huge
+    assert pool.spare_bytes == 0
+
+
+def test_of_equal_blocks_the_one_that_came_back_last_is_next() -> None:
+    pool = BufferPool()
+    one, other = pool.take(MIB), pool.take(MIB)
+    place = one.data_ptr()
+    del other, one
+    assert pool.take(MIB).data_ptr() == place
+
+
+def test_a_short_request_does_not_hold_a_long_ones_memory() -> None:
+    pool = BufferPool()
+    long = pool.take(16 * MIB)
+    place = long.data_ptr()
+    del long
+    assert pool.take(MIB).data_ptr() != place
+    assert pool.take(9 * MIB).data_ptr() == place
+
+
+@given(st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 5)), max_size=40))
+@settings(max_examples=50)
+def test_no_two_tensors_share_memory(orders: list[tuple[int, int]]) -> None:
+    pool, held = BufferPool(MIB), []
+    for number, (nbytes, released) in enumerate(orders):
+        held.append((number % 251, pool.take(nbytes).fill_(number % 251)))
+        if released < len(held):
+            held.pop(released)
+        assert all(bool((tensor == mark).all()) for mark, tensor in held)
+
+
+def test_threads_never_meet() -> None:
+    pool, wrong = BufferPool(), []
+
+    def work(mark: int) -> None:
+        for _ in range(200):
+            own = pool.take(20_000 + mark).fill_(mark)
+            if not bool((own == mark).all()):
+                wrong.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_in_it_is_laid_out_as_any(dtype: torch.dtype) -> None:
+    device = torch.device("cpu")
+    plain, pooled = (
+        KVBuffer.allocate(SHAPES, 10, dtype=dtype, device=device, batch=3, pool=pool) for pool in (None, BufferPool())
+    )
+    for side in ("keys", "values"):
+        for one, other in zip(getattr(plain, side), getattr(pooled, side), strict=True):
+            assert one.shape == other.shape
+            assert one.stride() == other.stride()
+            assert one.dtype == other.dtype
+    for number, tensor in enumerate((*pooled.keys, *pooled.values)):
+        tensor.fill_(number)
+    assert [float(tensor.float().mean()) for tensor in (*pooled.keys, *pooled.values)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["full", "qcfuse", "prophetkv", "cacheblend"])
+def test_answers_in_memory_full_of_others_are_the_same_to_the_last_bit(name: str, engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, loading = engine.prompt(QUESTION, PASSAGES), Loading(engine.lm)
+    method = make_method(name) if name == "full" else make_method(name, ratio=0.3, base=FRAMED)
+    expected = prefill(engine.lm, engine.store, prompt, method).logits
+    before = prefill(engine.lm, engine.store, prompt, method, loading=loading)
+    place = before.buffer.keys[0].data_ptr()
+    with torch.inference_mode():
+        for held in (*before.buffer.keys, *before.buffer.values):
+            held.fill_(torch.nan)
+    del before, held
+    after = prefill(engine.lm, engine.store, prompt, method, loading=loading)
+    assert after.buffer.keys[0].data_ptr() == place
+    assert torch.equal(after.logits, expected)
+
+
+def test_an_engine_uses_the_memory_of_the_request_before(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt)
+    place = done.buffer.keys[0].data_ptr()
+    beside = engine.prefill(prompt)
+    assert beside.buffer.keys[0].data_ptr() != place
+    del done
+    assert engine.prefill(prompt).buffer.keys[0].data_ptr() == place

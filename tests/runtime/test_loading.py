@@ -1,0 +1,382 @@
+"""Loading while computing: the same answers as loading first, and an answer in any case."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from qcfuse_rag.runtime.loading.loading import Loading
+from torch import Tensor
+
+from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.selectors import Selection, TopTokens
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.loading.host_to_device import Ring
+from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
+from qcfuse_rag.store.key import ChunkKey
+from tests.support import references
+from tests.support.passages import PASSAGES, QUESTION
+
+Watch = Callable[[str], None]
+
+
+class WatchedBlocks(Blocks):
+    """Calls somebody before each block is read."""
+
+    def __init__(self, inner: Blocks, before: Watch) -> None:
+        self._inner, self._before = inner, before
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        self._before(name)
+        return self._inner.rows(name, start, stop)
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._before(name)
+        return self._inner[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+class WatchedStore(MemoryStore):
+    """Hands out chunks whose blocks are watched; `seek` is called before a chunk is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30)
+        self.before: Watch | None = None
+        self.seek: Callable[[], None] = lambda: None
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        self.seek()
+        found = super().get(key)
+        if isinstance(found, Miss) or self.before is None:
+            return found
+        return replace(found, blocks=WatchedBlocks(found.blocks, self.before))
+
+
+@pytest.fixture
+def store() -> WatchedStore:
+    return WatchedStore()
+
+
+@pytest.fixture
+def engine(llama: LanguageModel, store: WatchedStore) -> FusionEngine:
+    engine = FusionEngine(llama, store, load_limit_s=20.0)
+    engine.warm(PASSAGES)
+    return engine
+
+
+def loading_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "qcfuse-loading"]
+
+
+@pytest.mark.parametrize("name", ["reuse", "qcfuse", "prophetkv", "cacheblend", "cachecraft", "auto"])
+@pytest.mark.parametrize("numbers", ["model", "int8"])
+def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageModel, name: str, numbers: str) -> None:
+    method = make_method(name, base=FRAMED) if name != "auto" else make_method("auto", guard=False)
+    with MemoryStore(numbers=numbers) as store:
+        engine = FusionEngine(llama, store, method=method)
+        engine.warm(PASSAGES)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        first = prefill(llama, store, prompt, method)
+        during = prefill(llama, store, prompt, method, loading=Loading(llama))
+    assert torch.equal(first.logits, during.logits)
+    assert first.report.selected == during.report.selected
+    assert first.report.lookups == during.report.lookups
+    for mine, yours in zip(
+        first.buffer.keys + first.buffer.values, during.buffer.keys + during.buffer.values, strict=True
+    ):
+        assert torch.equal(mine, yours)
+    assert during.report.bytes_loaded > 0
+
+
+def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
+    engine = FusionEngine(family, MemoryStore())
+    engine.warm(PASSAGES)
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("qcfuse", ratio=0.3, base=FRAMED)
+    first = prefill(family, engine.store, prompt, method)
+    assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
+
+
+def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEngine, store: WatchedStore) -> None:
+    """Its tokens are chosen while the last layer is still being read, which then waits for that here."""
+    chosen, came_first = threading.Event(), []
+
+    class Telling(TopTokens):
+        def select(self, *given: Any) -> Selection:
+            chosen.set()
+            return super().select(*given)
+
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=Telling())
+    expected = prefill(engine.lm, store, prompt, method)
+    chosen.clear()
+    last = f"key.{engine.lm.n_layers - 1}"
+    store.before = lambda name: came_first.append(chosen.wait(10)) if name == last else None
+    done = engine.prefill(prompt, method=method)
+    assert came_first
+    assert all(came_first)
+    assert done.report.selected == expected.report.selected != ()
+    assert torch.equal(done.logits, expected.logits)
+
+
+def test_the_last_layers_are_read_while_the_first_are_computed(engine: FusionEngine, store: WatchedStore) -> None:
+    computed = threading.Event()
+    last = f"value.{engine.lm.n_layers - 1}"
+    came_first: list[bool] = []
+
+    def before(name: str) -> None:
+        if name == last:
+            came_first.append(computed.wait(10))
+
+    prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("reuse", base=FRAMED)
+    expected = prefill(engine.lm, store, prompt, method).logits
+    store.before = before
+    hook = engine.lm.model.get_decoder().layers[0].register_forward_hook(lambda *_: computed.set())
+    try:
+        done = engine.prefill(prompt, method=method)
+    finally:
+        hook.remove()
+    assert came_first
+    assert all(came_first)
+    assert torch.equal(done.logits, expected)
+
+
+def test_waiting_counts_as_loading_wherever_it_happens(engine: FusionEngine, store: WatchedStore) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    store.before = lambda name: time.sleep(0.1 if name.startswith("value") else 0.0)
+    timings = engine.prefill(prompt, method=make_method("prophetkv", base=FRAMED)).report.timings
+    slept = 0.1 * engine.lm.n_layers * 4  # the head and three passages
+    assert timings.load_s > 0.8 * slept
+    assert timings.probe_s + timings.recompute_s < 0.5 * slept
+
+
+@pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
+def test_damage_found_late_is_computed_reported_and_discarded(
+    engine: FusionEngine, store: WatchedStore, method: str
+) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    last, count = f"value.{engine.lm.n_layers - 1}", []
+
+    def before(name: str) -> None:
+        if name == last:
+            count.append(name)
+            if len(count) == 3:
+                raise CorruptEntry("checksum differs")
+
+    store.before = before
+    done = engine.prefill(prompt, method=make_method(method, base=FRAMED))
+    assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
+    assert done.report.fallback == "1 of 3 passages computed in full: checksum differs"
+    assert FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids) not in store
+    store.before = None
+    assert torch.equal(done.logits, prefill(engine.lm, store, prompt, make_method(method, base=FRAMED)).logits)
+
+
+def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
+    engine: FusionEngine, store: WatchedStore
+) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+
+    def before(name: str) -> None:
+        if name == "key.2":
+            raise OSError(5, "Input/output error")
+
+    store.before = before
+    done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+    assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
+    assert done.report.reused_tokens == 0
+    assert done.report.fallback == "3 of 3 passages computed in full: cannot be read: [Errno 5] Input/output error"
+
+
+@pytest.mark.parametrize("where", ["lookup", "ranking", "first layer", "last layer"])
+def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
+    llama: LanguageModel, store: WatchedStore, where: str
+) -> None:
+    engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    stuck = {"ranking": "ranking", "first layer": "key.0", "last layer": f"key.{llama.n_layers - 1}"}.get(where)
+
+    def hang() -> None:
+        released.wait(30)
+
+    if stuck is None:
+        store.seek = hang
+    else:
+        store.before = lambda name: hang() if name == stuck else None
+    try:
+        began = time.perf_counter()
+        done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+        took = time.perf_counter() - began
+    finally:
+        released.set()
+    assert took < 10
+    assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
+    assert done.report.fallback is not None
+    assert done.report.fallback.startswith("3 of 3 passages computed in full: ")
+    assert done.report.fallback.endswith("within 0.5 s")
+
+
+def test_the_default_methods_guard_waits_no_longer_either(
+    llama: LanguageModel, store: WatchedStore, real_default: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
+    engine.warm(PASSAGES)
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    monkeypatch.setattr(WatchedStore, "__contains__", lambda store, key: released.wait(30))
+    try:
+        began = time.perf_counter()
+        done = engine.prefill(prompt)
+        took = time.perf_counter() - began
+    finally:
+        released.set()
+    assert took < 10
+    assert done.report.fallback == "everything is computed: the store gave no answer within 0.5 s"
+
+
+def test_what_is_slow_after_damage_has_what_is_left_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
+    impatient, damaged = FusionEngine(engine.lm, store, load_limit_s=3.0), []
+
+    def before(name: str) -> None:
+        if damaged or name == "key.0":  # of the head and three passages
+            time.sleep(0.4 if not damaged else 2.0)
+        if name == "value.2" and not damaged:
+            damaged.append(name)
+            raise CorruptEntry("checksum differs")
+
+    store.before = before
+    prompt = impatient.prompt(QUESTION, PASSAGES)
+    began = time.perf_counter()
+    done = impatient.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+    assert time.perf_counter() - began < 10
+    assert done.report.timings.load_s < 4.0  # 1.6 before the damage, and what is left of 3
+    assert min(done.report.timings.stages.values()) >= 0, "what is waited for before probing is no part of it"
+    assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
+    assert "checksum differs" in str([lookup.reason for lookup in done.report.lookups])
+    assert "not there within 3 s" in str(done.report.fallback)
+
+
+def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: FusionEngine, store: WatchedStore) -> None:
+    read: list[tuple[str, str]] = []
+    store.before = lambda name: read.append((name, threading.current_thread().name))
+    text = "\n\n".join([*PASSAGES, QUESTION])
+    for prompt in (engine.prompt(QUESTION, PASSAGES), engine.plain(text)):  # passages apart, and found in a text
+        read.clear()
+        done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+        hits = sum(lookup.hit for lookup in done.report.lookups)
+        assert hits >= 3
+        assert [by for name, by in read if name == "ranking"] == ["qcfuse-lookup"] * hits
+        assert {by for name, by in read if name.startswith(("key", "value"))} == {"qcfuse-loading"}
+
+
+def test_so_is_what_cachecraft_reads_instead_of_a_probe(engine: FusionEngine, store: WatchedStore) -> None:
+    """The scores of captured passages lie beside their keys and values."""
+    another = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
+    engine.warm([another])
+    engine.capture([PASSAGES])
+    prompt = engine.prompt(QUESTION, [PASSAGES[0], another, PASSAGES[2]])
+    readers: list[str] = []
+    store.before = lambda name: readers.append(threading.current_thread().name) if name == "inter" else None
+    done = engine.prefill(prompt, method=make_method("cachecraft", ratio=0.3))
+    assert done.scores is not None
+    assert set(readers) == {"qcfuse-lookup"}
+
+
+def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
+    engine, released = FusionEngine(llama, store, load_limit_s=0.2), threading.Event()
+    engine.warm(PASSAGES)
+    store.before = lambda name: released.wait(30) if name == "key.1" else None  # type: ignore[func-returns-value]
+    gc.collect()
+    prompt, before = engine.prompt(QUESTION, PASSAGES), buffers()  # threads of other tests may hold some
+    try:
+        engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
+        gc.collect()
+        assert [one for one in buffers() if all(one is not other for other in before)] == []
+    finally:
+        released.set()
+
+
+def buffers() -> list[KVBuffer]:
+    return [one for one in gc.get_objects() if isinstance(one, KVBuffer)]
+
+
+def test_what_fails_while_computing_leaves_no_thread_behind(engine: FusionEngine, store: WatchedStore) -> None:
+    hook = engine.lm.model.get_decoder().layers[1].register_forward_hook(lambda *_: 1 / 0)
+    store.before = lambda name: time.sleep(0.01)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=FRAMED))
+    finally:
+        hook.remove()
+    deadline = time.monotonic() + 20
+    while loading_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loading_threads() == []
+
+
+def test_a_limit_that_leaves_no_time_is_refused(llama: LanguageModel) -> None:
+    with pytest.raises(ValueError, match="must be positive or None"):
+        FusionEngine(llama, MemoryStore(), load_limit_s=0)
+
+
+def test_within_hands_on_what_a_call_returns_and_raises() -> None:
+    assert call_with_timeout(5.0, lambda: 7) == call_with_timeout(None, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        call_with_timeout(5.0, lambda: {}["nothing"])
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        call_with_timeout(0.05, lambda: time.sleep(1))
+
+
+class Copied:
+    """A copy out of the ring that is made when somebody waits for it, as late as a device may make it."""
+
+    def __init__(self, place: Tensor) -> None:
+        self._place = place
+        self.result: Tensor | None = None
+
+    def synchronize(self) -> None:
+        if self.result is None:
+            self.result = self._place.clone()
+
+
+@given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=60))
+def test_a_ring_gives_no_memory_away_before_it_was_read(sizes: list[int]) -> None:
+    ring, sent = Ring(torch.zeros(2048, dtype=torch.uint8)), []
+    for number, size in enumerate(sizes):
+        tensor = torch.full((size,), number, dtype=torch.float32) if size <= 512 else torch.zeros(size)
+        place = ring.copy(tensor)
+        if tensor.nbytes > 2048:
+            assert place is None
+            continue
+        assert place is not None
+        copied = Copied(place)
+        ring.used_by(place, copied)
+        sent.append((tensor, copied))
+    for tensor, copied in sent:
+        copied.synchronize()
+        assert copied.result is not None
+        assert torch.equal(copied.result, tensor)
+
+
+def test_methods_that_steer_a_pass_wait_for_all_layers(engine: FusionEngine) -> None:
+    steering: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    for method in steering:
+        first = prefill(engine.lm, engine.store, prompt, method)
+        assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)

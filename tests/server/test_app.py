@@ -1,0 +1,440 @@
+"""The endpoint: OpenAI's protocol over an engine, its limits, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from qcfuse_rag import (
+    AnswerReader,
+    FusionEngine,
+    LanguageModel,
+    MemoryStore,
+    SamplingParams,
+    SchedulerSettings,
+    ServedEngine,
+    ToolCall,
+)
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import PREPARING, EngineBackend, Event
+from qcfuse_rag.server.request import ChatRequest
+from tests.support.cli import Run
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import ASKED, JSON, ask, client, error
+from tests.support.tool_templates import LOOK_UP, teach
+
+
+@pytest.fixture(scope="module")
+def engine() -> FusionEngine:
+    tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
+    engine = FusionEngine(lm, MemoryStore())
+    engine.warm(PASSAGES)
+    return engine
+
+
+@pytest.fixture
+def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
+    served = ServedEngine.of(engine, SchedulerSettings(waiting=3, active=1))
+    backend = EngineBackend(served, "tiny", most_tokens=600, requests=3)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+async def http(backend: EngineBackend) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(make_app(backend)) as http:
+        yield http
+
+
+async def test_documents_are_reused_and_the_answer_is_the_engines(
+    http: httpx.AsyncClient, engine: FusionEngine
+) -> None:
+    body = (await ask(http)).json()
+    expected = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=12))
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert choice["finish_reason"] == "length"
+    assert body["model"] == "tiny"
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == expected.usage.reused_tokens > 0
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 12
+    assert body["fusion"]["fallback"] is None
+
+
+async def test_passages_are_found_in_messages(http: httpx.AsyncClient) -> None:
+    parts = [{"type": "text", "text": f"{PASSAGES[0]}\n\n"}, {"type": "text", "text": QUESTION}]
+    body = (await ask(http, documents=None, messages=[{"role": "user", "content": parts}])).json()
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_stream_is_the_answer_in_pieces(http: httpx.AsyncClient) -> None:
+    whole = (await ask(http)).json()
+    response = await ask(http, stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    assert len(deltas) > 2
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:
+    tools = {"tools": [LOOK_UP], "tool_choice": "required", "max_tokens": 200}
+    choice = (await ask(http, **tools)).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+    assert set(json.loads(call["function"]["arguments"])) == {"boat", "year"}
+    since = [*ASKED["messages"], choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "Sunk."}]
+    answered = (await ask(http, messages=since, tools=[LOOK_UP])).json()
+    assert answered["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    streamed = await ask(http, **tools, stream=True)
+    assert '"tool_calls": [{"index": 0' in streamed.text
+    schema = {"type": "object", "properties": {"green": {"type": "boolean"}}, "required": ["green"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "hull", "schema": schema}}
+    text = (await ask(http, response_format=wanted, max_tokens=60)).json()["choices"][0]["message"]["content"]
+    assert json.loads(text)["green"] in (True, False)
+
+
+def schema(wanted: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": wanted}}}
+
+
+def nested(inner: Any, depth: int, key: str | None = None) -> Any:
+    for _ in range(depth):
+        inner = [inner] if key is None else {key: inner}
+    return inner
+
+
+def defining(types: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"$defs": types}}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"messages": []}, 400, "messages: List should have at least 1 item"),
+        ({"messages": "x"}, 400, "messages: Input should be a valid list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ({"model": "gpt-4"}, 404, "no model 'gpt-4' here; there is 'tiny'"),
+        ({"n": 2}, 400, "only one answer is given"),
+        ({"logprobs": True}, 400, "logprobs is not supported"),
+        ({"top_logprobs": 5}, 400, "top_logprobs is not supported"),
+        ({"top_k": 40}, 400, "top_k is not supported"),
+        ({"min_p": 0.1}, 400, "min_p is not supported"),
+        ({"logit_bias": {"\ud800": 1}}, 400, "logit_bias is not supported"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
+        ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs is not supported"),
+        ({"stop_token_ids": [2]}, 400, "stop_token_ids is not supported"),
+        ({"min_tokens": 5}, 400, "min_tokens is not supported"),
+        ({"ignore_eos": True}, 400, "ignore_eos is not supported"),
+        ({"best_of": 2}, 400, "best_of is not supported"),
+        ({"functions": [LOOK_UP["function"]]}, 400, "functions is not supported"),
+        ({"function_call": {"name": "look_up"}}, 400, "function_call is not supported"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs is not supported"),
+        ({"truncate_prompt_tokens": 9}, 400, "truncate_prompt_tokens is not supported"),
+        ({"add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
+        ({"modalities": ["text", "audio"]}, 400, "modalities is not supported"),
+        ({"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+        ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
+        ({"temperature": 1e308}, 400, "temperature: Input should be less"),
+        ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 400, "characters cannot fit a context window"),
+        ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"seed": 2**63}, 400, "seed: Input should be less than"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.list[TextPart].0.type: Input should be 'text'",
+        ),
+        ({"max_tokens": 601}, 400, "this server gives at most 600"),
+        ({"temperature": -1}, 400, "temperature: Input should be greater"),
+        ({"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "context window"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "documents need a user's message"),
+        ({"documents": ["x"] * 257}, 400, "257 documents, and at most 256"),
+        ({"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "sink"}}}, 400, "no tool that"),
+        ({"response_format": {"type": "yaml"}}, 400, "response_format has to be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+            400,
+            "response_format has to be",
+        ),
+        (schema({"anyOf": 5}), 400, "anyOf must be an array"),
+        (schema({"properties": {"x": {"prefixItems": 5}}}), 400, "prefixItems must be an array"),
+        (schema(nested({"type": "object"}, 150, "items")), 400, "at most 100 levels"),
+        ({"tools": [defining(5)], "tool_choice": "required"}, 400, "$defs in the parameters of f has to be an object"),
+        (
+            {"messages": [called("[" * 100_000), {"role": "user", "content": "x"}]},
+            400,
+            "something in the body is nested",
+        ),
+        ({"response_format": {"type": "json_object"}, "tools": [LOOK_UP]}, 400, "ask for tools or for JSON"),
+        ({"tool_choice": "required"}, 400, "there are no tools to call"),
+        ({"tool_choice": {"type": "function"}}, 400, "tool_choice"),
+        ({"tools": [{}]}, 400, "tools.0.function: Field required"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "tool_calls.0"),
+        ({"documents": ["\ud800"]}, 400, "no Unicode"),
+        ({"stop": ["x"] * 17}, 400, "at most 16 strings"),
+        ({"stream": True, "max_tokens": 601}, 400, "this server gives at most 600"),
+    ],
+)
+async def test_bad_requests_say_what_is_wrong(
+    http: httpx.AsyncClient, changes: dict[str, Any], status: int, message: str
+) -> None:
+    response = await ask(http, **changes)
+    assert (response.status_code, message in error(response)) == (status, True), response.text
+
+
+@pytest.mark.parametrize(("depth", "status"), [(80, 200), (120, 400), (480, 400), (900, 400), (100_000, 400)])
+async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
+    http: httpx.AsyncClient, depth: int, status: int
+) -> None:
+    """Without documents messages are compared, and on Ray they are sent: each ends at a depth of its own."""
+    body = json.dumps({"messages": [{"role": "user", "content": "x", "more": "deep"}], "max_tokens": 1})
+    deep = body.replace('"deep"', "[" * depth + "]" * depth)
+    assert (await http.post("/v1/chat/completions", content=deep, headers=JSON)).status_code == status
+
+
+async def test_unknown_and_neutral_fields_are_passed_over(http: httpx.AsyncClient) -> None:
+    absent = {"stream": None, "stream_options": None, "model": None, "tools": None}
+    neutral = {**absent, "n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
+    neutral |= {"repetition_penalty": 1.0, "modalities": ["text"], "guided_json": None, "chat_template_kwargs": {}}
+    neutral |= {"min_tokens": 0, "echo": False, "function_call": "auto", "truncate_prompt_tokens": -1}
+    neutral |= {"priority": nested(["\ud800"], 500), "prediction": {"type": "content", "content": "No."}}
+    assert (await ask(http, **neutral)).json()["choices"] == (await ask(http)).json()["choices"]
+    assert (await ask(http, temperature=1e-45)).status_code == 200
+
+
+async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: EngineBackend) -> None:
+    app = make_app(backend, token="right", metrics=lambda: b"qcfuse_prefills_total 1\n")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic right"}):
+        async with client(app, **headers) as http:
+            for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+                assert (await http.get(path)).status_code == 401
+            refused = await ask(http)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+            assert (await http.get("/healthz")).json() == {"status": "ok"}
+    async with client(app, authorization="Bearer right") as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+        assert (await http.get("/metrics")).text == "qcfuse_prefills_total 1\n"
+        assert (await ask(http)).status_code == 200
+
+
+async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that may call tools as it likes may call several."""
+    two = ParsedResponse("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
+    monkeypatch.setattr(AnswerReader, "end", lambda *_: ("", two))
+    for parallel, count in ((None, 2), (True, 2), (False, 1)):
+        choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
+        assert len(choice["message"]["tool_calls"]) == count
+
+
+async def test_a_host_header_does_not_pass_for_the_health_check(backend: EngineBackend) -> None:
+    async with client(make_app(backend, token="right"), host="x/healthz?") as http:
+        assert (await ask(http)).status_code == 401
+
+
+async def test_what_is_not_there_is_an_error_in_openais_words(http: httpx.AsyncClient) -> None:
+    assert error(await http.get("/nowhere")) == "Not Found"
+    assert error(await http.get("/v1/chat/completions")) == "Method Not Allowed"
+    assert "JSON" in error(await http.post("/v1/chat/completions", content=b"{", headers=JSON))
+
+
+async def test_a_request_that_says_no_length_gets_what_fits(http: httpx.AsyncClient, engine: FusionEngine) -> None:
+    near = "x " * (engine.lm.window.tokens // 2 - 100)
+    body = (await ask(http, messages=[{"role": "user", "content": near}], documents=None, max_tokens=None)).json()
+    assert body["usage"]["total_tokens"] <= engine.lm.window.tokens
+    assert body["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.enable_socket
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream: bool) -> None:
+    """Under a real server: only that knows that a socket was closed."""
+    server = uvicorn.Server(uvicorn.Config(make_app(backend), port=0, log_level="error"))
+    running = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({**ASKED, "max_tokens": 600, "stream": stream}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+    scheduler = backend._served.scheduler
+    while scheduler.active == 0:
+        await asyncio.sleep(0.001)
+    (answer,) = scheduler._active
+    writer.close()
+    while not answer.over:
+        await asyncio.sleep(0.01)
+    assert answer.generation is not None
+    assert answer.generation.finish_reason == "cancelled"
+    server.should_exit = True
+    await running
+
+
+async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as may wait do; only so many at a time take the memory that tokenising does."""
+    at_once, most, plan = 0, 0, engine.prompt
+    lock = threading.Lock()
+
+    def counting(*given: Any, **options: Any) -> Any:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.002)
+        with lock:
+            at_once -= 1
+        return plan(*given, **options)
+
+    monkeypatch.setattr(engine, "prompt", counting)
+    count = 5 * PREPARING
+    served = ServedEngine.of(engine, SchedulerSettings(waiting=count))
+    backend = EngineBackend(served, "tiny", requests=count)
+    async with client(make_app(backend)) as http:
+        responses = await asyncio.gather(*(ask(http, max_tokens=1) for _ in range(count + 3)))
+    backend.close()
+    assert Counter(one.status_code for one in responses) == {200: count, 429: 3}
+    assert 1 < most <= PREPARING
+
+
+async def test_who_goes_before_being_queued_is_not_answered(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, plan, prepared = threading.Event(), engine.prompt, []
+
+    def slow(question: str, *given: Any, **options: Any) -> Any:
+        prepared.append(question)
+        go_on.wait(20)
+        return plan(question, *given, **options)
+
+    served, queued = ServedEngine.of(engine), []
+    monkeypatch.setattr(engine, "prompt", slow)
+    monkeypatch.setattr(served, "ask", lambda request, ask=served.ask: queued.append(ask(request)) or queued[-1])
+    backend = EngineBackend(served, "tiny", requests=PREPARING + 1)
+
+    async def outcome(tokens: int = 1) -> str | None:
+        return [event async for event in backend.answer(ChatRequest(**{**ASKED, "max_tokens": tokens}))][-1].finish
+
+    begun = [asyncio.create_task(outcome(300 if number == 0 else 1)) for number in range(PREPARING)]
+    while len(prepared) < PREPARING:
+        await asyncio.sleep(0.001)
+    late = asyncio.create_task(outcome())
+    await asyncio.sleep(0.01)
+    for one in (late, begun[0]):
+        one.cancel()
+    await asyncio.wait({late, begun[0]})
+    assert late.cancelled()
+    assert begun[0].cancelled()
+    go_on.set()
+    assert await asyncio.gather(*begun[1:]) == ["length"] * (PREPARING - 1)
+    assert await outcome() == "length", "both have left their places to others"
+    backend.close()
+    assert len(prepared) == PREPARING + 1, "the late one was not even prepared"
+    (gone,) = [answer for answer in queued if answer.params.max_new_tokens == 300]
+    assert gone.generation is None or gone.generation.finish_reason == "cancelled"
+
+
+async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
+    backend: EngineBackend, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, prefill = threading.Event(), threading.Event(), engine.prefill
+
+    def slow(*given: Any, **options: Any) -> Any:
+        begun.set()
+        go_on.wait(20)
+        return prefill(*given, **options)
+
+    monkeypatch.setattr(engine, "prefill", slow)
+    async with client(make_app(backend)) as http:
+        asked = [asyncio.create_task(ask(http))]
+        assert await asyncio.to_thread(begun.wait, 20)
+        asked += [asyncio.create_task(ask(http)) for _ in range(7)]
+        while sum(one.done() for one in asked) < 5:  # one is being answered and two wait
+            await asyncio.sleep(0.01)
+        go_on.set()
+        responses = await asyncio.gather(*asked)
+    refused = [one for one in responses if one.status_code == 429]
+    assert len(refused) == 5
+    assert {one.headers["retry-after"] for one in refused} == {"1"}
+    assert {error(one) for one in refused} == {"3 requests are answered or waiting already; ask again later"}
+    assert [one.status_code for one in responses if one not in refused] == [200] * 3
+
+
+async def test_what_fails_midway_is_an_event_and_no_end() -> None:
+    class Breaking:
+        name = "tiny"
+
+        def ready(self) -> str | None:
+            return None
+
+        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+            yield Event("The ")
+            raise RuntimeError("out of memory, and more than a client should know")
+
+    async with client(make_app(Breaking())) as http:
+        text = (await ask(http, stream=True)).text
+        assert "[DONE]" not in text
+        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["message"] == (
+            "the server failed: RuntimeError"
+        )
+
+    class Failing:
+        name = "tiny"
+
+        def ready(self) -> str | None:
+            return "no replica"
+
+        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+            yield Event("The ")
+            yield Event(status=502, error="the replica was lost")
+
+    async with client(make_app(Failing())) as http:
+        text = (await ask(http, stream=True)).text
+        assert "[DONE]" not in text
+        assert json.loads(text.splitlines()[-2].removeprefix("data: "))["error"]["code"] == 502
+        assert (await ask(http)).status_code == 502
+        health = await http.get("/healthz")
+        assert (health.status_code, health.json()) == (503, {"status": "no replica"})
+
+
+async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None:
+    asked = ChatRequest(**{**ASKED, "max_tokens": 500})
+    events = backend.answer(asked)
+    await anext(events)
+    await events.aclose()  # type: ignore[attr-defined]
+    scheduler = backend._served.scheduler
+    for _ in range(4000):
+        if scheduler.active == 0:
+            break
+        await asyncio.sleep(0.005)
+    assert scheduler.active == scheduler.waiting == 0
+
+
+def test_only_this_machine_is_let_in_without_a_token(run: Run, model_folder: str, tmp_path: Any) -> None:
+    code, _, said = run("serve", "--store", str(tmp_path), "--model", model_folder, "--host", "0.0.0.0")
+    assert code == 1
+    assert "set QCFUSE_TOKEN" in said

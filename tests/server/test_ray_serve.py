@@ -1,0 +1,112 @@
+"""What the door of a fleet does when a replica is lost, is full, or fails; the loss of real ones is in tests/ray."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+
+from qcfuse_rag import RayWorkers
+from qcfuse_rag.server.backend import Event
+from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, Ingress
+from qcfuse_rag.server.request import ChatRequest
+from tests.support.serving import ask, client, error
+
+WHOLE = [Event("The "), Event("mill."), Event(finish="stop", usage={}, report={})]
+
+
+class Answers:
+    """Calls of a deployment that end as they are told to, one after the other."""
+
+    def __init__(self, *ends: tuple[int, BaseException | None]) -> None:
+        self.ends, self.asked, self.cancelled = list(ends), 0, 0
+        self.unrouted: BaseException | None = None
+
+    def options(self, *, stream: bool) -> Answers:
+        assert stream
+        return self
+
+    @property
+    def answer(self) -> Answers:
+        return self
+
+    def remote(self, asked: dict[str, Any]) -> Answers:
+        assert asked["messages"]
+        self.asked += 1
+        return self
+
+    def cancel(self) -> None:
+        """Raise, as Serve does, what a call failed with before it was at a replica."""
+        self.cancelled += 1
+        if self.unrouted is not None:
+            raise self.unrouted
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        count, error = self.ends.pop(0)
+        self.unrouted = None if count else error
+        for event in WHOLE[:count]:
+            yield event.to_dict()
+        if error is not None:
+            raise error
+
+
+async def events(answers: Answers, *, stream: bool) -> list[Event]:
+    request = ChatRequest(messages=[{"role": "user", "content": "?"}], stream=stream)  # type: ignore[list-item]
+    return [event async for event in DeploymentBackend("tiny", answers).answer(request)]
+
+
+@pytest.mark.parametrize(("stream", "begun"), [(True, 0), (False, 0), (False, 2)])
+async def test_a_request_that_has_sent_nothing_is_asked_again(stream: bool, begun: int) -> None:
+    answers = Answers((begun, ActorDiedError()), (3, None))
+    assert await events(answers, stream=stream) == WHOLE
+    assert answers.asked == answers.cancelled == 2
+
+
+async def test_a_stream_that_has_begun_ends_in_an_error_and_is_not_begun_again() -> None:
+    answers = Answers((1, ActorDiedError()))
+    first, last = await events(answers, stream=True)
+    assert first == WHOLE[0]
+    assert (last.status, last.error) == (502, "the replica was lost while it answered; ask again")
+
+
+async def test_a_request_is_not_asked_for_ever() -> None:
+    answers = Answers(*[(0, ActorDiedError())] * MAX_ATTEMPTS)
+    (only,) = await events(answers, stream=False)
+    assert (only.status, answers.asked) == (503, MAX_ATTEMPTS)
+
+
+async def test_a_full_line_is_429() -> None:
+    (only,) = await events(Answers((0, BackPressureError(9, 8))), stream=True)
+    assert only.status == 429
+    app = Ingress(
+        EngineDeployment(RayWorkers("model", {}), "tiny"), Answers((0, BackPressureError(9, 8)))
+    ).__serve_build_asgi_app__()
+    async with client(app) as http:
+        assert (await ask(http)).headers["retry-after"] == "1"
+
+
+async def test_what_no_replica_could_answer_is_refused_at_the_door() -> None:
+    answers = Answers()
+    app = Ingress(EngineDeployment(RayWorkers("model", {}), "tiny"), answers).__serve_build_asgi_app__()
+    async with client(app) as http:
+        for refused in ({"documents": ["\ud800"]}, {"guided_json": {"type": "object"}}, {"stop": ["x"] * 17}):
+            assert (await ask(http, **refused)).status_code == 400
+    assert answers.asked == 0
+
+
+async def test_the_door_of_this_machine_goes_by_its_names() -> None:
+    fleet = EngineDeployment(RayWorkers("model", {}), "tiny", hosts=("localhost",))
+    async with client(Ingress(fleet, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
+        assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))
+
+
+async def test_what_a_replica_raises_is_not_told_to_clients() -> None:
+    failed = RayTaskError("answer", "Traceback: /home/somebody/secret", ValueError("secret"))
+    (only,) = await events(Answers((0, failed)), stream=False)
+    assert (only.status, "secret" in str(only.error)) == (500, False)

@@ -1,0 +1,64 @@
+"""What an answer over HTTP says of passages that could not be read."""
+
+from __future__ import annotations
+
+import pytest
+
+from qcfuse_rag import BLIND, ChunkKey, FusionEngine, LanguageModel, MemoryStore, Miss, ServedEngine, StoreError
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import EngineBackend
+from tests.support.passages import PASSAGES
+from tests.support.serving import ask, client
+
+REASONS = ("remote redis cannot be reached: Error 111 connecting to 10.1.2.3:6399", "cannot be read: [Errno 5] /srv/kv")
+SECRETS = ("10.1.2.3", "/srv/kv")
+
+
+class Troubled(MemoryStore):
+    """Gives nothing, for one reason after the other."""
+
+    asked = 0
+
+    def get(self, key: ChunkKey) -> Miss:
+        """Return why there is nothing."""
+        self.asked += 1
+        return Miss(REASONS[self.asked % len(REASONS)])
+
+
+async def test_clients_are_told_the_reason_and_the_log_the_rest(
+    llama: LanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = EngineBackend(ServedEngine.of(FusionEngine(llama, Troubled())), "tiny")
+    async with client(make_app(backend)) as http:
+        response = await ask(http)
+    backend.close()
+    report = response.json()["fusion"]
+    assert {one["reason"] for one in report["lookups"]} == {"remote redis cannot be reached", "cannot be read"}
+    assert report["fallback"] == "3 of 3 passages computed in full: cannot be read; remote redis cannot be reached"
+    assert not any(secret in response.text for secret in SECRETS)
+    assert all(secret in caplog.text for secret in SECRETS)
+
+
+async def test_what_is_not_stored_is_told_as_it_is(engine: FusionEngine, caplog: pytest.LogCaptureFixture) -> None:
+    engine.warm(PASSAGES[:1], bases=[BLIND])
+    backend = EngineBackend(ServedEngine.of(engine), "tiny")
+    async with client(make_app(backend)) as http:
+        report = (await ask(http)).json()["fusion"]
+    backend.close()
+    assert report["fallback"] == "3 of 3 passages computed in full: absent; absent: stored blind, not framed"
+    assert not caplog.records
+
+
+async def test_clients_are_not_told_where_a_manifest_is(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(text: str) -> None:
+        raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
+
+    monkeypatch.setattr(engine.located, "find", away)
+    backend = EngineBackend(ServedEngine.of(engine), "tiny")
+    async with client(make_app(backend)) as http:
+        response = await ask(http, documents=None)
+    backend.close()
+    assert response.json()["fusion"]["fallback"] == "no passages were looked for"
+    assert "/srv/kv/sources.db" in caplog.text

@@ -1,0 +1,199 @@
+"""What the endpoint refuses by its headers and its body, and whom it does not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
+from qcfuse_rag.server.backend import Event
+from qcfuse_rag.server.http_server import SPARE_CONNECTIONS, make_server
+from qcfuse_rag.server.request import ChatRequest
+from tests.support.serving import ASKED, JSON, ask, client, error
+
+PATH = "/v1/chat/completions"
+BODY = json.dumps(ASKED).encode()
+PROTOCOLS = pytest.mark.parametrize("protocol", [H11Protocol, AutoHTTPProtocol], ids=["h11", "auto"])
+
+
+class Yes:
+    """Says yes to everything."""
+
+    name = "tiny"
+
+    def ready(self) -> str | None:
+        return None
+
+    async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+        yield Event("Yes.")
+        yield Event(finish="stop", usage={}, report={})
+
+
+@asynccontextmanager
+async def listening(server: uvicorn.Server) -> AsyncIterator[int]:
+    """Run a server; yield its port."""
+    server.config.port = 0
+    running = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    yield port
+    server.should_exit = True
+    await running
+
+
+async def said(port: int, *parts: bytes) -> bytes:
+    """Send a request's parts and return the first line of what is answered."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        return (await asyncio.wait_for(reader.readline(), 20)).strip()
+    except ConnectionError:
+        return b"closed"
+    finally:
+        writer.close()
+
+
+def head(*more: str, host: str = "localhost") -> bytes:
+    lines = [f"POST {PATH} HTTP/1.1", f"Host: {host}", "Content-Type: application/json", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def test_bodies_are_bounded_by_what_they_say_and_by_what_comes() -> None:
+    async with client(make_app(Yes(), limits=RequestLimits(body_bytes=1000))) as http:
+        response = await ask(http, documents=["x" * 2000])
+        assert (response.status_code, "reads at most 1000" in error(response)) == (413, True)
+        pulled = 0
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal pulled
+            while True:
+                pulled += 1
+                yield b" " * 100
+
+        response = await http.post(PATH, content=endless(), headers=JSON)
+        assert (response.status_code, "reads at most 1000" in error(response)) == (413, True)
+        assert pulled <= 12
+
+
+async def test_a_body_in_pieces_is_read_to_its_end() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for at in range(0, len(BODY), 7):
+            yield BODY[at : at + 7]
+
+    async with client(make_app(Yes())) as http:
+        response = await http.post(PATH, content=pieces(), headers=JSON)
+        assert response.json()["choices"][0]["message"]["content"] == "Yes."
+
+
+async def test_a_length_besides_chunks_is_refused() -> None:
+    async with client(make_app(Yes())) as http:
+        both = {**JSON, "content-length": str(len(BODY)), "transfer-encoding": "chunked"}
+        response = await http.post(PATH, content=BODY, headers=both)
+        assert (response.status_code, response.headers["connection"]) == (400, "close")
+        assert "exclude each other" in error(response)
+
+
+@pytest.mark.enable_socket
+async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None:
+    server = make_server(make_app(Yes(), limits=RequestLimits(body_bytes=1000)), requests=1, protocol=H11Protocol)
+    chunk = b"400\r\n" + b" " * 1024 + b"\r\n"
+    async with listening(server) as port:
+        both = head("Content-Length: 10", "Transfer-Encoding: chunked")
+        assert await said(port, both, chunk) == b"HTTP/1.1 400 Bad Request"
+        assert (await said(port, head("Transfer-Encoding: chunked"), chunk)).startswith(b"HTTP/1.1 413")
+        assert await said(port, head(f"Content-Length: {len(BODY)}"), BODY) == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.enable_socket
+@PROTOCOLS
+async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
+    server = make_server(make_app(Yes(), limits=RequestLimits(body_s=0.1)), requests=1, protocol=protocol)
+    async with listening(server) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head("Content-Length: 500") + BODY[:9])
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.startswith(b"HTTP/1.1 408 Request Timeout")
+        assert b"the body was not there within 0.1 s" in answer
+        writer.close()
+
+
+@pytest.mark.enable_socket
+@PROTOCOLS
+async def test_headers_that_do_not_come_are_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
+    """Be it of a request that never begins, of a first one, or of the next one on the same connection."""
+    server = make_server(make_app(Yes()), requests=1, headers_s=0.1, protocol=protocol)
+    whole = head(f"Content-Length: {len(BODY)}") + BODY
+    async with listening(server) as port:
+        for before, begun in ((b"", b""), (b"", whole[:30]), (whole, whole[:30])):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(before)
+            if before:
+                assert (await reader.readline()).strip() == b"HTTP/1.1 200 OK"
+                assert (await reader.readuntil(b"}}")).endswith(b"}}")
+            for byte in begun:
+                writer.write(bytes([byte]))
+            assert await asyncio.wait_for(reader.read(), 4) in (b"", b"}")  # uvicorn waits for five seconds
+            writer.close()
+
+
+@pytest.mark.enable_socket
+async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> None:
+    class Slow(Yes):
+        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+            await asyncio.sleep(0.15)
+            async for event in super().answer(request):
+                yield event
+
+    async with listening(make_server(make_app(Slow()), requests=1, headers_s=0.05)) as port:
+        assert await said(port, head(f"Content-Length: {len(BODY)}"), BODY) == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.enable_socket
+async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.server.http_server.SPARE_CONNECTIONS", 2)
+    async with listening(make_server(make_app(Yes()), requests=2)) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")
+        for _, writer in held:
+            writer.close()
+    assert SPARE_CONNECTIONS >= 64
+
+
+class TestNames:
+    """A page in a browser may have a name of its own lead to this machine; what it asks then carries that name."""
+
+    @pytest.fixture
+    def app(self) -> FastAPI:
+        return make_app(Yes(), hosts=(*LOOPBACK, "127.0.0.2"))
+
+    @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "127.0.0.2"])
+    async def test_who_asks_by_a_name_of_this_machine_is_let_in(self, app: FastAPI, name: str) -> None:
+        async with client(app, host=name) as http:
+            assert (await ask(http)).status_code == 200
+
+    @pytest.mark.parametrize(
+        "name", ["page.example:8000", "localhost.page.example", "127.0.0.1.page.example", "[::1", "", "10.0.0.1"]
+    )
+    async def test_who_asks_by_another_name_is_told_of_the_token(self, app: FastAPI, name: str) -> None:
+        async with client(app, host=name) as http:
+            for response in (await ask(http), await http.get("/v1/models"), await http.get("/openapi.json")):
+                assert response.status_code == 421
+                assert "goes by localhost, 127.0.0.1, ::1, 127.0.0.2 alone; set QCFUSE_TOKEN" in error(response)
+            assert (await http.get("/healthz")).status_code == 200
+
+    async def test_who_has_the_token_may_use_any_name(self) -> None:
+        app = make_app(Yes(), token="right", hosts=LOOPBACK)
+        async with client(app, host="page.example", authorization="Bearer right") as http:
+            assert (await ask(http)).status_code == 200

@@ -1,0 +1,168 @@
+"""A store on disk is within its limit at every moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.disk.folders import ENTRY, KEY, present, put, taken
+
+
+@pytest.mark.parametrize("eviction", ["cost", "lru", "lfu"])
+def test_the_limit_is_never_exceeded_not_even_while_writing(
+    folder: Path, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, most = 10 * ENTRY, 0
+    with DiskStore(folder, limit, eviction=eviction) as store:
+        write = store.files.write
+
+        def watched(path: Path, parts: Sequence[bytes]) -> None:
+            nonlocal most
+            write(path, parts)
+            most = max(most, taken(folder))
+
+        monkeypatch.setattr(store.files, "write", watched)
+        for number in range(50):
+            tokens = 1 + (number * 97) % 400
+            store.put(example_key(number % 30), example_chunk(number, n_tokens=tokens), saved_ms=float(tokens))
+            assert taken(folder) == store.stats()[0].size_bytes <= limit
+            assert_same(store.get(example_key(number % 30)), example_chunk(number, n_tokens=tokens))
+        assert store.stats()[0].evicted > 0
+    assert limit / 2 < most <= limit
+
+
+def test_the_limit_holds_for_all_writers_together(folder: Path) -> None:
+    limit, sizes = 4 * ENTRY, []
+
+    def work(first: int) -> None:
+        with DiskStore(folder, limit) as store:
+            for number in range(first, first + 10):
+                put(store, number)
+                sizes.append(store.stats()[0].size_bytes)
+
+    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(sizes) == 30
+    assert max(sizes) <= limit
+    assert taken(folder) <= limit
+
+
+def test_an_entry_larger_than_the_limit_is_an_error_that_says_so(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY) as store:
+        put(store, 0)
+        with pytest.raises(StoreError, match=rf"a chunk of [\d,]+ bytes does not fit a store of {2 * ENTRY:,} bytes$"):
+            store.put(example_key(1), example_chunk(1, n_tokens=500))
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_a_limit_that_was_lowered_holds_from_the_next_entry_on(folder: Path) -> None:
+    with DiskStore(folder, 10 * ENTRY) as store:
+        put(store, *range(8))
+    with DiskStore(folder, 3 * ENTRY) as store:
+        put(store, 8)
+        assert taken(folder) == store.stats()[0].size_bytes == 3 * ENTRY
+
+
+def test_what_is_pinned_is_not_evicted(folder: Path) -> None:
+    with DiskStore(folder, 3 * ENTRY, eviction="lru") as store:
+        put(store, 0)
+        assert store.pin(KEY)
+        put(store, *range(1, 8))
+        assert_same(store.get(KEY), example_chunk())
+        assert [entry.address for entry in store.entries() if entry.pinned] == [KEY.address]
+        store.pin(KEY, pinned=False)
+        put(store, *range(8, 12))
+        assert KEY not in store
+
+
+def test_what_is_pinned_stays_so_when_replaced_and_after_a_restart(folder: Path) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0)
+        store.pin(KEY)
+        put(store, 0)
+        assert [entry.pinned for entry in store.entries()] == [True]
+    with DiskStore(folder) as store:
+        assert [entry.pinned for entry in store.entries()] == [True]
+
+
+def test_if_everything_is_pinned_there_is_no_room_and_the_error_says_why(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY) as store:
+        for number in range(2):
+            put(store, number)
+            store.pin(example_key(number))
+        with pytest.raises(StoreError, match=f"does not fit .* of which {2 * ENTRY:,} are pinned and 0 being written"):
+            put(store, 2)
+        assert present(store, 3) == [True, True, False]
+
+
+def test_a_chunk_in_use_survives_its_eviction(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY, eviction="lru") as store:
+        put(store, 0)
+        found = store.get(KEY)
+        put(store, *range(1, 8))
+        assert KEY not in store
+        assert_same(found, example_chunk())
+
+
+def test_uses_count_over_a_restart(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY, eviction="lfu") as store:
+        put(store, 0, 1)
+        store.get(KEY)
+    with DiskStore(folder) as store:
+        put(store, 2)
+        assert present(store, 3) == [True, False, True]
+
+
+def test_the_small_and_dear_is_kept_before_the_large_and_cheap(folder: Path) -> None:
+    with DiskStore(folder, 4 * ENTRY) as store:
+        put(store, 0, saved_ms=5000.0)
+        store.put(example_key(1), example_chunk(1, n_tokens=200), saved_ms=10.0)
+        put(store, 2, saved_ms=20.0)
+        assert present(store, 3) == [True, False, True]
+
+
+def test_a_writer_waits_for_room_that_another_has_set_aside(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY) as store:
+        reserved = store.room.reserve(example_key(1).address, 2 * ENTRY)
+        writer = threading.Thread(target=put, args=(store, 0))
+        writer.start()
+        writer.join(0.1)
+        assert writer.is_alive()
+        store.room.release(reserved)
+        writer.join(20.0)
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_an_entry_that_can_never_fit_does_not_wait_for_others(folder: Path) -> None:
+    with DiskStore(folder, 2 * ENTRY) as store:
+        store.room.reserve(example_key(1).address, ENTRY)
+        started = time.monotonic()
+        with pytest.raises(StoreError, match=f"of which 0 are pinned and {ENTRY:,} being written"):
+            store.put(KEY, example_chunk(n_tokens=500))
+        assert time.monotonic() - started < 10.0
+
+
+def test_a_limit_that_is_lowered_holds_from_then_on(folder: Path) -> None:
+    with DiskStore(folder) as store:
+        for number in range(8):
+            store.put(example_key(number), example_chunk(number))
+        store.pin(example_key(3))
+        taken = store.stats()[0].size_bytes
+    with DiskStore(folder, taken // 2) as store:
+        [now] = store.stats()
+        assert now.size_bytes <= taken // 2
+        assert now.entries == 4
+        assert example_key(3) in store
+        assert store.health()[0].ok
+    with DiskStore(folder, taken // 16) as store:
+        assert [entry.address for entry in store.entries()] == [example_key(3).address], "what is pinned stays"
+        assert "more than its limit, pinned ones" in str(store.health()[0].problems)

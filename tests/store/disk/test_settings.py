@@ -1,0 +1,74 @@
+"""Settings are kept with a store on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag.store.testing import assert_same, example_chunk
+from tests.store.disk.folders import ENTRY, KEY, put
+
+
+def test_settings_need_be_given_only_once(folder: Path) -> None:
+    given = {"limit_bytes": 10 * ENTRY, "numbers": "int8", "eviction": "lru", "ttl_s": 60.0}
+    with DiskStore(folder, **given):  # type: ignore[arg-type]
+        pass
+    with DiskStore(folder) as store:
+        assert {name: getattr(store.settings, name) for name in given} == given
+        assert store.numbers == "int8"
+        assert store.stats()[0].limit_bytes == 10 * ENTRY
+    with DiskStore(folder, eviction="lfu"):
+        pass
+    with DiskStore(folder) as store:
+        assert {name: getattr(store.settings, name) for name in given} == {**given, "eviction": "lfu"}
+
+
+def test_a_store_never_told_anything_has_defaults(store: DiskStore) -> None:
+    about = store.settings
+    assert (about.limit_bytes, about.numbers, about.eviction, about.ttl_s) == (64 << 30, "model", "cost", None)
+
+
+def test_settings_that_a_later_version_has_are_passed_over(folder: Path) -> None:
+    DiskStore(folder, limit_bytes=12345).close()
+    kept = json.loads((folder / "store.json").read_text())
+    assert "remote" not in kept, "so that earlier versions open it as well"
+    (folder / "store.json").write_text(json.dumps({**kept, "colour": "green"}))
+    with DiskStore(folder) as store:
+        assert store.limit_bytes == 12345
+
+
+@pytest.mark.parametrize("wrong", [{"numbers": "int4"}, {"eviction": "fifo"}], ids=str)
+def test_settings_that_cannot_be_are_refused_and_not_kept(folder: Path, wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="there are"):
+        DiskStore(folder, **wrong)  # type: ignore[arg-type]
+    DiskStore(folder).close()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"numbers": "int4"}', '{"limit_bytes": "much"}', '{"ttl_s": "long"}', "\0"]
+)
+def test_unreadable_settings_are_one_clear_error(folder: Path, content: str) -> None:
+    DiskStore(folder).close()
+    (folder / "store.json").write_text(content)
+    with pytest.raises(
+        StoreError, match=r"cannot read .*store\.json .*; remove it and give the store's settings again"
+    ):
+        DiskStore(folder)
+
+
+def test_entries_in_other_numbers_stay_as_they_are(folder: Path) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0)
+    with DiskStore(folder, numbers="int8") as store:
+        put(store, 1)
+        assert_same(store.get(KEY), example_chunk())
+        assert [entry.numbers for entry in sorted(store.entries(), key=lambda e: e.used or 0.0)] == ["model", "int8"]
+
+
+@pytest.mark.parametrize("given", [{"limit_bytes": 0}, {"limit_bytes": -1}, {"ttl_s": 0.0}])
+def test_settings_that_cannot_be_are_refused(folder: Path, given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be more than 0"):
+        DiskStore(folder, **given)  # type: ignore[arg-type]

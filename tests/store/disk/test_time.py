@@ -1,0 +1,69 @@
+"""What a store on disk keeps for so long."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, Miss
+from qcfuse_rag.store.testing import assert_same, example_chunk
+from tests.store.disk.folders import ENTRY, KEY, later, present, put, taken
+
+
+def test_an_entry_is_gone_when_its_time_is_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        assert_same(store.get(KEY), example_chunk())
+        later(monkeypatch, 61.0)
+        assert store.get(KEY) == Miss("expired")
+        assert (KEY in store, taken(folder), store.stats()[0].size_bytes) == (False, 0, 0)
+
+
+def test_what_has_expired_makes_room_before_anything_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DiskStore(folder, 3 * ENTRY) as store:
+        store.put(KEY, example_chunk().until(time.time() + 60.0), saved_ms=1e6)
+        store.pin(KEY)
+        put(store, 1, 2)
+        later(monkeypatch, 61.0)
+        put(store, 3)
+        assert present(store, 4) == [False, True, True, True]
+
+
+def test_an_expiry_of_its_own_counts_before_the_stores(folder: Path) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        store.put(KEY, example_chunk().until(4e9))
+        assert [round(entry.expires or 0.0) for entry in store.entries()] == [4_000_000_000]
+
+
+def test_an_expired_entry_is_not_there(folder: Path) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        store.put(KEY, example_chunk().until(1.0))
+        assert KEY not in store
+
+
+def test_what_is_in_quarantine_lasts_no_longer_than_it_would_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        store.discard(KEY, "looks odd")
+        put(store, 1)
+        assert taken(folder) == 2 * ENTRY
+        later(monkeypatch, 61.0)
+        put(store, 2)
+        assert list((folder / "quarantine").iterdir()) == []
+        assert store.stats()[0].size_bytes == taken(folder) == ENTRY
+
+
+def test_what_was_over_when_it_was_found_damaged_makes_room_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(folder, ttl_s=60.0) as store:
+        put(store, 0)
+        later(monkeypatch, 61.0)
+        store.discard(KEY, "looks odd")
+        later(monkeypatch, 62.0)
+        put(store, 1)
+        assert list((folder / "quarantine").iterdir()) == []

@@ -1,0 +1,113 @@
+"""What a chunk knows of its birth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from qcfuse_rag import CorruptEntry
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import open_chunk
+from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_patch
+from tests.store.entry.entries import SEALS, CountingSource, header_of, opened, with_header, written
+
+
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_context_facts_and_extra_blocks_are_read_back(dtype: torch.dtype, seal: Seal | None) -> None:
+    patch = example_patch(n_tokens=300, dtype=dtype)
+    assert_same(opened(written(patch, seal), seal)[1], patch)
+    assert opened(written(patch, seal), seal)[1].names()[:4] == ["ranking", "inter", "key.1.basis", "key.1"]
+
+
+def test_a_birth_behind_nothing_is_not_a_birth_of_which_nothing_is_said() -> None:
+    unsaid, nothing = example_chunk(), replace(example_chunk(), context=())
+    assert (opened(written(unsaid))[1].context, opened(written(nothing))[1].context) == (None, ())
+    assert "context" not in header_of(written(unsaid))
+
+
+def test_rows_of_a_patch_read_their_rows_of_the_first_factor() -> None:
+    source = CountingSource(written(example_patch(n_tokens=300)))
+    header, chunk = open_chunk(source)
+    blocks = {block.name: block for block in header.blocks}
+    source.ranges.clear()
+    chunk.layer(2, 130, 140)
+    expected = []
+    for name in ("key.2", "value.2"):
+        expected += [blocks[name].range(1, 2), blocks[f"{name}.basis"].range(0, 1)]
+    assert source.ranges == [(header.start + begin, header.start + end) for begin, end in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context", None),
+        ("context", "0" * 32),
+        ("context", ["0" * 31]),
+        ("context", ["0" * 33]),
+        ("context", ["0" * 31 + "G"]),
+        ("context", [7]),
+        ("context", ["0" * 32] * 1025),
+        ("facts", None),
+        ("facts", []),
+        ("facts", {"cci": 0.5}),
+        ("facts", {"cci": ["0.5"]}),
+        ("facts", {"cci": [True]}),
+        ("facts", {"cci": [float("nan")]}),
+        ("facts", {"cci": [10**400]}),
+        ("facts", {"CCI": [0.5]}),
+        ("facts", {"x" * 33: [0.5]}),
+        ("facts", {"cci": [0.5] * 1025}),
+        ("facts", {f"fact{number}": [0.5] for number in range(17)}),
+        ("extras", None),
+        ("extras", []),
+        ("extras", ["other"]),
+        ("extras", ["inter", "inter"]),
+        ("extras", "inter"),
+        ("numbers", "rank8"),
+        ("numbers", "rank5"),
+        ("numbers", "model"),
+        ("numbers", "int8"),
+    ],
+)
+def test_a_birth_that_cannot_be_is_refused(name: str, value: object) -> None:
+    data = written(example_patch())
+    changed = json.dumps({**header_of(data), name: value}).encode()
+    with pytest.raises(CorruptEntry, match="header makes no sense"):
+        opened(with_header(data, changed))
+
+
+@pytest.mark.parametrize(
+    ("block", "name", "value"),
+    [
+        (1, "shape", [5, 2]),
+        (1, "shape", [5]),
+        (1, "dtype", "int8"),
+        (2, "shape", [3, 2, 8]),
+        (2, "shape", [5, 2, 8]),
+        (2, "dtype", "int8"),
+        (3, "shape", [5, 3]),
+        (3, "shape", [5, 4, 1]),
+        (3, "dtype", "bfloat16"),
+    ],
+)
+def test_a_block_of_a_patch_that_cannot_be_is_refused(block: int, name: str, value: object) -> None:
+    data = written(example_patch())
+    about = header_of(data)
+    about["blocks"][block][name] = value
+    with pytest.raises(CorruptEntry, match=r"header makes no sense|bytes of"):
+        opened(with_header(data, json.dumps(about).encode()))
+
+
+@pytest.mark.parametrize(
+    "birth",
+    [{"context": ("me",)}, {"facts": {"cci": (float("inf"),)}}, {"facts": {"": (0.5,)}}, {"extras": ("other",)}],
+    ids=str,
+)
+def test_a_chunk_that_could_not_be_read_back_is_not_made(birth: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        replace(example_chunk(), **birth)

@@ -1,0 +1,160 @@
+"""The bytes themselves, as docs/store-format.md describes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.quantization import NUMBERS
+from qcfuse_rag.store.testing import DTYPES, example_chunk, example_key
+from tests.store.entry.entries import SEALS, SECRET, header_of, written
+
+
+def fixed_chunk() -> ChunkKV:
+    """Return a chunk that no random number generator had a part in."""
+    keys = [torch.arange(2 * 130 * 4, dtype=torch.float32).reshape(2, 130, 4) + layer for layer in range(2)]
+    values = [-key[..., :3] for key in keys]
+    ranking = torch.arange(130).flip(0).expand(2, 130)
+    return ChunkKV.of(
+        [key.to(torch.bfloat16) for key in keys], [v.to(torch.bfloat16) for v in values], ranking, probe_layers=(1,)
+    )
+
+
+def test_the_preamble_is_laid_out_as_documented() -> None:
+    data = written(example_chunk())
+    length = int.from_bytes(data[16:20], "little")
+    assert data[0:8] == b"QCFUSEKV"
+    assert data[8:12] == b"\x02\x00\x00\x00", "version"
+    assert data[12:16] == b"\x00\x00\x00\x00", "flags"
+    assert data[20:24] == b"\x00\x00\x00\x00", "nothing"
+    hashed = data[0:16] + data[32:64] + data[16:20] + data[64 : 64 + length]
+    assert data[24:32] == xxhash.xxh3_64_intdigest(hashed).to_bytes(8, "little"), "checksum"
+    assert data[32:64] == bytes(32), "salt"
+    assert (data[64:65], data[63 + length : 64 + length]) == (b"{", b"}")
+    assert set(data[64 + length : -(-(64 + length) // 4096) * 4096]) == {0}, "padding"
+
+
+def test_the_preamble_of_a_sealed_entry_has_a_flag_and_a_salt() -> None:
+    data = written(example_chunk(), Seal(SECRET))
+    assert data[8:16] == b"\x02\x00\x00\x00\x01\x00\x00\x00"
+    assert data[32:64] != bytes(32)
+
+
+def test_the_header_has_these_fields_and_no_others() -> None:
+    about = header_of(written(fixed_chunk()))
+    assert list(about) == ["key", "tokens", "layers", "dtype", "numbers", "probe_layers", "expires", "blocks"]
+    assert [about[name] for name in list(about)[1:-1]] == [130, 2, "bfloat16", "model", [1], None]
+    assert list(about["key"]) == ["fingerprint", "base", "prefix", "ids", "namespace"]
+    assert list(about["key"]["fingerprint"]) == ["weights", "config", "tokenizer", "rope", "dtype"]
+    first, second = about["blocks"][:2]
+    assert {**first, "xxh3": None} == {
+        "name": "ranking",
+        "dtype": "int32",
+        "shape": [2, 130],
+        "offset": 0,
+        "xxh3": None,
+    }
+    assert {**second, "xxh3": None} == {
+        "name": "key.1",
+        "dtype": "bfloat16",
+        "shape": [130, 2, 4],
+        "offset": 4096,
+        "xxh3": None,
+    }
+    assert [len(second["xxh3"]), len(second["xxh3"][0])] == [2, 16]
+
+
+NUMPY = {"int32": "<i4", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "i1", "float8_e4m3fn": "u1"}
+
+
+def read_by_hand(data: bytes, secret: bytes | None = None) -> dict[str, np.ndarray]:
+    """Read an entry as a stranger would who has docs/store-format.md and nothing of this library."""
+    magic, version, flags, length, checksum, salt = struct.unpack("<8sIII4xQ32s", data[:64])
+    assert (magic, version, flags) == (b"QCFUSEKV", 2, int(secret is not None))
+    header, context = data[64 : 64 + length], struct.pack("<8sII", magic, version, flags) + salt
+    assert xxhash.xxh3_64_intdigest(context + struct.pack("<I", length) + header) == checksum
+    decrypt = decryption(secret, salt) if secret is not None else lambda number, stored, context: stored
+    start = (64 + length + 4095) // 4096 * 4096
+    number, blocks = 0, {}
+    for block in json.loads(decrypt(number, header, context))["blocks"]:
+        at, left, raw = start + block["offset"], block["shape"][0], b""
+        row = np.dtype(NUMPY[block["dtype"]]).itemsize * int(np.prod(block["shape"][1:]))
+        for expected in block["xxh3"]:
+            number += 1
+            size = min(128, left) * row + (16 if secret is not None else 0)
+            assert xxhash.xxh3_64_hexdigest(data[at : at + size]) == expected
+            raw += decrypt(number, data[at : at + size], b"")
+            at, left = at + size, left - 128
+        blocks[block["name"]] = np.frombuffer(raw, NUMPY[block["dtype"]]).reshape(block["shape"])
+    return blocks
+
+
+def decryption(secret: bytes, salt: bytes) -> Callable[[int, bytes, bytes], bytes]:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    key = HKDF(algorithm=SHA256(), length=32, salt=salt, info=b"qcfuse-rag entry").derive(secret)
+    return lambda number, stored, context: AESGCM(key).decrypt(number.to_bytes(12, "big"), stored, context)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET], ids=SEALS)
+@pytest.mark.parametrize("numbers", [*NUMBERS, "rank16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: bytes | None) -> None:
+    chunk = compress(example_chunk(n_tokens=300, dtype=dtype), numbers)
+    blocks = read_by_hand(written(chunk, None if secret is None else Seal(secret)), secret)
+    assert list(blocks) == chunk.names()
+    for name in chunk.names():
+        assert blocks[name].shape == tuple(chunk.blocks[name].shape)
+        assert blocks[name].tobytes() == chunk.blocks[name].view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ("model", "a86bc2744981f9ac8e1888705f14ee2a"),
+        ("int8", "f4050c0a2acabceaf0f6b301c69b99f1"),
+        ("fp8", "5224920f0a92769d5f374a3a9fd77656"),
+    ],
+)
+def test_an_entry_is_the_same_bytes_as_ever(numbers: str, expected: str) -> None:
+    """If this fails, stores written before cannot be read: raise the version of the format."""
+    data = written(compress(fixed_chunk(), numbers))
+    assert hashlib.blake2b(data, digest_size=16).hexdigest() == expected
+
+
+def test_an_entry_that_knows_its_birth_is_the_same_bytes_as_ever() -> None:
+    """Its fields stand between the expiry and the blocks."""
+    plain = fixed_chunk()
+    keys, values = ([plain.layer(layer)[kind] for layer in range(2)] for kind in range(2))
+    born = ChunkKV.of(
+        keys,
+        values,
+        plain.blocks["ranking"],
+        probe_layers=(1,),
+        context=(example_key(7).ids, example_key(8).ids),
+        facts={"cci": (0.625,), "inter": (1.5, 0.25)},
+        extras={"inter": torch.arange(130) / 128},
+    )
+    data = written(born)
+    about = header_of(data)
+    assert list(about)[6:] == ["expires", "context", "facts", "extras", "blocks"]
+    assert [block["name"] for block in about["blocks"]][:3] == ["ranking", "inter", "key.1"]
+    assert hashlib.blake2b(data, digest_size=16).hexdigest() == "3c211c86ca8c363a063c3928f732d404"
+
+
+def test_an_address_is_the_same_as_ever() -> None:
+    """If this fails, nothing that was stored before is found any more."""
+    assert example_key().address == "f0fe82557d26fc0ebe0b686094e1a84e"
+    assert replace(example_key(), namespace="token").address == "b7ec0488fd6ac0b8-6afd6f36c1ac5ffc4da9c800790e8790"

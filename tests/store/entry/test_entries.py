@@ -1,0 +1,148 @@
+"""What is written is read back, whole or in parts, and any change of it is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qcfuse_rag import CorruptEntry
+from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.reader import open_chunk
+from qcfuse_rag.store.quantization import FORMATS, NUMBERS
+from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
+from tests.store.entry.entries import SEALS, SECRET, CountingSource, opened, written
+
+
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, seal: Seal | None) -> None:
+    chunk = compress(example_chunk(n_tokens=300, dtype=dtype), numbers)
+    header, found = opened(written(chunk, seal), seal)
+    assert header.key == example_key()
+    assert header.sealed == (seal is not None)
+    assert_same(found, chunk)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None:
+    n_tokens, layers, heads = (data.draw(st.integers(1, most)) for most in (300, 3, 3))
+    key_dim, value_dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    dtype, seal = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(list(SEALS.values())))
+    probe_layers = tuple(data.draw(st.lists(st.integers(0, layers - 1), unique=True)))
+    keys = [torch.randn(heads, n_tokens, key_dim).to(dtype) for _ in range(layers)]
+    values = [torch.randn(heads, n_tokens, value_dim).to(dtype) for _ in range(layers)]
+    ranking = torch.stack([torch.randperm(n_tokens) for _ in range(layers)])
+    chunk = compress(ChunkKV.of(keys, values, ranking, probe_layers=probe_layers), data.draw(st.sampled_from(FORMATS)))
+    _, found = opened(written(chunk, seal), seal)
+    start = data.draw(st.integers(0, n_tokens))
+    stop = data.draw(st.integers(start, n_tokens))
+    for part, whole in zip(found.layer(layers - 1, start, stop), chunk.layer(layers - 1), strict=True):
+        near = 0.0 if chunk.numbers in NUMBERS else 1e-4 + 4 * torch.finfo(dtype).eps  # products are rounded by shape
+        assert torch.allclose(part.float(), whole[:, start:stop].float(), atol=near, rtol=near)
+    assert_same(found, chunk)
+
+
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@pytest.mark.parametrize("numbers", NUMBERS)
+def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(numbers: str, seal: Seal | None) -> None:
+    header, _ = opened(written(compress(example_chunk(n_tokens=300), numbers), seal), seal)
+    ends = [0, *(block.end for block in header.blocks)]
+    assert header.start % 4096 == 0
+    for block, end in zip(header.blocks, ends, strict=False):
+        assert block.offset % 4096 == 0
+        assert end <= block.offset < end + 4096
+
+
+def test_what_a_probe_reads_comes_first() -> None:
+    header, _ = opened(written(replace(example_chunk(), probe_layers=(2, 1))))
+    names = [block.name for block in header.blocks]
+    assert names == ["ranking", "key.2", "key.1", "key.0", "value.0", "value.1", "value.2"]
+
+
+def test_scales_stand_before_the_numbers_they_are_for() -> None:
+    header, _ = opened(written(compress(example_chunk(), "int8")))
+    assert [block.name for block in header.blocks][:5] == ["ranking", "key.1.scale", "key.1", "key.0.scale", "key.0"]
+
+
+def test_the_time_at_which_it_expires_is_kept() -> None:
+    header, found = opened(written(example_chunk().until(4e9)))
+    assert (header.expires, found.expires) == (4e9, 4e9)
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces"),
+    [((0, 128), (0, 1)), ((130, 140), (1, 2)), ((127, 129), (0, 2)), ((128, 256), (1, 2)), ((299, 300), (2, 3))],
+)
+@pytest.mark.parametrize(("seal", "tag"), [(None, 0), (Seal(SECRET), 16)], ids=SEALS)
+def test_a_range_of_rows_reads_its_pieces_and_no_others(
+    seal: Seal | None, tag: int, rows: tuple[int, int], pieces: tuple[int, int]
+) -> None:
+    source = CountingSource(written(example_chunk(n_tokens=300), seal))
+    header, chunk = open_chunk(source, seal)
+    [block] = [block for block in header.blocks if block.name == "key.2"]
+    source.ranges.clear()
+    assert torch.equal(chunk.blocks.rows("key.2", *rows), example_chunk(n_tokens=300).blocks["key.2"][slice(*rows)])
+    piece = 128 * (2 * 8 * 4) + tag
+    last = 300 * (2 * 8 * 4) + 3 * tag
+    begin = header.start + block.offset
+    assert source.ranges == [(begin + pieces[0] * piece, begin + min(pieces[1] * piece, last))]
+
+
+def test_opening_reads_no_block() -> None:
+    source = CountingSource(written(example_chunk()))
+    header, _ = open_chunk(source)
+    assert max(stop for _, stop in source.ranges) <= header.start
+
+
+def test_no_rows_read_nothing() -> None:
+    source = CountingSource(written(example_chunk()))
+    _, chunk = open_chunk(source)
+    source.ranges.clear()
+    assert chunk.blocks.rows("key.0", 0, 0).shape == (0, 2, 8)
+    assert source.ranges == []
+
+
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+def test_a_damaged_piece_spoils_its_own_rows_and_no_others(seal: Seal | None) -> None:
+    data = bytearray(written(example_chunk(n_tokens=300), seal))
+    header, _ = opened(bytes(data), seal)
+    [block] = [block for block in header.blocks if block.name == "value.0"]
+    data[header.start + block.range(1, 2)[0]] ^= 1
+    _, chunk = opened(bytes(data), seal)
+    assert torch.equal(chunk.layer(0, 0, 128)[1], example_chunk(n_tokens=300).layer(0, 0, 128)[1])
+    assert torch.equal(chunk.layer(0, 256, 300)[1], example_chunk(n_tokens=300).layer(0, 256, 300)[1])
+    for rows in ((0, 129), (200, 201), (0, 300)):
+        with pytest.raises(CorruptEntry, match=r"checksum of block value\.0 differs"):
+            chunk.layer(0, *rows)
+
+
+@given(position=st.integers(0, len(written(example_chunk())) - 1), change=st.integers(1, 255))
+@settings(max_examples=150, deadline=None)
+def test_no_changed_byte_goes_unnoticed_unless_it_is_padding(position: int, change: int) -> None:
+    data = bytearray(written(example_chunk()))
+    data[position] ^= change
+    try:
+        _, found = opened(bytes(data))
+        found.read()
+    except CorruptEntry:
+        return
+    assert_same(found, example_chunk())
+
+
+@given(length=st.integers(0, len(written(example_chunk())) - 1))
+@settings(max_examples=50, deadline=None)
+def test_a_truncated_entry_is_refused(length: int) -> None:
+    with pytest.raises(CorruptEntry, match="truncated"):
+        opened(written(example_chunk())[:length])
+
+
+def test_an_entry_with_something_behind_it_is_refused() -> None:
+    with pytest.raises(CorruptEntry, match="bytes of"):
+        opened(written(example_chunk()) + b"\0")

@@ -1,0 +1,149 @@
+"""A remote that is away or slow is a miss, and makes nobody wait for long."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+import redis
+
+from qcfuse_rag import Miss, StoreError
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.remote.entries import NAME
+from tests.store.remote.filesystems import Away, Cloud
+from tests.store.remote.servers import RedisProcess
+
+
+class TestRemoteThatIsAway:
+    def test_a_bucket(self, away: type[Away]) -> None:
+        store = RemoteStore(Bucket("away://bucket/kv"), rest_s=0.3)
+        store.put(example_key(), example_chunk())
+        away.down = True
+        self.check_that_it_is_missed(store, "remote away cannot be reached: no route to host")
+        away.down = False
+        self.check_that_it_comes_back(store)
+
+    def test_it_is_not_asked_again_for_a_while(self, away: type[Away]) -> None:
+        store = RemoteStore(Bucket("away://resting/kv"), rest_s=1000.0)
+        away.down = True
+        assert isinstance(store.get(example_key()), Miss)
+        tried = away.connections
+        assert {store.get(example_key(number)) for number in range(10)} == {
+            Miss("remote away cannot be reached: no route to host")
+        }
+        with pytest.raises(StoreError, match="remote away cannot be reached: no route to host"):
+            store.put(example_key(), example_chunk())
+        assert away.connections == tried
+
+    def test_a_killed_redis(self, own_server: RedisProcess) -> None:
+        store = RemoteStore(RedisServer(own_server.url, timeout_s=0.5), rest_s=0.3)
+        store.put(example_key(), example_chunk())
+        own_server.kill()
+        self.check_that_it_is_missed(store, "remote redis cannot be reached: Error 2 connecting to ")
+        own_server.start()
+        store.health()
+        store.put(example_key(), example_chunk())
+        self.check_that_it_comes_back(store)
+
+    def test_a_redis_that_hangs(self, own_server: RedisProcess) -> None:
+        store = RemoteStore(RedisServer(own_server.url, timeout_s=0.2), rest_s=0.5)
+        store.put(example_key(), example_chunk())
+        own_server.pause()
+        try:
+            self.check_that_it_is_missed(store, "remote redis cannot be reached: Timeout reading from ")
+        finally:
+            own_server.resume()
+        self.check_that_it_comes_back(store)
+
+    def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = RemoteStore(Bucket("gs://hanging/kv", timeout_s=1.0), rest_s=60.0)
+        store.put(example_key(), example_chunk())
+        monkeypatch.setattr(Cloud, "delay_s", 60.0)
+        started = time.monotonic()
+        found = [store.get(example_key()) for _ in range(10)]
+        assert found == [Miss("remote gs cannot be reached: no answer in time")] * 10
+        assert time.monotonic() - started < 8.0  # it was asked once, and left alone for the other nine
+        monkeypatch.setattr(Cloud, "delay_s", 0.0)
+        store._rest_s = store._resting_until = 0.0
+        self.check_that_it_comes_back(store)
+
+    @pytest.mark.parametrize("url", ["unix:///nonexistent/redis.sock", "away://bucket/kv"])
+    def test_one_that_was_never_there(self, away: type[Away], url: str) -> None:
+        away.down = True
+        with open_remote(url) as store:
+            found = store.get(example_key())
+            assert isinstance(found, Miss)
+            assert re.match("remote (redis|away) cannot be reached: ", found.reason)
+
+    def test_only_one_caller_tries_whether_it_is_back(self, away: type[Away]) -> None:
+        store = RemoteStore(Bucket("away://once/kv"), rest_s=0.5)
+        away.down = True
+        store.get(example_key())
+        time.sleep(0.55)
+        tried, waiting = [], threading.Barrier(8)
+
+        def slow(name: str) -> None:
+            tried.append(name)
+            time.sleep(0.1)
+            raise RuntimeError("no route to host")
+
+        store._rest_s = 60.0  # so that none of those who ask comes after the next rest
+        store._blobs.read = slow  # type: ignore[method-assign]
+
+        def ask() -> None:
+            waiting.wait()
+            store.get(example_key())
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(tried) == 1
+
+    def check_that_it_is_missed(self, store: RemoteStore, reason: str) -> None:
+        started = time.monotonic()
+        found = [store.get(example_key(number)) for number in range(10)]
+        assert all(isinstance(one, Miss) for one in found)
+        assert [one.reason.startswith(reason) for one in found] == [True] * 10, found
+        assert isinstance(store.open(example_key().address), Miss)
+        assert example_key() not in store
+        assert not store.pin(example_key())
+        assert not store.discard(example_key())
+        assert not store.discard(example_key(), "damaged")
+        for act in (lambda: store.put(example_key(), example_chunk()), lambda: list(store.entries())):
+            with pytest.raises(StoreError, match=reason):
+                act()
+        for act in (store.stats, store.clear):
+            with pytest.raises(StoreError, match=reason):
+                act()
+        [health] = store.health()
+        assert not health.ok
+        assert reason in health.problems[0]
+        assert "check its address" in health.problems[0]
+        assert time.monotonic() - started < 20.0
+
+    def check_that_it_comes_back(self, store: RemoteStore) -> None:
+        time.sleep(store._rest_s)
+        assert_same(store.get(example_key()), example_chunk())
+        assert store.health()[0].ok
+        assert len(list(store.entries())) == 1
+
+
+def test_one_bad_blob_does_not_make_the_others_wait(server: RedisProcess) -> None:
+    client = redis.Redis(unix_socket_path=server.socket)
+    client.lpush(f"poisoned:{NAME}", "a list")
+    store = RemoteStore(RedisServer(server.url, "poisoned:"))
+    store.put(example_key(1), example_chunk(1))
+    found = store.get(example_key())
+    assert isinstance(found, Miss)
+    assert found.reason.startswith("remote redis failed: WRONGTYPE")
+    assert_same(store.get(example_key(1)), example_chunk(1))
+    assert [entry.address for entry in store.entries()] == [example_key(1).address]
+    store.put(example_key(), example_chunk())
+    assert_same(store.get(example_key()), example_chunk())

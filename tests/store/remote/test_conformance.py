@@ -1,0 +1,66 @@
+"""Stores on other machines do what the contract says."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from qcfuse_rag import KVStore, MemoryStore, TieredStore
+from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.testing import KVStoreTests
+from tests.store.remote.entries import SECRET
+
+
+class TestMemoryBucket(KVStoreTests):
+    @pytest.fixture
+    def store(self, in_memory: Bucket) -> Iterator[KVStore]:
+        with RemoteStore(in_memory) as store:
+            yield store
+
+
+class TestSharedFolder(KVStoreTests):
+    @pytest.fixture
+    def store(self, in_folder: Bucket) -> Iterator[KVStore]:
+        with RemoteStore(in_folder, numbers="int8") as store:
+            yield store
+
+
+@pytest.mark.parametrize("protocol", ["gs", "cloud"])
+class TestAsynchronousBucket(KVStoreTests):
+    @pytest.fixture
+    def store(self, protocol: str) -> Iterator[KVStore]:
+        with RemoteStore(Bucket(f"{protocol}://{uuid.uuid4()}/kv")) as store:
+            yield store
+
+
+class TestRedis(KVStoreTests):
+    @pytest.fixture
+    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
+        with RemoteStore(on_redis) as store:
+            yield store
+
+
+class TestEncryptedRedis(KVStoreTests):
+    @pytest.fixture
+    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
+        with RemoteStore(on_redis, seal=Seal(SECRET), numbers="fp8") as store:
+            yield store
+
+
+class TestMemoryOverRedis(KVStoreTests):
+    @pytest.fixture
+    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
+        with TieredStore(MemoryStore(1 << 20), RemoteStore(on_redis)) as store:
+            yield store
+
+
+class TestTenantOfABucket(KVStoreTests):
+    @pytest.fixture
+    def store(self, in_memory: Bucket) -> KVStore:
+        return TenantStore(RemoteStore(in_memory), "orla", SECRET)

@@ -1,0 +1,197 @@
+"""What is damaged, planted, sealed or expired in a remote is a miss."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import redis
+
+from qcfuse_rag import CorruptEntry, MemoryStore, Miss, TieredStore
+from qcfuse_rag.store.backends.blob_store import Blobs
+from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.remote import RemoteStore
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.entry.codec import PREAMBLE, encode
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.key import tenant_prefix
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.remote.entries import ENTRY, NAME, SECRET
+from tests.store.remote.servers import RedisProcess
+
+DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
+    (lambda data: b"", "truncated: 0 bytes"),
+    (lambda data: data[:50], "truncated: 50 bytes"),
+    (lambda data: data[: PREAMBLE.size + 10], "truncated header"),
+    (lambda data: data[:-1], "truncated: .* bytes of"),
+    (lambda data: data + b"\0", "truncated: .* bytes of"),
+    (lambda data: b"X" + data[1:], "not a stored chunk"),
+    (lambda data: flip(data, PREAMBLE.size + 20), "header checksum differs"),
+    (lambda data: b"".join(encode(example_key(7), example_chunk())), "entry of another chunk: ids differ"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
+def test_a_damaged_blob_is_a_miss_goes_into_quarantine_and_heals(
+    blobs: Blobs, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    store = RemoteStore(blobs)
+    blobs.write(NAME, [damage(ENTRY)])
+    found = store.get(example_key())
+    assert isinstance(found, Miss)
+    assert re.search(reason, found.reason), found.reason
+    assert example_key() not in store
+    assert store.get(example_key()) == Miss("absent")
+    [(name, size)] = blobs.names("quarantine")
+    assert name == f"quarantine/{example_key().address}.kv"
+    assert (blobs.read(name), size) == (damage(ENTRY), len(damage(ENTRY)))
+    store.put(example_key(), example_chunk())
+    assert_same(store.get(example_key()), example_chunk())
+    [stats] = store.stats()
+    assert (stats.entries, stats.size_bytes) == (1, len(ENTRY) + size)
+    assert (stats.hits, stats.misses, stats.discarded, stats.limit_bytes) == (1, 2, 1, None)
+    assert store.clear() == 1
+    assert list(blobs.names("quarantine")) == []
+
+
+def test_a_damaged_block_is_found_when_it_is_read(blobs: Blobs) -> None:
+    blobs.write(NAME, [flip(ENTRY, -1)])
+    found = RemoteStore(blobs).get(example_key())
+    assert isinstance(found, ChunkKV)
+    with pytest.raises(CorruptEntry, match=r"block value\.2 differs"):
+        found.read()
+    store = TieredStore(MemoryStore(), RemoteStore(blobs))
+    assert store.get(example_key()) == Miss("checksum of block value.2 differs")
+    assert example_key() not in store
+    store.put(example_key(), example_chunk())
+    assert_same(store.get(example_key()), example_chunk())
+
+
+def test_what_is_removed_is_gone_from_quarantine_too(blobs: Blobs) -> None:
+    store = RemoteStore(blobs)
+    for number in (0, 1):
+        store.put(example_key(number), example_chunk())
+        store.discard(example_key(number), "looks odd")
+    assert not store.discard(example_key(0)), "an entry it was not any more"
+    assert [name for name, _ in blobs.names("quarantine")] == [f"quarantine/{example_key(1).address}.kv"]
+
+
+def test_what_is_in_quarantine_goes_before_the_entry(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds the entry gone does not try again."""
+    store = RemoteStore(blobs)
+    store.put(example_key(), example_chunk())
+    store.discard(example_key(), "looks odd")
+    store.put(example_key(), example_chunk())
+    deleted, delete = list[str](), blobs.delete
+    monkeypatch.setattr(blobs, "delete", lambda name: (deleted.append(name), delete(name))[1])
+    assert store.discard(example_key())
+    assert deleted == [f"quarantine/{NAME}", NAME]
+
+
+def test_a_planted_pickle_is_refused_and_not_executed(blobs: Blobs, tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (marker,))
+
+    planted = pickle.dumps((Bomb(), bytes(PREAMBLE.size)))
+    blobs.write(NAME, [planted])
+    assert RemoteStore(blobs).open(example_key().address) == Miss("not a stored chunk")
+    blobs.write(NAME, [planted])
+    assert RemoteStore(blobs).get(example_key()) == Miss("not a stored chunk")
+    assert not marker.exists()
+
+
+def test_a_planted_key_that_is_no_text_is_a_miss(blobs: Blobs) -> None:
+    planted = replace(example_key(), namespace="\ud800")
+    blobs.write("0-1.kv", encode(planted, example_chunk()))
+    assert isinstance(RemoteStore(blobs).open("0-1"), Miss)
+    assert list(blobs.names()) == []
+
+
+def test_an_entry_is_opened_under_its_own_address_only(blobs: Blobs) -> None:
+    blobs.write("0123.kv", [ENTRY])
+    assert RemoteStore(blobs).open("0123") == Miss("entry of another chunk: address differ")
+
+
+def test_addresses_of_tenants_are_names_like_others(blobs: Blobs) -> None:
+    store, key = RemoteStore(blobs), replace(example_key(), namespace="token")
+    store.put(key, example_chunk())
+    assert list(blobs.names()) == [(f"{key.address}.kv", len(b"".join(encode(key, example_chunk()))))]
+    assert [entry.address for entry in store.entries()] == [key.address]
+    assert key.address.startswith(tenant_prefix("token"))
+    assert not isinstance(store.open(key.address), Miss)
+
+
+def test_what_else_lies_there_is_no_entry(blobs: Blobs) -> None:
+    store = RemoteStore(blobs)
+    store.put(example_key(), example_chunk())
+    blobs.write("README.txt", [b"hands off"])
+    blobs.write("elsewhere-1.probe", [b"1"])
+    assert [entry.address for entry in store.entries()] == [example_key().address]
+    assert store.clear() == 1
+    assert blobs.read("README.txt") == b"hands off"
+
+
+def test_names_that_are_not_there_are_said_not_to_be(blobs: Blobs) -> None:
+    assert blobs.read("none") is None
+    assert not blobs.exists("none")
+    assert not blobs.delete("none")
+    assert not blobs.rename("none", "other")
+    assert list(blobs.names()) == list(blobs.names("quarantine")) == []
+
+
+def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blobs) -> None:
+    RemoteStore(blobs, seal=Seal(SECRET)).put(example_key(), example_chunk())
+    [(name, _)] = blobs.names()
+    data = blobs.read(name)
+    assert data is not None
+    assert b"framed" not in data
+    assert example_chunk().blocks["key.0"].numpy().tobytes() not in data
+    assert RemoteStore(blobs).get(example_key()) == Miss("is encrypted and no secret was given")
+    blobs.write(name, [data])
+    other = RemoteStore(blobs, seal=Seal(bytes(32))).get(example_key())
+    assert other == Miss("cannot be decrypted: changed, or written under another secret")
+    blobs.write(name, [data])
+    assert_same(RemoteStore(blobs, seal=Seal(SECRET)).get(example_key()), example_chunk())
+    blobs.write(name, [ENTRY])
+    assert isinstance(RemoteStore(blobs, seal=Seal(SECRET)).get(example_key()), Miss)
+
+
+def test_entries_expire(blobs: Blobs) -> None:
+    store = RemoteStore(blobs, ttl_s=2.0)
+    store.put(example_key(), example_chunk())
+    assert_same(store.get(example_key()), example_chunk())
+    time.sleep(2.05)
+    assert store.get(example_key()) == Miss("absent" if blobs.kind == "redis" else "expired")
+    assert example_key() not in store
+    assert list(blobs.names()) == []
+    assert store.stats()[0].discarded == 0
+
+
+def test_an_expiry_the_chunk_brings_counts_before_that_of_the_store(server: RedisProcess) -> None:
+    blobs = RedisServer(server.url, "until:")
+    RemoteStore(blobs, ttl_s=1000.0).put(example_key(), example_chunk().until(time.time() + 50.0))
+    left_ms = redis.Redis(unix_socket_path=server.socket).pttl(f"until:{NAME}")
+    assert 40_000 < left_ms <= 50_000
+
+
+def test_narrow_entries_stay_narrow(blobs: Blobs) -> None:
+    RemoteStore(blobs, numbers="int8").put(example_key(), example_chunk())
+    narrow = RemoteStore(blobs).get(example_key())
+    assert isinstance(narrow, ChunkKV)
+    assert narrow.numbers == "int8"
+    RemoteStore(blobs).put(example_key(), narrow)
+    assert_same(RemoteStore(blobs).get(example_key()), narrow)
+
+
+def flip(data: bytes, position: int) -> bytes:
+    changed = bytearray(data)
+    changed[position] ^= 1
+    return bytes(changed)

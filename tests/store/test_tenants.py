@@ -1,0 +1,236 @@
+"""Tenants of one store: nobody sees, finds out about or removes what is another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Miss, StoreError, open_store
+from qcfuse_rag.store.admin import lookup
+from qcfuse_rag.store.backends.tenant import TenantStore
+from qcfuse_rag.store.backends.tiered import TieredStore
+from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.key import tenant_prefix
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.test_tiered_store import PATIENCE_S, Watched
+from tests.support.passages import PASSAGES
+
+SECRET = bytes(range(32))
+KEY = example_key()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[DiskStore]:
+    with DiskStore(tmp_path / "kv") as store:
+        yield store
+
+
+@pytest.fixture
+def alice(shared: DiskStore) -> TenantStore:
+    return TenantStore(shared, "alice", SECRET)
+
+
+@pytest.fixture
+def bob(shared: DiskStore) -> TenantStore:
+    return TenantStore(shared, "bob", SECRET)
+
+
+def test_equal_passages_of_two_tenants_are_two_entries(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
+    alice.put(KEY, example_chunk(1))
+    assert bob.get(KEY) == Miss("absent")
+    assert KEY not in bob
+    bob.put(KEY, example_chunk(2))
+    assert_same(alice.get(KEY), example_chunk(1))
+    assert_same(bob.get(KEY), example_chunk(2))
+    assert shared.stats()[0].entries == 2
+
+
+def test_a_tenant_has_nothing_to_do_with_what_is_nobodys(shared: DiskStore, alice: TenantStore) -> None:
+    shared.put(KEY, example_chunk())
+    assert alice.get(KEY) == Miss("absent")
+    assert alice.open(KEY.address) == Miss("absent")
+    assert not alice.discard(KEY.address)
+    assert alice.clear() == 0
+    assert KEY in shared
+
+
+def test_a_tenant_is_the_same_one_after_a_restart(shared: DiskStore, alice: TenantStore) -> None:
+    alice.put(KEY, example_chunk())
+    assert_same(TenantStore(shared, "alice", SECRET).get(KEY), example_chunk())
+
+
+def test_addresses_cannot_be_made_without_the_secret(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
+    guesses = [TenantStore(shared, "alice", b"another secret of enough bytes"), bob]
+    guessed = {store.address(KEY) for store in guesses} | {KEY.address, replace(KEY, namespace="alice").address}
+    assert len(guessed) == 4
+    assert alice.address(KEY) not in guessed
+    assert not any(alice.address(KEY)[17:] == address[-32:] for address in guessed)
+
+
+def test_names_that_run_together_with_the_secret_are_different_tenants(shared: DiskStore) -> None:
+    one = TenantStore(shared, "b", b"sixteen letters.a")
+    other = TenantStore(shared, "ab", b"sixteen letters.")
+    assert one.address(KEY) != other.address(KEY)
+
+
+def test_who_claims_to_be_another_is_still_oneself(alice: TenantStore, bob: TenantStore) -> None:
+    """A namespace in a key that came with a request means nothing."""
+    alice.put(KEY, example_chunk())
+    found = alice.open(alice.address(KEY))
+    assert not isinstance(found, Miss)
+    stolen = found[0]
+    assert stolen.namespace != ""
+    assert bob.get(stolen) == Miss("absent")
+    assert not bob.discard(stolen)
+    bob.put(stolen, example_chunk(9))
+    assert_same(alice.get(KEY), example_chunk())
+
+
+def test_another_ones_address_opens_nothing(alice: TenantStore, bob: TenantStore) -> None:
+    alice.put(KEY, example_chunk())
+    address = alice.address(KEY)
+    assert bob.open(address) == Miss("absent")
+    assert address not in bob
+    assert not bob.pin(address)
+    assert not bob.discard(address)
+    assert not bob.discard(address, "looks odd")
+    assert_same(alice.get(KEY), example_chunk())
+
+
+def test_a_tenant_sees_its_own_entries_only(shared: DiskStore, alice: TenantStore, bob: TenantStore) -> None:
+    for number in range(3):
+        alice.put(example_key(number), example_chunk(number))
+    bob.put(KEY, example_chunk())
+    assert {entry.address for entry in alice.entries()} == {alice.address(example_key(n)) for n in range(3)}
+    assert [entry.address for entry in bob.entries()] == [bob.address(KEY)]
+    assert [store.stats()[-1].entries for store in (alice, bob, shared)] == [3, 1, 4]
+    assert bob.stats()[-1].size_bytes == next(bob.entries()).size_bytes
+
+
+def test_a_tenant_removes_its_own_entries_only(alice: TenantStore, bob: TenantStore) -> None:
+    for number in range(3):
+        alice.put(example_key(number), example_chunk(number))
+    bob.put(KEY, example_chunk())
+    assert alice.discard(KEY)
+    assert alice.clear() == 2
+    assert list(alice.entries()) == []
+    assert_same(bob.get(KEY), example_chunk())
+
+
+def test_a_tenant_pins_its_own_entries_only(alice: TenantStore, bob: TenantStore) -> None:
+    for store in (alice, bob):
+        store.put(KEY, example_chunk())
+    assert alice.pin(KEY)
+    assert [entry.pinned for entry in alice.entries()] == [True]
+    assert [entry.pinned for entry in bob.entries()] == [False]
+
+
+def test_an_address_tells_whose_it_is_and_no_more(alice: TenantStore) -> None:
+    address, other = alice.address(KEY), alice.address(example_key(1))
+    assert address[:17] == other[:17] == alice.prefix
+    assert (len(address), address[16]) == (49, "-")
+    found = alice.put(KEY, example_chunk()) or alice.open(address)
+    assert not isinstance(found, Miss)
+    assert tenant_prefix(found[0].namespace) == alice.prefix
+    assert found[0].namespace not in address
+
+
+def test_tenants_are_kept_apart_in_every_tier() -> None:
+    with TieredStore(MemoryStore(), MemoryStore(), write_behind_bytes=1 << 20) as shared:
+        alice, bob = (TenantStore(shared, name, SECRET) for name in ("alice", "bob"))
+        alice.put(KEY, example_chunk(1))
+        assert bob.get(KEY) == Miss("absent")
+        bob.put(KEY, example_chunk(2))
+        bob.flush()
+        assert bob.clear() == 1
+        assert [alice.address(KEY) in tier for tier in shared.tiers] == [True, True]
+        assert_same(alice.get(KEY), example_chunk(1))
+
+
+def test_what_waits_to_be_written_is_removed_with_a_tenant_too() -> None:
+    with TieredStore(MemoryStore(10), MemoryStore(), write_behind_bytes=1 << 20) as shared:
+        alice = TenantStore(shared, "alice", SECRET)
+        alice.put(KEY, example_chunk())
+        assert alice.clear() == 1
+        alice.flush()
+        assert list(shared.entries()) == []
+
+
+def test_prefetch_brings_a_tenants_own_entry_near() -> None:
+    near = Watched()
+    with TieredStore(near, MemoryStore()) as shared:
+        alice = TenantStore(shared, "alice", SECRET)
+        for store in (shared.far, TenantStore(shared.far, "alice", SECRET)):
+            store.put(KEY, example_chunk())
+        alice.prefetch([KEY])
+        assert near.was_put.wait(PATIENCE_S)
+        assert [entry.address for entry in near.entries()] == [alice.address(KEY)]
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(StoreError, match="the secret has 15 bytes; give at least 16 random ones"):
+        TenantStore(MemoryStore(), "alice", b"fifteen letters")
+
+
+def test_a_tenant_needs_a_secret(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="a tenant or encryption needs a secret"):
+        open_store(tmp_path, tenant="alice")
+
+
+def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
+    options = {"secret": SECRET, "encrypt": True}
+    with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]
+        alice.put(KEY, example_chunk())
+    with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]
+        assert_same(alice.get(KEY), example_chunk())
+    with open_store(tmp_path, tenant="bob", **options) as bob:  # type: ignore[arg-type]
+        assert bob.get(KEY) == Miss("absent")
+    with DiskStore(tmp_path, seal=Seal(SECRET)) as disk:
+        [entry] = disk.entries()
+        found = disk.open(entry.address)
+        assert not isinstance(found, Miss)
+        namespace = found[0].namespace.encode()
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert [data for data in files if b"alice" in data or SECRET in data or namespace in data] == []
+
+
+def test_closing_a_view_leaves_a_shared_store_open(shared: DiskStore, alice: TenantStore) -> None:
+    with alice:
+        alice.put(KEY, example_chunk())
+    assert shared.stats()[0].entries == 1
+
+
+def test_closing_a_view_that_was_opened_with_its_store_writes_what_waits(tmp_path: Path) -> None:
+    options = {"tenant": "alice", "secret": SECRET, "memory_bytes": 10, "write_behind_bytes": 1 << 20}
+    with open_store(tmp_path, **options) as alice:  # type: ignore[arg-type]
+        for number in range(20):
+            alice.put(example_key(number), example_chunk(number))
+    with open_store(tmp_path, **options) as alice:  # type: ignore[arg-type]
+        assert all(example_key(number) in alice for number in range(20))
+
+
+def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: TenantStore) -> None:
+    bob.put(KEY, example_chunk())
+    assert lookup(alice, [bob.address(KEY)]) == {bob.address(KEY): None}
+    assert lookup(bob, [KEY]) == {bob.address(KEY): "disk"}
+
+
+def test_a_tenant_does_not_count_what_others_have_or_restrict(
+    shared: DiskStore, alice: TenantStore, bob: TenantStore, llama: LanguageModel
+) -> None:
+    one, other = FusionEngine(llama, alice), FusionEngine(llama, bob)
+    one.warm(PASSAGES[:1], sources=["a"])
+    asking = [("user", "Hello!")]
+    before = one.plain(asking).note
+    other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
+    assert one.plain(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
+    assert (one.sources.restricted, other.sources.restricted) == (False, True)
+
+
+def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:
+    """Its token would be what lies in the clear beside an encrypted store."""
+    with pytest.raises(StoreError, match="no tenant can be called 'qcfuse-rag proof'"):
+        TenantStore(shared, "qcfuse-rag proof", SECRET)

@@ -1,0 +1,277 @@
+"""Slots: what was born in which context is found again, and gives way in its turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import (
+    BLIND,
+    ENRICHED,
+    FRAMED,
+    ChunkKV,
+    DiskStore,
+    FusionEngine,
+    KVStore,
+    LanguageModel,
+    MemoryStore,
+    TenantStore,
+)
+from qcfuse_rag.ingestion.capture import capture
+from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
+from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+from tests.support.passages import PASSAGES, QUESTION
+
+FRAME, IDS = (1, 2), (3, 4, 5, 6, 7)
+
+
+def context(*numbers: int) -> tuple[str, ...]:
+    return tuple(hash_ids([number]) for number in numbers)
+
+
+def slot(number: int, *born: int, turn: float = 0.0) -> Slot:
+    chunk = replace(example_chunk(number), context=context(*born), facts={"turn": (turn,)})
+    return Slot(number, slot_key("variant", number, FINGERPRINT, FRAME, IDS), chunk, context(*born))
+
+
+def filled(engine: FusionEngine, text: str, kind: Kind = "variant", slots: int = 5) -> list[Slot]:
+    ids = engine.prompts.chunk_ids(text)
+    return filled_slots(engine.store, kind, slots, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
+
+
+def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
+    kinds: list[Kind] = ["variant", "difference", "patch"]
+    keys = [slot_key(kind, number, FINGERPRINT, FRAME, IDS) for kind in kinds for number in range(3)]
+    keys.append(FRAMED.key(FINGERPRINT, FRAME, IDS))
+    assert len({key.address for key in keys}) == 10
+    assert keys[4].base == "difference-1"
+    assert {(key.prefix, key.ids) for key in keys} == {(hash_ids(FRAME), hash_ids(IDS))}
+
+
+def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that() -> None:
+    store = MemoryStore()
+    for number in (0, 2, 4):
+        store.put(slot_key("variant", number, FINGERPRINT, FRAME, IDS), slot(number, number).chunk)
+    found = filled_slots(store, "variant", 4, FINGERPRINT, FRAME, IDS)
+    assert [(one.number, one.context) for one in found] == [(0, context(0)), (2, context(2))]
+    assert store.stats()[0].hits == store.stats()[0].misses == 0
+    assert filled_slots(store, "difference", 4, FINGERPRINT, FRAME, IDS) == []
+
+
+def test_what_says_no_context_or_is_of_another_length_is_passed_over() -> None:
+    store = MemoryStore()
+    store.put(slot_key("variant", 0, FINGERPRINT, FRAME, IDS), example_chunk())
+    longer = replace(example_chunk(n_tokens=6), context=())
+    store.put(slot_key("variant", 1, FINGERPRINT, FRAME, IDS), longer)
+    assert filled_slots(store, "variant", 5, FINGERPRINT, FRAME, IDS) == []
+
+
+def test_looking_reads_headers_only(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    key = slot_key("variant", 0, FINGERPRINT, FRAME, IDS)
+    store.put(key, slot(0, 1).chunk)
+    path = store.files.path(key.address)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+    assert [one.number for one in filled_slots(store, "variant", 5, FINGERPRINT, FRAME, IDS)] == [0]
+
+
+def test_the_same_context_has_the_same_slot_then_comes_a_free_one_then_the_one_worth_least() -> None:
+    def worth(one: Slot) -> float:
+        return {0: 3.0, 1: 1.0, 2: 2.0}[one.number]
+
+    three = [slot(0, 7), slot(1, 7, 8), slot(2, 8, 7)]
+    assert slot_to_write(three, context(8, 7), 3, worth) == 2
+    assert slot_to_write(three, context(9), 4, worth) == 3
+    assert slot_to_write([three[0], three[2]], context(9), 3, worth) == 1
+    assert slot_to_write(three, context(9), 3, worth) == 1
+    assert slot_to_write([], context(9), 3, worth) == 0
+
+
+def test_the_least_used_of_the_five_oldest_gives_way() -> None:
+    found = [slot(number, number, turn=10.0 - number) for number in range(7)]  # 6 is the oldest, 0 the newest
+    uses = {0: 0.0, 1: 0.0, 2: 5.0, 3: 4.0, 4: 1.0, 5: 3.0, 6: 2.0}
+    assert slot_to_write(found, context(99), 7, worth_by_use(found, lambda one: uses[one.number])) == 4
+
+
+# Capturing into slots.
+
+
+def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine, llama: LanguageModel) -> None:
+    summary = engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
+    assert (summary.groups, summary.captured, summary.present, summary.failed) == (4, 3, 0, ())
+    one, other = filled(engine, PASSAGES[1])
+    hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
+    assert (one.context, other.context) == ((hashes[0],), (hashes[2],))
+    assert (one.turn, other.turn) == (0.0, 1.0)
+    expected = capture(llama, engine.prompt(QUESTION, PASSAGES))[0]
+    for name in expected.names():
+        assert torch.equal(one.chunk.blocks[name], expected.blocks[name])
+    assert filled(engine, PASSAGES[0]) == [], "the first of a group was born behind the head alone"
+    assert summary.size_bytes == sum(entry.size_bytes for entry in engine.store.entries())
+
+
+def test_what_is_kept_already_is_not_computed_again(engine: FusionEngine) -> None:
+    engine.capture([PASSAGES])
+    again = engine.capture([PASSAGES, PASSAGES[:2]])
+    assert (again.captured, again.present, again.tokens) == (0, 3, 0)
+    with_patches = engine.capture([PASSAGES], keep=("variant", "patch"))
+    assert (with_patches.captured, with_patches.present) == (2, 2)
+    assert engine.capture([PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
+
+
+def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(engine: FusionEngine) -> None:
+    engine.capture([[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
+    oldest, _ = filled(engine, PASSAGES[2])
+    engine.store.get(oldest.key)
+    engine.capture([PASSAGES], variants=2)
+    kept, newest = filled(engine, PASSAGES[2])
+    assert kept.context == oldest.context
+    assert len(newest.context) == 2
+    assert newest.turn == 2.0
+
+
+def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
+    engine.capture([PASSAGES], keep=("variant", "difference", "patch"), rank=64)
+    ids = engine.prompts.chunk_ids(PASSAGES[2])
+    framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
+    assert isinstance(framed, ChunkKV)
+    [born] = filled(engine, PASSAGES[2])
+    for kind, numbers in (("difference", "model"), ("patch", "rank64")):
+        [kept] = filled(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
+        assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, born.context, ("inter",))
+        assert kept.chunk.facts["cci"] == born.chunk.facts["cci"]
+        for layer in range(engine.lm.n_layers):
+            for one, other, whole in zip(
+                framed.layer(layer), kept.chunk.layer(layer), born.chunk.layer(layer), strict=True
+            ):
+                assert torch.allclose(one + other, whole, atol=1e-4)
+
+
+def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine: FusionEngine) -> None:
+    summary = engine.capture([[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
+    assert summary.captured == 1
+    [(index, reason)] = summary.failed
+    assert index == 0
+    assert "capture fewer passages at once" in reason
+
+
+def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: LanguageModel) -> None:
+    class Forgetful(MemoryStore):
+        def get(self, key: object) -> object:  # type: ignore[override]
+            from qcfuse_rag import Miss
+
+            return Miss("absent")
+
+    engine = FusionEngine(llama, Forgetful())
+    summary = engine.capture([PASSAGES[:2]], keep=("patch",))
+    assert summary.captured == 0
+    assert "no difference to it can" in summary.failed[0][1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"keep": ()}, "cannot keep nothing; there are variant, difference, patch"),
+        ({"keep": ("fused",)}, "cannot keep fused"),
+        ({"keep": ("patch",), "rank": 5}, "no format of rank 5"),
+        ({"variants": 0}, "a passage needs a slot, got 0"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.capture([PASSAGES], **wrong)  # type: ignore[arg-type]
+
+
+def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
+    shared: KVStore = MemoryStore()
+    one, other = (FusionEngine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
+    one.capture([PASSAGES])
+    assert len(filled(one, PASSAGES[1])) == 1
+    assert filled(other, PASSAGES[1]) == []
+
+
+# Forgetting: what was born behind a document's passages tells of them.
+
+
+def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
+    assert [len(filled(engine, text)) for text in PASSAGES] == [0, 1, 2]
+    engine.forget("ferry")
+    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[1], "patch") == []
+    [left] = filled(engine, PASSAGES[2])
+    assert left.context == (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),)
+    engine.forget("mill")
+    assert filled(engine, PASSAGES[2]) == filled(engine, PASSAGES[2], "patch") == []
+
+
+def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(engine: FusionEngine) -> None:
+    engine.warm([*PASSAGES, PASSAGES[0]], sources=["ferry", "paint", "mill", "copy"])
+    engine.capture([PASSAGES])
+    engine.forget("ferry")
+    assert len(filled(engine, PASSAGES[1])) == 1
+    engine.forget("copy")
+    assert filled(engine, PASSAGES[1]) == []
+
+
+def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES], keep=("patch",))
+    framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[2]))
+    assert framed in engine.store
+    engine.forget("mill")
+    assert framed not in engine.store
+    assert len(filled(engine, PASSAGES[1], "patch")) == 1
+
+
+def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+    engine.capture([[PASSAGES[0], PASSAGES[2]]], variants=1)
+    engine.capture([[PASSAGES[1], PASSAGES[2]]], variants=1)
+    engine.forget("ferry")
+    assert len(filled(engine, PASSAGES[2])) == 1
+    engine.forget("paint")
+    assert filled(engine, PASSAGES[2]) == []
+
+
+def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
+    for _ in range(2):
+        engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
+        assert engine.capture([PASSAGES]).captured == 2
+        engine.forget("ferry")
+    assert engine.sources.collect() == 0
+
+
+def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:
+    base = ENRICHED
+    engine.warm(PASSAGES, bases=[base], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.forget("paint")
+    enriched = [engine.keys(engine.prompts.chunk_ids(text), [base])[0] in engine.store for text in PASSAGES]
+    framed = [engine.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] in engine.store for text in PASSAGES]
+    assert enriched == [False, False, True], "the ferry's remembers the paint"
+    assert framed == [True, False, True]
+    left = [PASSAGES[0], PASSAGES[2]]
+    assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
+    assert engine.sources.collect() == 0
+    engine.forget("mill")
+    assert len(list(engine.store.entries())) == 2, "the head and the ferry's framed cache"
+
+
+def test_a_changed_document_does_too(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[ENRICHED], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
+    engine.warm(["The paint is blue."], sources=["paint"], bases=[ENRICHED], neighbours=[[]])
+    assert engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), [ENRICHED])[0] not in engine.store
+
+
+def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=[BLIND.ranked("kvzip")], sources=["ferry", "paint", "mill"])
+    engine.capture([PASSAGES])
+    engine.forget("ferry")
+    assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []

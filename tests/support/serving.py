@@ -1,0 +1,32 @@
+"""Ask an endpoint in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from tests.support.passages import PASSAGES, QUESTION
+
+JSON = {"content-type": "application/json"}
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 12}
+
+
+def client(app: FastAPI, **headers: str) -> httpx.AsyncClient:
+    """Return a client of an application."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here", headers=headers)
+
+
+async def ask(http: httpx.AsyncClient, **changes: Any) -> httpx.Response:
+    """Ask about the passages, with other or more fields."""
+    return await http.post("/v1/chat/completions", content=json.dumps({**ASKED, **changes}), headers=JSON)
+
+
+def error(response: httpx.Response) -> str:
+    """Return the message of an error in OpenAI's words."""
+    body = response.json()["error"]
+    assert set(body) == {"message", "type", "param", "code"}
+    message: str = body["message"]
+    return message
