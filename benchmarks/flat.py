@@ -47,7 +47,7 @@ def main() -> None:
         nearest = np.argsort(-(vectors @ embed([question.question])[0]))[: given.top_k]
         chosen = [texts[place] for place in nearest]
         flat = FLAT.format(context="\n\n".join(text.strip() for text in chosen), question=question.question)
-        prompts = (engine.prompt(question.question, chosen), engine.plain([("user", flat)]))
+        prompts = (engine.prompt(question.question, chosen), engine.prompt_from_text([("user", flat)]))
         for rows, prompt in zip(found.values(), prompts, strict=True):
             full, fused = (engine.prefill(prompt, method=how) for how in (FULL, method))
             rows.append(

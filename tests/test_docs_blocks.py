@@ -22,14 +22,8 @@ from llama_index.core.vector_stores import SimpleVectorStore
 
 import langchain_qcfuse
 import llama_index.llms.qcfuse as llama_qcfuse
-from qcfuse_rag import (
-    FRAMED,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    SamplingParams,
-    make_method,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import teach

@@ -33,10 +33,10 @@ def check_paths(options: WarmOptions, library: Path) -> None:
         QCFuseError: if there is nothing to read in one of them, or no such reader.
     """
     with needing_extra():
-        from qcfuse_rag.ingestion.readers import FILES, find_files, reader_named
+        from qcfuse_rag.ingestion.readers import FILES, find_files, load_reader
 
     if options.reader != FILES:
-        reader_named(options.reader)
+        load_reader(options.reader)
         return
     for path in options.paths:
         if not any(True for _ in find_files([Path(path)])) and not options.allow_empty:
@@ -59,11 +59,11 @@ def read_documents(
         QCFuseError: if something that was named outright cannot be read.
     """
     with needing_extra():
-        from qcfuse_rag.ingestion.readers import FILES, passed_over, read_passages
+        from qcfuse_rag.ingestion.readers import FILES, read_passages, skipped_files
 
     paths = [Path(path) for path in options.paths]
     if options.reader == FILES:
-        unread.extend(passed_over(paths))
+        unread.extend(skipped_files(paths))
     with progress_bar("reading documents", "files") as advance:
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray

@@ -12,7 +12,7 @@ Column = dict[str, Any]
 """What a worker takes and returns: for each name as many values as there are rows."""
 
 
-def through_pool(
+def map_with_workers(
     rows: Sequence[Column],
     worker: type[Any],
     arguments: tuple[Any, ...],
@@ -47,10 +47,12 @@ def through_pool(
     try:
         yield from pool.iter_rows()
     except (ray.exceptions.RayError, ray.data.exceptions.SystemException) as error:
-        raise QCFuseError(f"{doing} on Ray stopped: {reason_of(error)}; run it again, what is stored stays") from error
+        raise QCFuseError(
+            f"{doing} on Ray stopped: {worker_error(error)}; run it again, what is stored stays"
+        ) from error
 
 
-def reason_of(error: BaseException) -> str:
+def worker_error(error: BaseException) -> str:
     """Return what a worker raised on purpose, without the stacks of two processes around it; else all there is."""
     told = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
     return told[-1] if told else str(error)

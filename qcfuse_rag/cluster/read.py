@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.cluster.pool import Column, connect, through_pool
+from qcfuse_rag.cluster.pool import Column, connect, map_with_workers
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.readers import Passages, find_files, read_passages
@@ -113,7 +113,7 @@ def _ordered(
     if not items:
         return []
     rows = [{"number": number, column: item} for number, item in enumerate(items)]
-    made = through_pool(
+    made = map_with_workers(
         rows,
         worker,
         arguments,

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from qcfuse_rag.cluster.pool import Column, connect, through_pool
+from qcfuse_rag.cluster.pool import Column, connect, map_with_workers
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.batch_prefill import Batch, Done, Ids, Prefiller
+from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult, Ids
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
@@ -58,7 +58,9 @@ class RayWorkers:
         """Return the resources that Ray sets aside for one worker."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
-    def prefill(self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]) -> Iterator[Done]:
+    def prefill(
+        self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]
+    ) -> Iterator[BatchResult]:
         """Compute and store batches on the cluster; yield the result of each batch as it is done, in any order.
 
         Raises:
@@ -66,8 +68,8 @@ class RayWorkers:
         """
         connect(self.address, self.runtime_env)
         rest, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
-        while window := [{"batch": to_json(batch)} for batch in islice(rest, AT_ONCE)]:
-            done = through_pool(
+        while window := [{"batch": batch_to_json(batch)} for batch in islice(rest, AT_ONCE)]:
+            done = map_with_workers(
                 window,
                 PrefillWorker,
                 arguments,
@@ -77,7 +79,7 @@ class RayWorkers:
                 resources=self.resources(),
             )
             for row in done:
-                yield Done(**{name: int(value) for name, value in row.items()})
+                yield BatchResult(**{name: int(value) for name, value in row.items()})
 
 
 AT_ONCE = 4096
@@ -90,7 +92,7 @@ class PrefillWorker:
     Args:
         workers: what it is made of.
         fingerprint: address of the driver's model; another would write what the driver does not find.
-        frame, primer: see `Prefiller`.
+        frame, primer: see `BatchPrefiller`.
 
     Raises:
         QCFuseError: if its model is not the driver's.
@@ -104,23 +106,23 @@ class PrefillWorker:
                 f"(a worker has {str(lm.dtype).removeprefix('torch.')})"
             )
         check_exact(lm)
-        self._prefiller = Prefiller(lm, self._store, prefix_ids, primer)
+        self._prefiller = BatchPrefiller(lm, self._store, prefix_ids, primer)
         self._head = self._prefiller.head()
 
     def __call__(self, rows: Column) -> Column:
         """Compute and store batches; return what each took."""
-        done = [self._prefiller.run(from_json(text), self._head) for text in rows["batch"]]
+        done = [self._prefiller.run(batch_from_json(text), self._head) for text in rows["batch"]]
         self._store.flush()
         names = ("chunks", "tokens", "computed_tokens", "size_bytes")
         return {name: np.array([getattr(one, name) for one in done]) for name in names}
 
 
-def to_json(batch: Batch) -> str:
+def batch_to_json(batch: Batch) -> str:
     """Return a batch as text."""
     return json.dumps([batch.base.name, batch.chunks, batch.met, batch.before])
 
 
-def from_json(text: str) -> Batch:
+def batch_from_json(text: str) -> Batch:
     """Return the batch that was written."""
     base, chunks, met, before = json.loads(text)
     all_met = tuple(tuple(tuple(ids) for ids in own) for own in met)

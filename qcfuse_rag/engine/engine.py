@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.engine.first_passes import run_first_passes
-from qcfuse_rag.engine.verdict import Verdict, look_up
+from qcfuse_rag.engine.verdict import Verdict, require_verdict
 from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
@@ -27,21 +27,21 @@ from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport
 from qcfuse_rag.generation.batch import answer_many
 from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
-from qcfuse_rag.generation.speculative import VerifiedGeneration, generate_verified
+from qcfuse_rag.generation.speculative import SpeculativeGeneration, generate_speculative
 from qcfuse_rag.ingestion.capture_job import CaptureJob, CaptureSummary
-from qcfuse_rag.ingestion.neighbour_policy import Company
+from qcfuse_rag.ingestion.neighbour_policy import NeighbourPolicy
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
-from qcfuse_rag.ingestion.provenance_ledger import Ledger
+from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.summary import WarmSummary
-from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, Stale, WarmJob, with_first_pass
+from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, Staleness, WarmJob, with_prerequisites
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.methods.relaycaching.answer_cache import Kept, keep_generated
 from qcfuse_rag.monitoring.in_flight import InFlight
 from qcfuse_rag.monitoring.shadow import Shadow, ShadowSettings
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.joined_text import flat_prompt
+from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.special_tokens import Rendered, written
+from qcfuse_rag.prompts.special_tokens import RenderedText, estimate_length
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
@@ -105,7 +105,7 @@ class FusionEngine:
         self._followed: int | None = None
         self._opening = threading.Lock()
         self._observers: tuple[Callable[[FusionReport], None], ...] = ()
-        self._company = Company(lm, self.prompts.prefix_ids, lambda: self.sources)
+        self._company = NeighbourPolicy(lm, self.prompts.prefix_ids, lambda: self.sources)
         self.passes = PrefillRunner(lm)
         self.costs = MeasuredCosts(lm, store, self.passes)
         self.step = DecodeRunner(lm)
@@ -162,7 +162,7 @@ class FusionEngine:
         engine.profile, engine.profile_ignored = found.profile, found.ignored
         if verdict != "ignore" and (kept.folder is not None or verdict == "require"):
             try:
-                engine.verdict = look_up(engine.lm, kept, engine.method, require=verdict == "require")
+                engine.verdict = require_verdict(engine.lm, kept, engine.method, require=verdict == "require")
             except Unverified:
                 if not isinstance(store, KVStore):
                     engine.close()
@@ -220,7 +220,7 @@ class FusionEngine:
         keys: dict[str, list[ChunkKey]] = {}
         for source, chunk in zip(sources or (), ids, strict=False):
             if source is not None:
-                keys.setdefault(source, []).extend(self.keys(chunk, with_first_pass(chosen)))
+                keys.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(chosen)))
         for source, tag in (access or {}).items():
             self.sources.restrict(source, tag)
         for source, own in keys.items():  # first: a job may be killed, and who may read what decides who meets whom
@@ -263,8 +263,8 @@ class FusionEngine:
     ) -> WarmJob:
         """Return a job that can be planned before it is run; for passages as token ids, see `prompts.chunk_ids`."""
         chosen = tuple(bases) if bases is not None else self.bases
-        stale: Stale | None = None
-        ledger: Ledger | None = None
+        stale: Staleness | None = None
+        ledger: ProvenanceLedger | None = None
         if any(base.enriched for base in chosen):
             chunks, ledger = list(chunks), self._company.ledger()
             neighbours = self._company.neighbours(
@@ -324,7 +324,7 @@ class FusionEngine:
             rank=rank,
             ledger=self._company.ledger(),
         )
-        return job.run(self._company.rememberable([self.prompts.chunk_ids(text) for text in group]) for group in groups)
+        return job.run(self._company.permitted_group([self.prompts.chunk_ids(text) for text in group]) for group in groups)
 
     def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
         """Return the keys of a passage's token ids, one for each base; none of an empty passage."""
@@ -408,13 +408,13 @@ class FusionEngine:
             PromptTooLong: if there are more characters, all counted that a template may write, than a window of the
                 longest tokens has.
         """
-        count, window = sum(map(written, given)), self.lm.window.tokens
+        count, window = sum(map(estimate_length, given)), self.lm.window.tokens
         if count > max(window * self.prompts.longest_token, QUICKLY_READ):
             raise PromptTooLong(
                 f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"
             )
 
-    def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt_from_text(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt of what a framework has put together, in which warmed passages are found and reused.
 
         The token ids are those of the model's own pipeline, but that special tokens which messages spell are text: no
@@ -431,7 +431,7 @@ class FusionEngine:
         """
         self._require_short(conversation, *tools)
         finished = isinstance(conversation, str)
-        rendered = Rendered(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
+        rendered = RenderedText(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
         self._require_short(rendered.text)  # to which the template has added
         found, note = [], "no warmed passage was found in the text"
         try:
@@ -439,7 +439,7 @@ class FusionEngine:
             note += f", of {self.located.count:,} that are known"
         except StoreError as error:
             note = f"{UNSOUGHT}: {error}"
-        prompt = flat_prompt(self.prompts, rendered, found, begin=finished)
+        prompt = prompt_from_joined_text(self.prompts, rendered, found, begin=finished)
         return prompt if prompt.chunks else replace(prompt, note=note)
 
     def prefill(
@@ -494,7 +494,7 @@ class FusionEngine:
     def observe(self, observer: Callable[[FusionReport], None]) -> None:
         """Have something called with the report of every prefill from now on, in the thread that computed it.
 
-        Not of those in `answer_many` and `generate_verified`, whose reports are in what they return. See `monitoring.tracing`
+        Not of those in `answer_many` and `generate_speculative`, whose reports are in what they return. See `monitoring.tracing`
         for OpenTelemetry and `monitoring.metrics` for Prometheus. What it raises is logged.
         """
         self._observers = (*self._observers, observer)
@@ -582,18 +582,18 @@ class FusionEngine:
             return Kept(None, reason="it was given over a text that may hold passages not everybody may read")
         given = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
         answer = self.prompts.chunk_ids(passage)
-        if len(self._company.rememberable([*given, answer])) <= len(given):
+        if len(self._company.permitted_group([*given, answer])) <= len(given):
             return Kept(None, reason="it was given over a passage that not all who may read it may read")
         return keep_generated(
             self.lm, self.store, self.prompts, stream.prefilled, generation.ids, passage, ledger=self._company.ledger()
         )
 
-    def generate_verified(
+    def generate_speculative(
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, method: Method | None = None, draft: int = 25
-    ) -> VerifiedGeneration:
+    ) -> SpeculativeGeneration:
         """Answer as full prefill would, token for token, drafting on the fused cache; see `generation.speculative`."""
         self.store.advance()
-        return generate_verified(
+        return generate_speculative(
             self.lm,
             self.store,
             prompt,

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.decode import Generation
-from qcfuse_rag.generation.detokenizer import unfinished
+from qcfuse_rag.generation.detokenizer import partial_mark_length
 from qcfuse_rag.generation.grammar import json_grammar
 from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.generation.tool_parsers import BrokenCall, ToolReply, call_syntax
+from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, tool_call_parser
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Tool, Turn
@@ -34,7 +34,7 @@ class PromptSource(Protocol):
         """Build a prompt from a question and passages."""
         ...
 
-    def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt_from_text(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt from a conversation in which warmed passages are found."""
         ...
 
@@ -45,7 +45,7 @@ ToolChoice = str | bool | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class ResponseFormat:
     """What an answer may be, as OpenAI's chat API says it and other APIs do after it.
 
     Attributes:
@@ -126,9 +126,9 @@ class AnswerForm:
         history, since = turns[:asked], turns[asked + 1 :]
         question = self.told(turns[asked]["content"])
         if passages is None:
-            return engine.plain([*history, {**turns[asked], "content": question}, *since], self.tools)
+            return engine.prompt_from_text([*history, {**turns[asked], "content": question}, *since], self.tools)
         if since:
-            return engine.plain([*engine.prompts.turns(question, passages, history), *since], self.tools)
+            return engine.prompt_from_text([*engine.prompts.turns(question, passages, history), *since], self.tools)
         return engine.prompt(question, passages, history, self.tools)
 
     def told(self, question: str) -> str:
@@ -144,9 +144,9 @@ class AnswerForm:
             UnsupportedModel: if a call is demanded and it is not known how the model writes calls.
         """
         if self.tools:
-            call_syntax(tokenizer, self.tools)  # else what it answers could not be read
+            tool_call_parser(tokenizer, self.tools)  # else what it answers could not be read
         if self.demanded:
-            grammar = call_syntax(tokenizer, self.given).grammar(tokenizer, self.demanded)
+            grammar = tool_call_parser(tokenizer, self.given).grammar(tokenizer, self.demanded)
         elif self.schema is not None:
             grammar = json_grammar(self.schema)
         else:
@@ -154,7 +154,7 @@ class AnswerForm:
         return replace(params, grammar=grammar)
 
 
-class AnswerReader:
+class ResponseReader:
     """Reads one answer of a model that may have been offered tools.
 
     Args:
@@ -165,9 +165,9 @@ class AnswerReader:
         UnsupportedModel: if it is not known how the model writes calls.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: AnswerForm) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, form: ResponseFormat) -> None:
         self._tokenizer, self._tools, self._demanded = tokenizer, form.tools, bool(form.demanded)
-        self._syntax = call_syntax(tokenizer, form.tools) if form.tools else None
+        self._syntax = tool_call_parser(tokenizer, form.tools) if form.tools else None
         self._text = ""
         self._shown = 0
         # A special token is no part of the text, so where a call begins is not seen until the answer is whole.
@@ -181,19 +181,19 @@ class AnswerReader:
         if self._unseen or self._text.lstrip()[:1] in ("", "{", "[", "`"):  # it may all be a call
             return ""
         at = self._text.find(self._syntax.opens)
-        return self._upto(at if at >= 0 else len(self._text) - unfinished(self._text, (self._syntax.opens,)))
+        return self._upto(at if at >= 0 else len(self._text) - partial_mark_length(self._text, (self._syntax.opens,)))
 
-    def end(self, generation: Generation) -> tuple[str, ToolReply]:
+    def end(self, generation: Generation) -> tuple[str, ParsedResponse]:
         """Take the finished answer; return what of its content was not shown yet, and all of it."""
         if self._syntax is None or generation.finish_reason == "stop":
             text = generation.text
         else:  # with the special tokens that open a call
             ids = generation.ids[:-1] if generation.finish_reason == "end" else generation.ids
             text = self._tokenizer.decode(ids)
-        reply = ToolReply(text) if self._syntax is None else self._syntax.read(text, self._tools)
+        reply = ParsedResponse(text) if self._syntax is None else self._syntax.read(text, self._tools)
         if not reply.calls and not reply.broken:
             cut = BrokenCall(generation.text, "it is no whole call")
-            reply = ToolReply("", broken=(cut,)) if self._demanded else ToolReply(generation.text)
+            reply = ParsedResponse("", broken=(cut,)) if self._demanded else ParsedResponse(generation.text)
         return reply.content[self._shown :], reply
 
     def _upto(self, stop: int) -> str:

@@ -42,7 +42,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class BatchResult:
     """What a batch took: chunks and tokens stored, tokens computed for that, and bytes of keys and values."""
 
     chunks: int
@@ -51,7 +51,7 @@ class Done:
     size_bytes: int
 
 
-class Prefiller:
+class BatchPrefiller:
     """Computes batches and puts them into a store.
 
     Args:
@@ -66,7 +66,7 @@ class Prefiller:
         self._primed_head: ChunkKV | None = None
         self._extra = len(instruction_ids(lm.tokenizer))
 
-    def run(self, batch: Batch, head: ChunkKV | None) -> Done:
+    def run(self, batch: Batch, head: ChunkKV | None) -> BatchResult:
         """Compute a batch and store it.
 
         Args:
@@ -83,7 +83,7 @@ class Prefiller:
             key = batch.base.key(self._lm.fingerprint, self._frame, ids)
             self._store.put(key, chunk, saved_ms=saved_ms * len(ids))
         computed = len(chunks) * (max(map(len, batch.chunks)) + self._extra)
-        return Done(len(chunks), batch.tokens, computed, sum(chunk.nbytes for chunk in chunks))
+        return BatchResult(len(chunks), batch.tokens, computed, sum(chunk.nbytes for chunk in chunks))
 
     def compute(self, batch: Batch, head: ChunkKV | None) -> list[ChunkKV]:
         """Return a batch's keys and values."""

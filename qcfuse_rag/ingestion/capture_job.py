@@ -14,7 +14,7 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry, PromptTooLong
 from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_mending
-from qcfuse_rag.ingestion.provenance_ledger import Ledger
+from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, Miss
@@ -82,7 +82,7 @@ class CaptureJob:
         keep: Collection[str] = ("variant",),
         slots: int = 5,
         rank: int = 32,
-        ledger: Ledger | None = None,
+        ledger: ProvenanceLedger | None = None,
     ) -> None:
         if not keep or not set(keep) <= set(get_args(Kind)):
             raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")

@@ -26,7 +26,7 @@ GRAINS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class NeighbourPrefix:
     """What stands before an enriched chunk.
 
     Attributes:
@@ -38,7 +38,7 @@ class Before:
     length: int
 
 
-def what_fits(n_tokens: int, head_tokens: int, neighbour_tokens: Sequence[int], window: int) -> Before:
+def fit_neighbours(n_tokens: int, head_tokens: int, neighbour_tokens: Sequence[int], window: int) -> NeighbourPrefix:
     """Tell how many neighbours go before a chunk, and how long they are with the head.
 
     Args:
@@ -56,7 +56,7 @@ def what_fits(n_tokens: int, head_tokens: int, neighbour_tokens: Sequence[int], 
     length = total - total % grain
     while met and sum(neighbour_tokens[: met - 1]) >= length:
         met -= 1  # nothing is left of the last one
-    return Before(met, head_tokens + length)
+    return NeighbourPrefix(met, head_tokens + length)
 
 
 def enrich_chunks(

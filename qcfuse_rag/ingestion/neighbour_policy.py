@@ -8,9 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
-from qcfuse_rag.ingestion.neighbours import first_of, nearest, permitted, retrieved_together, token_vectors
-from qcfuse_rag.ingestion.provenance_ledger import Ledger
-from qcfuse_rag.ingestion.warm_job import Stale
+from qcfuse_rag.ingestion.neighbours import (
+    merge_rankings,
+    nearest_chunks,
+    permitted_neighbours,
+    retrieved_together,
+    token_vectors,
+)
+from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
+from qcfuse_rag.ingestion.warm_job import Staleness
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.documents.acl import may_remember
 from qcfuse_rag.store.documents.sources import Sources
@@ -20,7 +26,7 @@ from qcfuse_rag.store.prefill_base import FRAMED
 Ids = tuple[int, ...]
 
 
-class Company:
+class NeighbourPolicy:
     """What a store's sources say of passages that are prefilled behind others.
 
     Args:
@@ -56,17 +62,17 @@ class Company:
         pool = [*chunks, *others]
         readers = [self._readers(ids) for ids in pool] if self._sources().restricted else None
         if given is not None:
-            return given if readers is None else permitted(given, readers)
+            return given if readers is None else permitted_neighbours(given, readers)
         vectors = token_vectors(self._lm, pool) if vectors is None else vectors
         if len(vectors) != len(pool):
             raise ValueError(f"{len(vectors)} vectors for {len(pool)} passages")
-        found = nearest(vectors, NEIGHBOURS, readers)[: len(chunks)]
+        found = nearest_chunks(vectors, NEIGHBOURS, readers)[: len(chunks)]
         if not retrievals:
             return found
         met = retrieved_together(retrievals, len(pool), NEIGHBOURS)[: len(chunks)]
-        return first_of(met if readers is None else permitted(met, readers), found, NEIGHBOURS)
+        return merge_rankings(met if readers is None else permitted_neighbours(met, readers), found, NEIGHBOURS)
 
-    def staleness(self, pool: Sequence[Ids]) -> Stale:
+    def staleness(self, pool: Sequence[Ids]) -> Staleness:
         """Return what tells how many of a passage's present neighbours its entry was not made of.
 
         An entry that was made of passages which are not in the pool is left alone: a job that was given a part of the
@@ -80,7 +86,7 @@ class Company:
 
         return stale
 
-    def rememberable(self, group: Sequence[Ids]) -> list[Ids]:
+    def permitted_group(self, group: Sequence[Ids]) -> list[Ids]:
         """Leave out passages that not all who may read a later one of the group may read."""
         if not self._sources().restricted:
             return list(group)
@@ -91,13 +97,13 @@ class Company:
             if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
         ]
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> ProvenanceLedger:
         """Return where a job that is being planned notes what its entries are made of.
 
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        return Ledger(self._sources, self._key, self._sources().losses)
+        return ProvenanceLedger(self._sources, self._key, self._sources().losses)
 
     def _readers(self, ids: Ids) -> frozenset[str]:
         return self._sources().readers(self._key(ids)) if ids else frozenset()

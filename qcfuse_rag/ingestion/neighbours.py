@@ -18,7 +18,9 @@ from qcfuse_rag.store.documents.acl import may_remember
 BLOCK = 1024
 
 
-def nearest(vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None) -> list[list[int]]:
+def nearest_chunks(
+    vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None
+) -> list[list[int]]:
     """Return each chunk's nearest others by cosine, best first.
 
     Args:
@@ -41,7 +43,7 @@ def nearest(vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[st
     return found
 
 
-def permitted(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
+def permitted_neighbours(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
     """Return neighbours without those that not all of a chunk's readers may read, see `store.documents.acl`."""
     return [
         [other for other in related if may_remember(readers[one], readers[other])]
@@ -72,7 +74,7 @@ def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int)
     return [[other for other, _ in sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for own in together]
 
 
-def first_of(first: Sequence[Sequence[int]], then: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+def merge_rankings(first: Sequence[Sequence[int]], then: Sequence[Sequence[int]], n: int) -> list[list[int]]:
     """Return each chunk's neighbours from a first list, filled up from a second one to `n`."""
     return [list(dict.fromkeys((*one, *other)))[:n] for one, other in zip(first, then, strict=True)]
 

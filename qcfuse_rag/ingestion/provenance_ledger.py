@@ -12,7 +12,7 @@ Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class ProvenanceLedger:
     """Notes what a job's entries are made of, and takes back those of which a passage was lost while it ran.
 
     Attributes:

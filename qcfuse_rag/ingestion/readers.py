@@ -50,7 +50,7 @@ def read_passages(
     given = list(paths)
     passages: Passages = {}
     if reader != FILES:
-        read = reader_named(reader)
+        read = load_reader(reader)
         for path in given:
             for source, text in read(path):
                 passages.setdefault(source, []).append(text)
@@ -92,7 +92,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
                 yield file
 
 
-def passed_over(paths: Iterable[Path]) -> Iterator[str]:
+def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
     """Say what in folders `find_files` does not read: files of other kinds, and links to folders that are elsewhere.
 
     Of hidden ones nothing is said.
@@ -115,7 +115,7 @@ def passed_over(paths: Iterable[Path]) -> Iterator[str]:
             yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
 
 
-def reader_named(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
+def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
     """Return the reader that an installed package brings.
 
     Raises:

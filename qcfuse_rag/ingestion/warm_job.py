@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.ingestion.batch_prefill import Batch, Done, Prefiller
-from qcfuse_rag.ingestion.enrichment import Before, what_fits
+from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
+from qcfuse_rag.ingestion.enrichment import NeighbourPrefix, fit_neighbours
 from qcfuse_rag.ingestion.length_buckets import batches_by_length
-from qcfuse_rag.ingestion.provenance_ledger import Ledger
+from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.summary import WarmPlan, WarmSummary
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -28,10 +28,10 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 Progress = Callable[[int, int], None]
 """`(done, total) -> None` in tokens, called after every batch."""
 
-Stale = Callable[[ChunkKey, Sequence[tuple[int, ...]]], float]
+Staleness = Callable[[ChunkKey, Sequence[tuple[int, ...]]], float]
 """`(key, neighbours) -> share`: how many of a passage's present neighbours its enriched entry has not met."""
 
-Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[Done]]
+Compute = Callable[[Iterable[Batch], ChunkKV | None], Iterable[BatchResult]]
 """Computes and stores batches behind the prompt's head, which is stored, and says of each what it took."""
 
 REFRESH_ABOVE = 0.5
@@ -39,7 +39,7 @@ REFRESH_ABOVE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingChunk:
     """A chunk to prefill: its first index among those given, its base and key, and its token ids."""
 
     index: int
@@ -49,10 +49,10 @@ class Pending:
 
 
 @dataclass(slots=True)
-class SortedOut:
+class WorkSplit:
     """A job's chunks by what becomes of them; see `WarmSummary` for what the fields count."""
 
-    work: list[Pending] = field(default_factory=list)
+    work: list[PendingChunk] = field(default_factory=list)
     present: int = 0
     left_out: int = 0
     refreshed: int = 0
@@ -65,7 +65,7 @@ class PrefillWorkers(Protocol):
 
     def prefill(
         self, lm: LanguageModel, prefix_ids: tuple[int, ...], primer: tuple[int, ...], batches: Iterable[Batch]
-    ) -> Iterator[Done]:
+    ) -> Iterator[BatchResult]:
         """Compute and store batches; yield the result of each batch as it is done, in any order.
 
         Args:
@@ -121,18 +121,18 @@ class WarmJob:
         others: Iterable[tuple[int, ...]] = (),
         primer: tuple[int, ...] = (),
         batch_tokens: int | None = None,
-        ledger: Ledger | None = None,
-        stale: Stale | None = None,
+        ledger: ProvenanceLedger | None = None,
+        staleness: Staleness | None = None,
         refresh_above: float = REFRESH_ABOVE,
     ) -> None:
         self._lm, self._store, self._frame, self._ledger = lm, store, prefix_ids, ledger
-        self._stale, self._refresh_above = stale, refresh_above
+        self._stale, self._refresh_above = staleness, refresh_above
         self._primer = primer
-        self._prefiller = Prefiller(lm, store, prefix_ids, primer)
+        self._prefiller = BatchPrefiller(lm, store, prefix_ids, primer)
         self._batch_tokens = batch_tokens or BATCH_TOKENS.get(lm.device.type, BATCH_TOKENS["cuda"])
         self._extra = len(instruction_ids(lm.tokenizer))
-        chosen, seen = with_first_pass(bases), set()
-        self._pending: list[Pending] = []
+        chosen, seen = with_prerequisites(bases), set()
+        self._pending: list[PendingChunk] = []
         self._neighbours = neighbours
         self._ids: list[array[int]] = []
         count = 0
@@ -144,7 +144,7 @@ class WarmJob:
                 key = base.key(lm.fingerprint, prefix_ids, ids)
                 if key.address not in seen:
                     seen.add(key.address)
-                    self._pending.append(Pending(index, base, key, array("i", ids)))
+                    self._pending.append(PendingChunk(index, base, key, array("i", ids)))
         self._ids += [array("i", ids) for ids in others]
         if priority is not None:
             if len(priority) != count:
@@ -163,7 +163,7 @@ class WarmJob:
             measure: prefill one batch to estimate the time.
             limit_bytes: most bytes the store may take, instead of its own limit.
         """
-        sorted_ = self._sort_out(limit_bytes or self._store.limit_bytes)
+        sorted_ = self._split_work(limit_bytes or self._store.limit_bytes)
         work = sorted_.work
         tokens = sum(len(one.ids) for one in work)
         return WarmPlan(
@@ -203,10 +203,10 @@ class WarmJob:
 
     def _run(self, progress: Progress | None, compute: Compute, *, in_order: bool) -> WarmSummary:
         started = time.perf_counter()
-        sorted_ = self._sort_out(self._store.limit_bytes)
+        sorted_ = self._split_work(self._store.limit_bytes)
         head = self._prefiller.head() if self._pending else None
         total = sum(len(one.ids) for one in sorted_.work)
-        all_done: list[Done] = []
+        all_done: list[BatchResult] = []
         begun: list[ChunkKey] = []  # enriched chunks that may be written by now
         try:
             # Enriched chunks are made from framed ones, so these come first.
@@ -216,14 +216,14 @@ class WarmJob:
                 for done in compute(batches, head) if own else ():
                     all_done.append(done)
                     if in_order:
-                        self._look_again(begun)
+                        self._recheck_derived(begun)
                     if progress is not None:
                         progress(sum(one.tokens for one in all_done), total)
         except BaseException:
             with suppress(StoreError):  # there is an error already
-                self._look_again(begun)
+                self._recheck_derived(begun)
             raise
-        self._look_again(begun)
+        self._recheck_derived(begun)
         self._store.flush()
         elapsed = time.perf_counter() - started
         return WarmSummary(
@@ -253,15 +253,15 @@ class WarmJob:
                 begun += [key] if any(met) else []
         return batch
 
-    def _look_again(self, begun: list[ChunkKey]) -> None:
+    def _recheck_derived(self, begun: list[ChunkKey]) -> None:
         """Take enriched chunks back of which a neighbour was forgotten while they were computed."""
         while begun and self._ledger is not None:
             self._ledger.written(begun[-1])
             begun.pop()
 
-    def _sort_out(self, limit: int | None) -> SortedOut:
+    def _split_work(self, limit: int | None) -> WorkSplit:
         """Tell what to prefill from what is there, has no room, or cannot be stored."""
-        found, size = SortedOut(), self._entry_bytes(len(self._frame))
+        found, size = WorkSplit(), self._entry_bytes(len(self._frame))
         for one in self._pending:
             length = len(one.ids) + (len(self._frame) if one.base.after_prefix else 0)
             length += len(self._primer) if one.base.primed else 0
@@ -285,12 +285,12 @@ class WarmJob:
                 found.work.append(one)
         return found
 
-    def _staleness(self, one: Pending) -> float:
+    def _staleness(self, one: PendingChunk) -> float:
         if self._stale is None or not one.base.enriched:
             return 0.0
         return self._stale(one.key, self._met(one))
 
-    def _batches(self, work: list[Pending]) -> Iterable[Batch]:
+    def _batches(self, work: list[PendingChunk]) -> Iterable[Batch]:
         for base in sorted(dict.fromkeys(one.base for one in work), key=lambda base: base.enriched):
             own = [one for one in work if one.base is base]
             for before, group in (self._by_what_is_before(own) if base.enriched else {0: own}).items():
@@ -300,30 +300,30 @@ class WarmJob:
                     met = tuple(self._met(one) for one in batch) if base.enriched else ()
                     yield Batch(base, tuple(tuple(one.ids) for one in batch), met, before)
 
-    def _by_what_is_before(self, work: list[Pending]) -> dict[int, list[Pending]]:
+    def _by_what_is_before(self, work: list[PendingChunk]) -> dict[int, list[PendingChunk]]:
         """Sort enriched chunks by how much stands before them, those that have the most wanted ones first."""
-        groups: dict[int, list[Pending]] = {}
+        groups: dict[int, list[PendingChunk]] = {}
         for one in work:
             groups.setdefault(self._before(one, self._related(one)).length, []).append(one)
         return groups
 
-    def _before(self, one: Pending, related: list[int]) -> Before:
+    def _before(self, one: PendingChunk, related: list[int]) -> NeighbourPrefix:
         lengths = [len(self._ids[index]) for index in related]
-        return what_fits(len(one.ids) + self._extra, len(self._frame), lengths, self._lm.window.tokens)
+        return fit_neighbours(len(one.ids) + self._extra, len(self._frame), lengths, self._lm.window.tokens)
 
-    def _related(self, one: Pending) -> list[int]:
+    def _related(self, one: PendingChunk) -> list[int]:
         """Return a passage's neighbours, best first: never its own text, and no text twice."""
         assert self._neighbours is not None
         texts = {tuple(self._ids[index]): index for index in reversed(self._neighbours[one.index])}
         texts.pop(tuple(one.ids), None)
         return [index for index in self._neighbours[one.index] if index in texts.values()]
 
-    def _met(self, one: Pending) -> tuple[tuple[int, ...], ...]:
+    def _met(self, one: PendingChunk) -> tuple[tuple[int, ...], ...]:
         """Return those of a passage's neighbours that stand before it."""
         related = self._related(one)
         return tuple(tuple(self._ids[index]) for index in related[: self._before(one, related).neighbours])
 
-    def _measured(self, work: list[Pending]) -> float:
+    def _measured(self, work: list[PendingChunk]) -> float:
         if not work:
             return 0.0
         batches = list(self._batches(work))
@@ -338,7 +338,7 @@ class WarmJob:
         return entry_bytes(self._lm.shapes, self._lm.dtype, self._store.numbers, tokens)
 
 
-def with_first_pass(bases: Iterable[Base]) -> tuple[Base, ...]:
+def with_prerequisites(bases: Iterable[Base]) -> tuple[Base, ...]:
     """Return bases without repetition, those that are made from others after these, which are added if need be."""
     given = dict.fromkeys(bases)
     first = [base for base in given if not base.enriched]

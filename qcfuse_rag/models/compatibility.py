@@ -69,7 +69,7 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
     return ContextWindow(window, "the model's own limit")
 
 
-def refuse_strange_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def refuse_mismatched_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the model knows the tokens of the tokenizer's vocabulary.
 
     Those that were added to it may be more: many a model has one to pad with, which no prompt holds.

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import Rendered, Spelling
+from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 
 # Some chat templates print today's date, and a head that changes overnight would make every framed cache useless.
@@ -105,7 +105,7 @@ class PromptBuilder:
         context = "".join(self.template.format_chunk(chunk) for chunk in chunks)
         return self._messages(question, context, history)
 
-    def encode_whole(self, rendered: Rendered, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Tokenise finished text as the model's own pipeline does, special tokens included but those only spelt.
 
         Args:
@@ -125,16 +125,16 @@ class PromptBuilder:
         return tuple(ids), offsets
 
     @cached_property
-    def _fixed_parts(self) -> list[tuple[str, Rendered]]:
+    def _fixed_parts(self) -> list[tuple[str, RenderedText]]:
         return self._parts((), ())
 
-    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, Rendered]]:
+    def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, RenderedText]]:
         """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
         taken = set(NUMBERS.findall(f"{history}{tools}"))
         number = next(number for number in map(str, count()) if number not in taken)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
         # The wording of the prompt is the developer's, and special tokens in it are meant.
-        spelling = Spelling(self._special, map(_as_mapping, history), tools)
+        spelling = SpecialTokenMarker(self._special, map(_as_mapping, history), tools)
         asked = self._messages(markers["question"], markers["context"], spelling.turns)
         rendered = spelling.read(self._render(list(map(_as_mapping, asked)), tools))
         places = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
@@ -142,7 +142,7 @@ class PromptBuilder:
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
         parts, at = [], 0
         for place, name in places:
-            parts += [("literal", rendered.part(at, place)), (name, Rendered(""))]
+            parts += [("literal", rendered.part(at, place)), (name, RenderedText(""))]
             at = place + len(markers[name])
         return [*parts, ("literal", rendered.part(at, len(rendered.text)))]
 
@@ -155,7 +155,7 @@ class PromptBuilder:
         lead: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
         return [*lead, *history[len(said) :], *asked[own:]]
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> Rendered:
+    def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> RenderedText:
         """Return a conversation as the chat template writes it, up to where the answer begins.
 
         Special tokens that messages spell are told from the template's own, see `prompts.special_tokens`.
@@ -163,7 +163,7 @@ class PromptBuilder:
         Raises:
             InvalidTemplate: if the chat template does not take these messages, or shows no tools and there are some.
         """
-        spelling = Spelling(self._special, map(_as_mapping, messages), tools)
+        spelling = SpecialTokenMarker(self._special, map(_as_mapping, messages), tools)
         return spelling.read(self._render(spelling.turns, tools))
 
     def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
@@ -217,7 +217,7 @@ class PromptBuilder:
         )
         return str(rendered)
 
-    def _encode(self, rendered: Rendered) -> tuple[int, ...]:
+    def _encode(self, rendered: RenderedText) -> tuple[int, ...]:
         return self.encode_whole(rendered, begin=False)[0]
 
     def _plain_ids(self, text: str) -> tuple[int, ...]:

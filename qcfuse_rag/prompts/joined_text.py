@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.segments import Part, Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import Rendered
+from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
+from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.store.documents.passage_match import Found, places
 
 FEWEST = 16
 """Tokens in a row; fewer are not worth a look into the store."""
 
 
-def flat_prompt(
-    builder: PromptBuilder, rendered: Rendered, found: Sequence[Found] = (), *, begin: bool = False
+def prompt_from_joined_text(
+    builder: PromptBuilder, rendered: RenderedText, found: Sequence[Found] = (), *, begin: bool = False
 ) -> Prompt:
     """Build a prompt of a text.
 
@@ -54,7 +54,7 @@ def _segment(
     text: str,
     start: int,
     stop: int,
-    part: Part | None = None,
+    part: ChunkPart | None = None,
 ) -> Segment:
     return Segment(role, ids[start:stop], text[offsets[start][0] : offsets[stop - 1][1]], part)
 
@@ -65,7 +65,7 @@ def _parts(
     ids: tuple[int, ...],
     offsets: Sequence[tuple[int, int]],
     found: Sequence[Found],
-) -> Iterator[tuple[int, int, Part]]:
+) -> Iterator[tuple[int, int, ChunkPart]]:
     """Yield where parts of passages stand, token `start` to `stop`, in order."""
     token = 0
     for passage in found:
@@ -79,7 +79,7 @@ def _parts(
         theirs = _placed(passage.text, stored, builder.chunk_offsets(passage.text), builder.chunk_lead)
         for there, here, size in _equal_runs(theirs, mine):
             if size >= FEWEST:
-                yield token + here, token + here + size, Part(stored, there)
+                yield token + here, token + here + size, ChunkPart(stored, there)
         token = last
 
 

@@ -21,7 +21,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChunkPart:
     """What a segment is a part of.
 
     Attributes:
@@ -44,7 +44,7 @@ class Segment:
     role: Role
     ids: tuple[int, ...]
     text: str
-    part: Part | None = None
+    part: ChunkPart | None = None
 
     @property
     def stored_ids(self) -> tuple[int, ...]:

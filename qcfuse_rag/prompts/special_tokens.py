@@ -25,7 +25,7 @@ INDENT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class RenderedText:
     """Text in which some stretches are not special tokens, though they are spelt like them.
 
     Attributes:
@@ -36,10 +36,10 @@ class Rendered:
     text: str
     spelt: tuple[tuple[int, int], ...] = ()
 
-    def part(self, start: int, stop: int) -> Rendered:
+    def part(self, start: int, stop: int) -> RenderedText:
         """Return `start <= c < stop` of it."""
         inside = [(a - start, b - start) for a, b in self.spelt if start <= a and b <= stop]
-        return Rendered(self.text[start:stop], tuple(inside))
+        return RenderedText(self.text[start:stop], tuple(inside))
 
     def pieces(self) -> Iterator[tuple[int, str, bool]]:
         """Yield where each piece begins, its text, and whether special tokens in it are meant."""
@@ -53,7 +53,7 @@ class Rendered:
             yield at, self.text[at:], True
 
 
-class Spelling:
+class SpecialTokenMarker:
     """Marks what messages spell like special tokens, before a chat template joins them, and finds it behind it.
 
     Args:
@@ -87,10 +87,10 @@ class Spelling:
             return self._turns
         return [{name: self._part(name, value) for name, value in turn.items()} for turn in self._turns]
 
-    def read(self, rendered: str) -> Rendered:
+    def read(self, rendered: str) -> RenderedText:
         """Take the marks out of what the template made of them."""
         if self._spelt is None:
-            return Rendered(rendered)
+            return RenderedText(rendered)
         text, spelt = "", list[tuple[int, int]]()
         # A template may cut a message, and with it a mark from its pair.
         for piece in re.split(f"{self._mark}((?:{self._spelt.pattern}){self._mark})|{self._mark}", rendered):
@@ -98,7 +98,7 @@ class Spelling:
             if kept != (piece or ""):
                 spelt.append((len(text), len(text) + len(kept)))
             text += kept
-        return Rendered(text, tuple(spelt))
+        return RenderedText(text, tuple(spelt))
 
     def _part(self, name: str, value: Any) -> Any:
         """Mark one part of a message; what kind of part it is, templates compare."""
@@ -124,7 +124,7 @@ class Spelling:
         return value
 
 
-def written(value: Any) -> int:
+def estimate_length(value: Any) -> int:
     """Return how many characters a text has, or about how many a chat template may write of messages or tools."""
     return sum(INDENT * depth + len(str(leaf)) for leaf, depth in _leaves(value))
 

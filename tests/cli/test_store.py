@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qcfuse_rag import DiskStore, Sources, open_store
+from qcfuse_rag import DiskStore, open_store
 from qcfuse_rag.retrieval.index import Passage, PassageIndex
+from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
 

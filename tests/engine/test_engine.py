@@ -11,25 +11,22 @@ import pytest
 import torch
 
 from qcfuse_rag import (
-    BLIND,
-    FRAMED,
     DiskStore,
     FusionEngine,
-    InvalidTemplate,
     KVStore,
     LanguageModel,
     MemoryStore,
     PromptTemplate,
-    PromptTooLong,
     SamplingParams,
-    StoreError,
     make_method,
     open_store,
 )
+from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -133,7 +130,7 @@ def test_tools_beyond_the_context_window_are_refused_before_they_are_rendered(
     with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
         engine.prompt(QUESTION, PASSAGES, tools=[tool])
     with pytest.raises(PromptTooLong, match="cannot fit a context window of 512 tokens"):
-        engine.plain([("user", QUESTION)], [tool])
+        engine.prompt_from_text([("user", QUESTION)], [tool])
 
 
 def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_rendered(llama: LanguageModel) -> None:
@@ -144,13 +141,13 @@ def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_render
     )
     engine = FusionEngine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
     with pytest.raises(InvalidTemplate, match="rendered"):
-        engine.plain([("user", "Why?")] * 3)
+        engine.prompt_from_text([("user", "Why?")] * 3)
     with pytest.raises(PromptTooLong, match="characters cannot fit a context window of 512 tokens"):
-        engine.plain([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
+        engine.prompt_from_text([("user", "Why?"), ("user", "x" * 2_000_000), ("user", "Why?")])
     with pytest.raises(PromptTooLong, match="of about 2,000,004 characters"):  # with what the template adds
-        engine.plain([("user", "Why?")] * 4)
+        engine.prompt_from_text([("user", "Why?")] * 4)
     with pytest.raises(PromptTooLong, match="of about 2,000,000 characters"):
-        engine.plain("x" * 2_000_000)
+        engine.prompt_from_text("x" * 2_000_000)
 
 
 def test_a_passage_beyond_the_context_window_is_reported_and_the_rest_is_stored(engine: FusionEngine) -> None:

@@ -10,15 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import (
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    MisplacedSetting,
-    SamplingParams,
-    ServedEngine,
-    open_store,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
+from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.errors import MisplacedSetting
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -94,7 +88,7 @@ def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> Non
 def test_a_text_in_which_nothing_is_found_says_so(engine: FusionEngine, warmed: bool) -> None:
     if warmed:
         engine.warm(PASSAGES)
-    told = engine.generate(engine.plain([("user", "Who are you?")]), FEW).report.fallback
+    told = engine.generate(engine.prompt_from_text([("user", "Who are you?")]), FEW).report.fallback
     assert told == f"no warmed passage was found in the text, of {3 * warmed} that are known"
-    found = engine.generate(engine.plain([("user", f"{PASSAGES[0]} {QUESTION}")]), FEW).report.fallback
+    found = engine.generate(engine.prompt_from_text([("user", f"{PASSAGES[0]} {QUESTION}")]), FEW).report.fallback
     assert (found is None) == warmed

@@ -17,24 +17,22 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
-    FRAMED,
-    Busy,
-    Closed,
     FusionEngine,
     LanguageModel,
     MemoryStore,
     Prompt,
-    PromptTooLong,
     SamplingParams,
     Scheduler,
     SchedulerSettings,
     make_method,
 )
+from qcfuse_rag.errors import Busy, Closed, PromptTooLong
 from qcfuse_rag.fusion.recompute import Pause
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.families import FAMILIES, build_model
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -14,25 +14,18 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from qcfuse_rag import (
-    BLIND,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Profile,
-    ProfileError,
-    Prompt,
-    make_method,
-    open_store,
-    profile_layers,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method, open_store
+from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.evaluation.profile import labels as proxy
 from qcfuse_rag.evaluation.profile.labels import answer_log_probability, answer_positions, decisive_positions
+from qcfuse_rag.evaluation.profile.measure import profile_layers
 from qcfuse_rag.evaluation.profile.recall import attention_by_layer, recall_by_layer
 from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import NAME, choose_layers, find_profile
+from qcfuse_rag.runtime.layer_profile import LayerProfile as Profile
+from qcfuse_rag.store.prefill_base import BLIND
 from qcfuse_rag.verification.samples import Sample, find_answers
 from tests.support import references
 from tests.support.cli import Run

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from qcfuse_rag import LanguageModel, MemoryStore, PromptTooLong, QCFuseError, make_method
+from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.speed.decoding import STEPS, stock_step
 from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed, random_prompt

@@ -11,21 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    FRAMED,
-    DiskStore,
-    EntryInfo,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    StoreError,
-    make_method,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
+from qcfuse_rag.store.backends.base import EntryInfo
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)

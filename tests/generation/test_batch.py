@@ -8,21 +8,13 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import (
-    BLIND,
-    FRAMED,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Prompt,
-    PromptTooLong,
-    SamplingParams,
-    make_method,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.generation.batch import shared_tokens, sharing_order
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION

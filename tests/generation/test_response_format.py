@@ -12,23 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    AnswerForm,
-    AnswerReader,
-    FusionEngine,
-    Generation,
-    InvalidGrammar,
-    InvalidTemplate,
-    LanguageModel,
-    MemoryStore,
-    QCFuseError,
-    SamplingParams,
-    Scheduler,
-    ToolCall,
-    UnsupportedModel,
-)
+from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCFuseError, SamplingParams, Scheduler
+from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
-from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCallParser, tool_call_parser
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, MOOR, TEMPLATES, teach
@@ -46,11 +34,11 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def written(syntax: ToolCallParser, calls: list[ToolCall]) -> str:
-    entries = [json.dumps({"name": call.name, syntax.arguments: call.arguments}) for call in calls]
-    if syntax.listed:
-        return f"{syntax.opens}[{', '.join(entries)}]"
-    return "\n".join(f"{syntax.opens}\n{entry}\n{syntax.closes}" for entry in entries)
+def written(parser: ToolCallParser, calls: list[ToolCall]) -> str:
+    entries = [json.dumps({"name": call.name, parser.arguments: call.arguments}) for call in calls]
+    if parser.is_list:
+        return f"{parser.start_tag}[{', '.join(entries)}]"
+    return "\n".join(f"{parser.start_tag}\n{entry}\n{parser.end_tag}" for entry in entries)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -63,40 +51,40 @@ def taught(request: pytest.FixtureRequest) -> FusionEngine:
 
 class TestReading:
     @given(
-        syntax=st.sampled_from(TOOL_CALL_PARSERS),
+        parser=st.sampled_from(TOOL_CALL_PARSERS),
         content=st.text("abc \n", max_size=9),
         boats=st.lists(st.text(max_size=12).filter(lambda text: "<tool_call>" not in text), min_size=1, max_size=3),
     )
-    def test_what_was_written_is_read(self, syntax: ToolCallParser, content: str, boats: list[str]) -> None:
+    def test_what_was_written_is_read(self, parser: ToolCallParser, content: str, boats: list[str]) -> None:
         calls = [ToolCall("look_up", {"boat": boat}) for boat in boats]
-        reply = syntax.read(content + written(syntax, calls), TOOLS)
+        reply = parser.parse(content + written(parser, calls), TOOLS)
         assert list(reply.calls) == calls
         assert reply.content == content.rstrip()
         assert not reply.broken
 
-    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
+    @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
     @pytest.mark.parametrize(
         "text", ["", "Plain words.", '{"colour": "green"}', "[1] says so.", "1 < 2", "```\nx\n```"]
     )
-    def test_what_calls_nothing_is_the_answer(self, syntax: ToolCallParser, text: str) -> None:
-        reply = syntax.read(text, TOOLS)
+    def test_what_calls_nothing_is_the_answer(self, parser: ToolCallParser, text: str) -> None:
+        reply = parser.parse(text, TOOLS)
         assert (reply.content, reply.calls, reply.broken) == (text, (), ())
 
     @pytest.mark.parametrize("fence", ["{}", "```json\n{}\n```", "```\n{}\n```\n"])
     def test_a_call_without_its_tags_is_one_if_it_is_all_there_is(self, fence: str) -> None:
         bare = fence.replace("{}", '{"name": "moor", "arguments": {}}')
-        assert TOOL_CALL_PARSERS[0].read(bare, TOOLS).calls == (ToolCall("moor", {}),)
-        assert TOOL_CALL_PARSERS[0].read(f"I would write {bare}", TOOLS).calls == ()
+        assert TOOL_CALL_PARSERS[0].parse(bare, TOOLS).calls == (ToolCall("moor", {}),)
+        assert TOOL_CALL_PARSERS[0].parse(f"I would write {bare}", TOOLS).calls == ()
 
     def test_what_was_meant_as_a_call_is_not_lost(self) -> None:
         cut, unknown = '{"name": "look_up", "argum', '{"name": "sink", "arguments": {}}'
-        reply = TOOL_CALL_PARSERS[0].read(f"<tool_call>{unknown}</tool_call><tool_call>{cut}", TOOLS)
+        reply = TOOL_CALL_PARSERS[0].parse(f"<tool_call>{unknown}</tool_call><tool_call>{cut}", TOOLS)
         assert reply.calls == ()
         assert [one.text for one in reply.broken] == [unknown, cut]
         assert "look_up, moor" in reply.broken[0].reason
         assert "not JSON" in reply.broken[1].reason
 
-    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
+    @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
     @pytest.mark.parametrize(
         "text",
         [
@@ -108,20 +96,20 @@ class TestReading:
             "7",
         ],
     )
-    def test_json_that_is_no_call_is_the_answer(self, syntax: ToolCallParser, text: str) -> None:
-        assert syntax.read(text, TOOLS).content == text
+    def test_json_that_is_no_call_is_the_answer(self, parser: ToolCallParser, text: str) -> None:
+        assert parser.parse(text, TOOLS).content == text
 
-    @pytest.mark.parametrize("syntax", TOOL_CALL_PARSERS)
-    def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, syntax: ToolCallParser) -> None:
-        other = "parameters" if syntax.arguments == "arguments" else "arguments"
+    @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
+    def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, parser: ToolCallParser) -> None:
+        other = "parameters" if parser.arguments == "arguments" else "arguments"
         boat = {"boat": "tug", "year": 1990}
         said = json.dumps({"name": "look_up", other: boat})
-        assert syntax.read(f"{syntax.opens}{said}", TOOLS).calls == (ToolCall("look_up", boat),)
-        (broken,) = syntax.read(f'{syntax.opens}{{"name": "look_up", "args": {{}}}}', TOOLS).broken
+        assert parser.parse(f"{parser.start_tag}{said}", TOOLS).calls == (ToolCall("look_up", boat),)
+        (broken,) = parser.parse(f'{parser.start_tag}{{"name": "look_up", "args": {{}}}}', TOOLS).broken
         assert broken.reason == "it has no arguments"
 
     def test_what_is_said_after_a_call_is_kept(self) -> None:
-        reply = TOOL_CALL_PARSERS[0].read('So: <tool_call>{"name": "moor", "arguments": {}}</tool_call> Done.', TOOLS)
+        reply = TOOL_CALL_PARSERS[0].parse('So: <tool_call>{"name": "moor", "arguments": {}}</tool_call> Done.', TOOLS)
         assert (reply.content, len(reply.calls)) == ("So: Done.", 1)
 
     def test_where_a_special_token_opens_calls_nothing_is_shown_before_it_is_known_to_be_none(self) -> None:
@@ -129,13 +117,13 @@ class TestReading:
         tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
         call = '[{"name": "moor", "arguments": {}}]'
         ids = tuple(tokenizer.encode(f"Sure. [TOOL_CALLS]{call}", add_special_tokens=False))
-        reader = AnswerReader(tokenizer, AnswerForm(TOOLS))
-        shown = reader.show("Sure. ") + reader.show(call)
-        rest, reply = reader.end(Generation(f"Sure. {call}", ids, "length", None, 0.0))  # type: ignore[arg-type]
+        reader = ResponseReader(tokenizer, ResponseFormat(TOOLS))
+        shown = reader.push("Sure. ") + reader.push(call)
+        rest, reply = reader.finish(Generation(f"Sure. {call}", ids, "length", None, 0.0))  # type: ignore[arg-type]
         assert (shown + rest, len(reply.calls)) == ("Sure.", 1)
 
     def test_arguments_that_are_no_object_are_broken(self) -> None:
-        reply = TOOL_CALL_PARSERS[0].read('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
+        reply = TOOL_CALL_PARSERS[0].parse('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
         assert reply.broken[0].reason == "its arguments are no object"
 
     @given(cuts=st.lists(st.integers(0, 60), max_size=6), called=st.booleans())
@@ -143,11 +131,11 @@ class TestReading:
         tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
         call = '<tool_call>\n{"name": "moor", "arguments": {}}\n</tool_call>' if called else "<tool_cal is no tag"
         text = f"I shall see to it. {call}"
-        reader = AnswerReader(tokenizer, AnswerForm(TOOLS))
+        reader = ResponseReader(tokenizer, ResponseFormat(TOOLS))
         edges = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-        shown = "".join(reader.show(text[a:b]) for a, b in itertools.pairwise(edges))
+        shown = "".join(reader.push(text[a:b]) for a, b in itertools.pairwise(edges))
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-        rest, reply = reader.end(Generation(text, ids, "length", None, 0.0))  # type: ignore[arg-type]
+        rest, reply = reader.finish(Generation(text, ids, "length", None, 0.0))  # type: ignore[arg-type]
         assert (shown + rest).rstrip() == reply.content.rstrip() == ("I shall see to it." if called else text)
         assert len(reply.calls) == called
 
@@ -155,12 +143,12 @@ class TestReading:
 class TestDemanding:
     @pytest.mark.parametrize("choice", ["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
     def test_a_demanded_call_is_made_rightly(self, taught: FusionEngine, choice: Any) -> None:
-        tokenizer, form = taught.lm.tokenizer, AnswerForm([LOOK_UP], choice)
+        tokenizer, form = taught.lm.tokenizer, ResponseFormat([LOOK_UP], choice)
         for seed in range(3):
             settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
-            prompt = taught.prompt(QUESTION, PASSAGES, tools=form.tools)
+            prompt = taught.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
             generation = taught.generate(prompt, settings)
-            _, reply = AnswerReader(tokenizer, form).end(generation)
+            _, reply = ResponseReader(tokenizer, form).finish(generation)
             assert generation.finish_reason == "end"
             assert reply.content == ""
             (call,) = reply.calls
@@ -168,17 +156,17 @@ class TestDemanding:
             assert set(call.arguments) == {"boat", "year"}
 
     def test_of_several_tools_one_is_called(self, taught: FusionEngine) -> None:
-        form = AnswerForm(TOOLS, "any")
+        form = ResponseFormat(TOOLS, "any")
         settings = form.sampling(SamplingParams(max_new_tokens=200), taught.lm.tokenizer)
-        generation = taught.generate(taught.plain([("user", QUESTION)], form.tools), settings)
-        _, reply = AnswerReader(taught.lm.tokenizer, form).end(generation)
+        generation = taught.generate(taught.prompt_from_text([("user", QUESTION)], form.visible_tools), settings)
+        _, reply = ResponseReader(taught.lm.tokenizer, form).finish(generation)
         assert len(reply.calls) == 1
 
     @pytest.mark.parametrize("choice", [None, False, "auto", "none"])
     def test_what_is_not_demanded_changes_no_answer(self, taught: FusionEngine, choice: Any) -> None:
         params = SamplingParams(max_new_tokens=8)
-        assert AnswerForm(TOOLS, choice).sampling(params, taught.lm.tokenizer) is params
-        assert bool(AnswerForm(TOOLS, choice).tools) == (choice != "none")
+        assert ResponseFormat(TOOLS, choice).sampling(params, taught.lm.tokenizer) is params
+        assert bool(ResponseFormat(TOOLS, choice).visible_tools) == (choice != "none")
 
     def test_tools_may_define_types_and_several_the_same_name(self, taught: FusionEngine) -> None:
         def tool(name: str, values: list[str]) -> dict[str, Any]:
@@ -187,22 +175,22 @@ class TestDemanding:
             return {"type": "function", "function": {"name": name, "parameters": shape}}
 
         tools = [tool("a", ["x"]), tool("b", ["y"])]
-        for number, form in enumerate([AnswerForm(tools, "a"), AnswerForm(tools, "b")]):
+        for number, form in enumerate([ResponseFormat(tools, "a"), ResponseFormat(tools, "b")]):
             settings = form.sampling(SamplingParams(max_new_tokens=120), taught.lm.tokenizer)
-            generation = taught.generate(taught.plain([("user", QUESTION)], form.tools), settings)
-            _, reply = AnswerReader(taught.lm.tokenizer, form).end(generation)
+            generation = taught.generate(taught.prompt_from_text([("user", QUESTION)], form.visible_tools), settings)
+            _, reply = ResponseReader(taught.lm.tokenizer, form).finish(generation)
             assert reply.calls[0].arguments == {"kind": "xy"[number]}
 
     @pytest.mark.parametrize("choice", ["required", "any", True])
     def test_demanding_a_call_of_nothing(self, choice: Any) -> None:
         with pytest.raises(QCFuseError, match="there are no tools to call"):
-            AnswerForm((), choice)
+            ResponseFormat((), choice)
 
     def test_a_tool_that_was_not_given(self) -> None:
         with pytest.raises(
             QCFuseError, match="names 'sink', which is no tool that was given; there are: look_up, moor"
         ):
-            AnswerForm(TOOLS, "sink")
+            ResponseFormat(TOOLS, "sink")
 
 
 class TestPrompting:
@@ -222,7 +210,7 @@ class TestPrompting:
         assert '"boat": "tug"' in text
         assert PASSAGES[0] in text
         taught.warm(PASSAGES)
-        report = taught.generate(taught.plain(turns, TOOLS), SamplingParams(max_new_tokens=1)).report
+        report = taught.generate(taught.prompt_from_text(turns, TOOLS), SamplingParams(max_new_tokens=1)).report
         assert report.reused_tokens > 0, "what a tool found is found in the store"
 
     def test_tools_move_the_passages_and_nothing_else(self, taught: FusionEngine) -> None:
@@ -237,7 +225,7 @@ class TestPrompting:
 
     def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
         with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was taught tools, or ask"):
-            engine.plain([("user", QUESTION)], TOOLS)
+            engine.prompt_from_text([("user", QUESTION)], TOOLS)
 
     def test_a_template_whose_calls_are_not_known_says_so(self) -> None:
         tokenizer = build_tokenizer(lambda: PASSAGES)
@@ -249,7 +237,7 @@ class TestPrompting:
 class TestSchemas:
     def test_an_answer_follows_its_schema_whatever_the_model(self, family: LanguageModel) -> None:
         engine = FusionEngine(family, MemoryStore())
-        form = AnswerForm(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
+        form = ResponseFormat(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
         for temperature in (0.0, 2.0):
             params = SamplingParams(max_new_tokens=150, temperature=temperature, seed=1)
             generation = engine.generate(engine.prompt(QUESTION), form.sampling(params, family.tokenizer))
@@ -295,10 +283,10 @@ class TestSchemas:
     @pytest.mark.parametrize("wanted", [{"type": "yaml"}, {"type": "json_schema"}, {}])
     def test_a_format_that_is_none(self, wanted: dict[str, Any]) -> None:
         if not wanted:
-            assert AnswerForm(response_format=wanted).schema is None
+            assert ResponseFormat(response_format=wanted).schema is None
             return
         with pytest.raises(QCFuseError, match="response_format has to be"):
-            AnswerForm(response_format=wanted)
+            ResponseFormat(response_format=wanted)
 
     def test_a_schema_that_cannot_be_followed_is_said_before_anything_is_computed(self, engine: FusionEngine) -> None:
         params = SamplingParams(grammar=json_grammar({"type": "no such type"}))

@@ -10,19 +10,10 @@ from itertools import product, takewhile
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import (
-    BLIND,
-    FRAMED,
-    FusionEngine,
-    Generation,
-    LanguageModel,
-    MemoryStore,
-    Miss,
-    Prompt,
-    PromptTooLong,
-    SamplingParams,
-    make_method,
-)
+from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION

@@ -10,22 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import (
-    BEGUN,
-    BLIND,
-    ENRICHED,
-    FRAMED,
-    METHODS,
-    PRIMED,
-    Base,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Method,
-    Prompt,
-    make_method,
-)
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.fusion.selectors import SelectNone
+from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 

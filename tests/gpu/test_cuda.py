@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.families import FAMILIES, build_model
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
+from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import KVStoreTests, example_chunk, example_key
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, PromptTooLong
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt
+from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion import chunk_attention as statistics
 from qcfuse_rag.ingestion.capture import capture, capture_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk

@@ -10,26 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    BEGUN,
-    BLIND,
-    ENRICHED,
-    FRAMED,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Prompt,
-    WarmJob,
-    choose_method,
-    make_method,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, choose_method, make_method
 from qcfuse_rag.engine.exactness_check import stock_attention
-from qcfuse_rag.ingestion.enrichment import what_fits
-from qcfuse_rag.ingestion.neighbours import covering_groups, nearest, retrieved_together, token_vectors
+from qcfuse_rag.ingestion.enrichment import fit_neighbours
+from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks, retrieved_together, token_vectors
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.prefill_base import Base, Ranking
+from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, Base, Ranking
 from tests.methods.test_methods import attention_of_question, best
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
@@ -135,7 +124,7 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
         fitting.append(ids[0])
     assert len(fitting) < 4
     lengths = [len(one) for one in fitting]
-    start = what_fits(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
+    start = fit_neighbours(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
     expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
 
@@ -171,7 +160,7 @@ def test_chunks_that_stand_behind_as_much_are_enriched_together(
 def test_what_is_before_an_enriched_chunk_fits_and_loses_a_sixteenth_at_most(
     lengths: list[int], head: int, tokens: int, window: int
 ) -> None:
-    before = what_fits(tokens, head, lengths, window)
+    before = fit_neighbours(tokens, head, lengths, window)
     met = sum(lengths[: before.neighbours])
     length = before.length - head
     assert before.neighbours == 0 or before.length + tokens <= window
@@ -282,10 +271,10 @@ def test_named_methods_keep_the_base_that_makes_them(engine: FusionEngine) -> No
 
 def test_nearest_are_the_nearest_others() -> None:
     vectors = np.array([[1, 0], [0.9, 0.1], [0, 1], [-1, 0]], np.float32)
-    assert nearest(vectors, 2) == [[1, 2], [0, 2], [1, 0], [2, 1]]
-    assert nearest(vectors[:1], 10) == [[]]
+    assert nearest_chunks(vectors, 2) == [[1, 2], [0, 2], [1, 0], [2, 1]]
+    assert nearest_chunks(vectors[:1], 10) == [[]]
     assert [
-        len(found) for found in nearest(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
+        len(found) for found in nearest_chunks(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
     ] == [10] * 2100
 
 
@@ -295,7 +284,7 @@ def test_retrieved_together_counts_pairs() -> None:
 
 def test_token_vectors_put_chunks_near_that_share_rare_words(llama: LanguageModel) -> None:
     chunks = [(10, 11, 12, 50), (10, 11, 13, 50), (20, 21, 22, 50), (20, 21, 23, 50)]
-    assert [found[0] for found in nearest(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
+    assert [found[0] for found in nearest_chunks(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
 
 
 def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) -> None:
@@ -307,7 +296,7 @@ def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) ->
 
 
 def test_groups_to_capture_put_every_chunk_behind_others() -> None:
-    related = nearest(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
+    related = nearest_chunks(np.random.default_rng(1).normal(size=(50, 4)).astype(np.float32), 10)
     groups = covering_groups(related, 4)
     assert {chunk for group in groups for chunk in group[1:]} == set(range(50))
     assert all(len(set(group)) == 4 for group in groups)

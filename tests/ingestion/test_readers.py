@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.ingestion import readers as read
-from qcfuse_rag.ingestion.readers import passed_over, read_passages
+from qcfuse_rag.ingestion.readers import read_passages, skipped_files
 from tests.support.passages import PASSAGES
 
 
@@ -108,11 +108,11 @@ def test_what_is_not_read_in_a_folder_is_told(tmp_path: Path) -> None:
         (named / name).write_text("text")
     (named / "link").symlink_to(elsewhere)
     (named / "gone").symlink_to(tmp_path / "nowhere")
-    link, other = passed_over([named, named / "a.txt"])
+    link, other = skipped_files([named, named / "a.txt"])
     assert link.startswith(f"{named / 'link'} links to a folder, which is not followed")
     assert other == f"{named} has files that are not text (2 .pdf, 1 without ending, 1 .?); convert them first"
-    assert list(passed_over([named, elsewhere])) == [other]
-    assert list(passed_over([elsewhere])) == []
+    assert list(skipped_files([named, elsewhere])) == [other]
+    assert list(skipped_files([elsewhere])) == []
 
 
 def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

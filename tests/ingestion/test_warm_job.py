@@ -14,22 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    BLIND,
-    ENRICHED,
-    FRAMED,
-    ChunkKV,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    StoreError,
-    WarmJob,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.ingestion.length_buckets import batches_by_length
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
+from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
 from tests.support.passages import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]

@@ -8,23 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import (
-    FRAMED,
-    PRIMED,
-    ChunkKV,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    SamplingParams,
-    WarmJob,
-    make_method,
-    open_store,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method, open_store
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.ingestion.warm_job import WarmJob
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import FRAMED, PRIMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 

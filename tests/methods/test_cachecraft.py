@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Miss, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import FusionReport, Lookup
 from qcfuse_rag.fusion.selectors import TopPerChunk
 from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_mending
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.adapters import add_differences
 from qcfuse_rag.methods.kamera import StoredPatches
 from qcfuse_rag.store.chunk import compress
 from qcfuse_rag.store.context_distance import attention_mass, context_distance, context_overlap, kendall_distance
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
 from tests.support import references
@@ -181,7 +182,7 @@ def test_a_conversation_in_front_is_no_context_a_patch_was_born_in(engine: Fusio
 
 
 def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: FusionEngine) -> None:
-    from qcfuse_rag import CorruptEntry
+    from qcfuse_rag.errors import CorruptEntry
     from qcfuse_rag.store.chunk import Blocks, HeldBlocks
 
     class Damaged(HeldBlocks):

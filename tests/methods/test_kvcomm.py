@@ -7,11 +7,12 @@ import math
 import pytest
 from torch import Tensor
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.methods.kvcomm import AnchorOffsets
 from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION

@@ -15,20 +15,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from qcfuse_rag import (
-    BLIND,
-    FRAMED,
-    METHODS,
-    PRIMED,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Method,
-    Prompt,
-    UnknownMethod,
-    choose_method,
-    make_method,
-)
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, choose_method, make_method
+from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import ChunkHeads, RandomTokens, Selection, TopTokens
@@ -38,6 +26,7 @@ from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel as Model
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 

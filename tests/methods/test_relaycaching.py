@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
 from qcfuse_rag.methods.relaycaching.method import Relayed, RelayLayers, RelayRepair, calibrate, value_cosines
@@ -18,6 +18,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 

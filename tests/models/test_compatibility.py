@@ -21,8 +21,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, ModelNotFound, UnsupportedModel, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.errors import ModelNotFound, UnsupportedModel
 from qcfuse_rag.models.compatibility import refuse_unsupported
 from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan

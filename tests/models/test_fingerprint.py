@@ -7,8 +7,9 @@ import copy
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import BLIND, FRAMED, LanguageModel
+from qcfuse_rag import LanguageModel
 from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.families import build_model, build_tokenizer
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as interleaved_rotation
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_split_rotation
 
-from qcfuse_rag import UnsupportedModel
+from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.rope import angles, rotate, rotate_into
 from qcfuse_rag.models.rope_probe import measure_rope
 from tests.support.families import build_model

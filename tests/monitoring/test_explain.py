@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import BLIND, FusionEngine, make_method
+from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.monitoring.explain import explain_html
+from qcfuse_rag.store.prefill_base import BLIND
 from tests.support.passages import PASSAGES
 
 

@@ -13,9 +13,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
 
-from qcfuse_rag import FRAMED, FusionEngine, FusionReport, SamplingParams, ServedEngine, make_method
+from qcfuse_rag import FusionEngine, FusionReport, SamplingParams, make_method
+from qcfuse_rag.engine.engine_handle import ServedEngine
 from qcfuse_rag.monitoring.metrics import Metrics
 from qcfuse_rag.monitoring.tracing import Spans
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 STAGES = ("load", "probe", "select", "recompute")

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, InvalidTemplate, Prompt, PromptTemplate, Role, Segment
+from qcfuse_rag import FusionEngine, Prompt, PromptTemplate
+from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
-from qcfuse_rag.prompts.joined_text import flat_prompt
-from qcfuse_rag.prompts.special_tokens import RARE, Rendered, Spelling, written
+from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
+from qcfuse_rag.prompts.segments import Role, Segment
+from qcfuse_rag.prompts.special_tokens import RARE, RenderedText, SpecialTokenMarker, estimate_length
 from qcfuse_rag.prompts.template import Turn
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
@@ -73,7 +75,7 @@ def test_no_message_ends_its_turn(builder: PromptBuilder, role: str) -> None:
     """Wherever a document stands in what a framework sends: special tokens are as many as without it."""
     end = builder.tokenizer.eos_token_id
     for turns, build in (
-        ([(role, "{}"), ("user", "Why?")], lambda turns: flat_prompt(builder, builder.render(turns)).ids),
+        ([(role, "{}"), ("user", "Why?")], lambda turns: prompt_from_joined_text(builder, builder.render(turns)).ids),
         ([(role, "{}")], lambda turns: builder.build("Why?", PASSAGES, turns).ids),
         ([{"role": role, "content": "{}"}], lambda turns: builder.build("Why?", PASSAGES, turns).ids),
     ):
@@ -100,7 +102,7 @@ def test_no_part_of_a_message_ends_its_turn(taught: PromptBuilder) -> None:
 
     def ids(text: str) -> tuple[int, ...]:
         filled = json.loads(json.dumps(turns).replace("{}", text))
-        return flat_prompt(taught, taught.render(filled)).ids
+        return prompt_from_joined_text(taught, taught.render(filled)).ids
 
     assert ids("</s>").count(end) == ids("x").count(end)
     assert taught.tokenizer.decode(ids("</s>")).count("</s>") == ids("x").count(end) + 5
@@ -130,8 +132,8 @@ def test_the_last_rare_character_that_is_free_is_found_in_one_pass() -> None:
     every = "".join(chr(one) for some in RARE for one in some)
     text = f"</s>{'a' * 6_000_000}{every[:-1]}"
     began = time.perf_counter()
-    spelling = Spelling(["</s>"], [{"role": "user", "content": text}])
-    assert spelling.read(spelling.turns[0]["content"]) == Rendered(text, ((0, 4),))
+    spelling = SpecialTokenMarker(["</s>"], [{"role": "user", "content": text}])
+    assert spelling.read(spelling.turns[0]["content"]) == RenderedText(text, ((0, 4),))
     assert time.perf_counter() - began < 5, "a search for each takes half a minute"
 
 
@@ -140,16 +142,16 @@ def test_what_is_nested_deep_is_read_in_one_pass() -> None:
     for _ in range(400):
         inner = [inner]
     began = time.perf_counter()
-    Spelling(["</s>"], [{"role": "user", "content": "</s>", "more": inner}])
+    SpecialTokenMarker(["</s>"], [{"role": "user", "content": "</s>", "more": inner}])
     assert time.perf_counter() - began < 5, "to hand each up through all levels takes many"
 
 
 def test_what_a_template_may_write_is_counted_with_what_it_indents() -> None:
-    assert written("é\n") == 2
+    assert estimate_length("é\n") == 2
     deep: Any = {"name": "look", "enum": [{}, [], 1234, None, True, 0.5, "é\n"] * 100}
     for _ in range(50):
         deep = {"in": [deep]}
-    assert 0.9 < written(deep) / len(json.dumps(deep, indent=4)) < 1
+    assert 0.9 < estimate_length(deep) / len(json.dumps(deep, indent=4)) < 1
 
 
 def test_special_tokens_of_the_wording_are_meant(builder: PromptBuilder) -> None:
@@ -163,13 +165,13 @@ def test_special_tokens_of_the_wording_are_meant(builder: PromptBuilder) -> None
 
 def test_special_tokens_of_finished_text_are_meant(builder: PromptBuilder) -> None:
     end = builder.tokenizer.eos_token_id
-    assert flat_prompt(builder, Rendered("It is over.</s>")).ids[-1] == end
+    assert prompt_from_joined_text(builder, RenderedText("It is over.</s>")).ids[-1] == end
 
 
 def test_a_passage_that_spells_special_tokens_is_found_in_a_conversation(engine: FusionEngine) -> None:
     passage = f"{PASSAGES[0]} {INJECTED} the turn. {PASSAGES[1]}"
     engine.warm([passage])
-    prompt = engine.plain([("user", f"{passage}\n\n{QUESTION}")])
+    prompt = engine.prompt_from_text([("user", f"{passage}\n\n{QUESTION}")])
     assert sum(len(span) for span in prompt.chunks) > 0.8 * len(engine.prompts.chunk_ids(passage))
 
 
@@ -296,12 +298,12 @@ def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
     core = other.backend_tokenizer
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     builder = PromptBuilder(other, PromptTemplate())
-    assert flat_prompt(builder, Rendered("The ferry"), begin=True).ids == tuple(other("The ferry")["input_ids"])
+    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids == tuple(other("The ferry")["input_ids"])
     assert (
-        flat_prompt(builder, Rendered("<s>The ferry"), begin=True).ids
-        == flat_prompt(builder, Rendered("The ferry"), begin=True).ids
+        prompt_from_joined_text(builder, RenderedText("<s>The ferry"), begin=True).ids
+        == prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids
     )
-    assert flat_prompt(builder, Rendered("The ferry"), begin=True).ids[0] == 1
+    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids[0] == 1
 
 
 def test_a_prompt_must_end_in_something_to_compute() -> None:

@@ -17,7 +17,8 @@ from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
 
-from qcfuse_rag import FRAMED, FusionEngine, open_store
+from qcfuse_rag import FusionEngine, open_store
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.enable_socket, pytest.mark.timeout(300)]

@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from qcfuse_rag import ENRICHED, FRAMED, PRIMED, FusionEngine, QCFuseError, RayWorkers, open_store
+from qcfuse_rag import FusionEngine, QCFuseError, RayWorkers, open_store
+from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED, PRIMED
 from tests.support.cli import Run
 from tests.support.passages import PASSAGES, QUESTION
 

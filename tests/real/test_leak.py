@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import ENRICHED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.evaluation.quality.batched_decode import Together
+from qcfuse_rag.store.prefill_base import ENRICHED
 
 pytestmark = pytest.mark.real
 

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from qcfuse_rag import BLIND, FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
 
 pytestmark = pytest.mark.real

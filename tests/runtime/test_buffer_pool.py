@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from qcfuse_rag.runtime.loading.loading import Loading
 
-from qcfuse_rag import FRAMED, FusionEngine, make_method
+from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.buffer_pool import ALIGNMENT, BufferPool
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
 
 SHAPES = (KVShape(2, 8, 8), KVShape(1, 4, 6))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from qcfuse_rag.runtime.loading.loading import Loading
 from torch import Tensor
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, Method, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
@@ -26,6 +26,7 @@ from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -276,7 +277,7 @@ def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: Fusi
     read: list[tuple[str, str]] = []
     store.before = lambda name: read.append((name, threading.current_thread().name))
     text = "\n\n".join([*PASSAGES, QUESTION])
-    for prompt in (engine.prompt(QUESTION, PASSAGES), engine.plain(text)):  # passages apart, and found in a text
+    for prompt in (engine.prompt(QUESTION, PASSAGES), engine.prompt_from_text(text)):  # passages apart, and found in a text
         read.clear()
         done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
         hits = sum(lookup.hit for lookup in done.report.lookups)

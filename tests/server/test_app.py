@@ -14,17 +14,10 @@ import httpx
 import pytest
 import uvicorn
 
-from qcfuse_rag import (
-    AnswerReader,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    SamplingParams,
-    SchedulerSettings,
-    ServedEngine,
-    ToolCall,
-)
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings
+from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.generation.response_format import ResponseReader
+from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import PREPARING, EngineBackend, Event
 from qcfuse_rag.server.request import ChatRequest
@@ -245,7 +238,7 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: 
 async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call tools as it likes may call several."""
     two = ParsedResponse("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
-    monkeypatch.setattr(AnswerReader, "end", lambda *_: ("", two))
+    monkeypatch.setattr(ResponseReader, "finish", lambda *_: ("", two))
     for parallel, count in ((None, 2), (True, 2), (False, 1)):
         choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
         assert len(choice["message"]["tool_calls"]) == count

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag import BLIND, ChunkKey, FusionEngine, LanguageModel, MemoryStore, Miss, ServedEngine, StoreError
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import BLIND
 from tests.support.passages import PASSAGES
 from tests.support.serving import ask, client
 

@@ -10,8 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import (
-    BLIND,
-    FRAMED,
     METHODS,
     FusionEngine,
     LanguageModel,
@@ -28,6 +26,7 @@ from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, Ring, Transf
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream

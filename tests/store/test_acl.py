@@ -13,21 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    ENRICHED,
-    FRAMED,
-    ChunkKV,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    SamplingParams,
-    make_method,
-)
-from qcfuse_rag.ingestion.neighbours import nearest, permitted
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag.ingestion.neighbours import nearest_chunks, permitted_neighbours
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.documents.acl import may_remember, tags_of
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
 from tests.support.passages import PASSAGES
 
 OPEN, BOARD, STAFF = frozenset({""}), frozenset({"board"}), frozenset({"staff"})
@@ -68,9 +60,9 @@ def test_who_may_be_remembered_by_whom() -> None:
 def test_neighbours_are_searched_among_those_that_may_be_remembered() -> None:
     vectors = np.array([[1, 0], [1, 0.1], [1, 0.2], [0, 1]], np.float32)
     readers = [STAFF, BOARD, OPEN, STAFF]
-    assert nearest(vectors, 2) == [[1, 2], [2, 0], [1, 0], [2, 1]]
-    assert nearest(vectors, 2, readers) == [[2, 3], [2], [], [2, 0]]
-    assert permitted([[1, 2], [2, 0], [1, 0], [2, 1]], readers) == [[2], [2], [], [2]]
+    assert nearest_chunks(vectors, 2) == [[1, 2], [2, 0], [1, 0], [2, 1]]
+    assert nearest_chunks(vectors, 2, readers) == [[2, 3], [2], [], [2, 0]]
+    assert permitted_neighbours([[1, 2], [2, 0], [1, 0], [2, 1]], readers) == [[2], [2], [], [2]]
 
 
 @given(
@@ -79,8 +71,8 @@ def test_neighbours_are_searched_among_those_that_may_be_remembered() -> None:
 )
 def test_both_filters_agree(readers: list[frozenset[str]], seed: int) -> None:
     vectors = np.random.default_rng(seed).normal(size=(len(readers), 4)).astype(np.float32)
-    everybody = nearest(vectors, len(readers))
-    assert nearest(vectors, len(readers), readers) == permitted(everybody, readers)
+    everybody = nearest_chunks(vectors, len(readers))
+    assert nearest_chunks(vectors, len(readers), readers) == permitted_neighbours(everybody, readers)
 
 
 def test_a_forbidden_neighbour_leaves_no_trace(llama: LanguageModel) -> None:

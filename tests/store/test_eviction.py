@@ -8,7 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qcfuse_rag import MemoryStore, Miss, StoreError
+from qcfuse_rag import MemoryStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.eviction import (
     HALF_LIFE_S,
     POLICIES,
@@ -98,7 +100,7 @@ def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:
         policy_named("fifo")
 
 
-# In memory; on disk the same policies are at work, see tests/disk.
+# In memory; on disk the same policies are at work, see tests/store/disk.
 
 
 def test_memory_never_holds_more_than_its_limit() -> None:

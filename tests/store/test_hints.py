@@ -8,18 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import (
-    FRAMED,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    Miss,
-    TenantStore,
-    TieredStore,
-    make_method,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TenantStore, TieredStore, make_method
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.hints import MOST_HINTS, PATIENCE_STEPS, Hints
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.passages import PASSAGES, QUESTION
 

@@ -15,21 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import (
-    BLIND,
-    FRAMED,
-    ChunkKey,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    PromptTemplate,
-    Role,
-    make_method,
-    open_store,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
+from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.chunk import RANKING, ChunkKV, compress
 from qcfuse_rag.store.documents.passage_match import ANCHOR, PIECES, Found, Traits, locate, traits
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from qcfuse_rag.store.slice import cut
 from tests.support import references
 from tests.support.passages import PASSAGES, QUESTION
@@ -192,16 +183,16 @@ def test_the_ids_are_those_of_the_models_own_pipeline(engine: FusionEngine) -> N
     rendered = tokenizer.apply_chat_template(
         [{"role": role, "content": content} for role, content in turns], tokenize=False, add_generation_prompt=True
     )
-    assert engine.plain(turns).ids == tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    assert engine.plain(text).ids == tuple(tokenizer(text)["input_ids"])
-    for span in (*engine.plain(turns).chunks, *engine.plain(text).chunks):
+    assert engine.prompt_from_text(turns).ids == tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    assert engine.prompt_from_text(text).ids == tuple(tokenizer(text)["input_ids"])
+    for span in (*engine.prompt_from_text(turns).chunks, *engine.prompt_from_text(text).chunks):
         part = span.segment.part
         assert part is not None
         assert part.ids[part.start : part.start + len(span)] == span.segment.ids
 
 
 def test_passages_in_a_flat_prompt_are_reused(engine: FusionEngine) -> None:
-    prompt = engine.plain([("user", flat([PASSAGES[2], LINES, PASSAGES[0]]))])
+    prompt = engine.prompt_from_text([("user", flat([PASSAGES[2], LINES, PASSAGES[0]]))])
     done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
     assert [lookup.hit for lookup in done.report.lookups] == [True] * 3
     warmed = sum(len(engine.prompts.chunk_ids(text)) for text in (PASSAGES[2], LINES, PASSAGES[0]))
@@ -211,14 +202,14 @@ def test_passages_in_a_flat_prompt_are_reused(engine: FusionEngine) -> None:
 
 @pytest.mark.parametrize("method", [ALL, make_method("full")], ids=["all rows", "full"])
 def test_all_rows_of_a_flat_prompt_are_plain_prefill(engine: FusionEngine, method: object) -> None:
-    prompt = engine.plain([("user", flat(PASSAGES))])
+    prompt = engine.prompt_from_text([("user", flat(PASSAGES))])
     assert len(prompt.chunks) == 3
     expected = references.plain_forward(engine.lm, prompt.ids)[0][-1]
     assert torch.allclose(engine.prefill(prompt, method=method).logits, expected, atol=1e-4)  # type: ignore[arg-type]
 
 
 def test_reused_parts_are_the_stored_tokens_at_their_places(engine: FusionEngine) -> None:
-    prompt = engine.plain(flat(PASSAGES))
+    prompt = engine.prompt_from_text(flat(PASSAGES))
     buffer = engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).buffer
     for span in prompt.chunks:
         part = span.segment.part
@@ -233,7 +224,7 @@ def test_reused_parts_are_the_stored_tokens_at_their_places(engine: FusionEngine
 def test_every_family_finds_and_fuses(family: LanguageModel) -> None:
     engine = FusionEngine(family, MemoryStore(), method=QCFUSE)
     engine.warm(PASSAGES)
-    done = engine.prefill(engine.plain([("user", flat(PASSAGES))]))
+    done = engine.prefill(engine.prompt_from_text([("user", flat(PASSAGES))]))
     assert len(done.report.lookups) == 3
     assert done.report.fallback is None
     assert done.logits.isfinite().all()
@@ -245,7 +236,7 @@ def test_passages_of_a_few_words_repeated_take_no_longer_than_others(engine: Fus
     engine.warm([table])
     text = "Rows:\n" + table.replace("\n", "\n  ") + "\nWhich is largest?"
     began = time.perf_counter()
-    prompt = engine.plain(text)
+    prompt = engine.prompt_from_text(text)
     assert time.perf_counter() - began < 5
     stored = engine.prompts.chunk_ids(table)
     expected = SequenceMatcher(None, stored[:400], prompt.ids[:400], autojunk=False).get_matching_blocks()
@@ -256,35 +247,35 @@ def test_passages_of_a_few_words_repeated_take_no_longer_than_others(engine: Fus
 
 def test_nothing_is_no_prompt(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="must end with text"):
-        engine.plain("")
+        engine.prompt_from_text("")
 
 
 def test_text_that_ends_with_a_passage_still_leaves_something_to_compute(engine: FusionEngine) -> None:
-    prompt = engine.plain(f"Repeat: {PASSAGES[0]}")
+    prompt = engine.prompt_from_text(f"Repeat: {PASSAGES[0]}")
     assert prompt.segments[-1].role is Role.TEXT
     assert len(engine.prefill(prompt).report.lookups) == 1
 
 
 def test_what_was_never_warmed_is_text(engine: FusionEngine) -> None:
-    prompt = engine.plain("The tide tables hang at the harbour office door." * 5)
+    prompt = engine.prompt_from_text("The tide tables hang at the harbour office door." * 5)
     assert [segment.role for segment in prompt.segments] == [Role.TEXT]
 
 
 def test_what_is_forgotten_is_not_recognised_any_more(engine: FusionEngine) -> None:
     engine.forget("hull")
-    assert len(engine.plain(flat(PASSAGES)).chunks) == 2
+    assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 2
     engine.warm(PASSAGES[1:2], sources=["hull again"])
-    assert len(engine.plain(flat(PASSAGES)).chunks) == 3
+    assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 3
     engine.warm(["The ferry does not go in winter. Ask at the office in the old customs house."], sources=["ferry"])
-    assert len(engine.plain(flat(PASSAGES)).chunks) == 2
+    assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 2
 
 
 def test_what_another_process_warms_is_recognised(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as mine, open_store(tmp_path) as theirs:
         here, there = FusionEngine(llama, mine), FusionEngine(llama, theirs)
-        assert here.plain(flat(PASSAGES)).chunks == ()
+        assert here.prompt_from_text(flat(PASSAGES)).chunks == ()
         there.warm(PASSAGES)
-        assert len(here.plain(flat(PASSAGES)).chunks) == 3
+        assert len(here.prompt_from_text(flat(PASSAGES)).chunks) == 3
 
 
 def test_texts_are_read_while_a_slow_store_forgets(llama: LanguageModel, tmp_path: Path) -> None:
@@ -301,7 +292,7 @@ def test_texts_are_read_while_a_slow_store_forgets(llama: LanguageModel, tmp_pat
         forgetting = threading.Thread(target=engine.forget, args=("a",))
         forgetting.start()
         assert removing.wait(10)
-        assert len(engine.plain(flat(PASSAGES)).chunks) == 2
+        assert len(engine.prompt_from_text(flat(PASSAGES)).chunks) == 2
         assert not go_on.is_set()
         go_on.set()
         forgetting.join()
@@ -314,14 +305,14 @@ def test_two_wordings_over_one_store_do_not_take_each_others_passages(llama: Lan
         mine.warm(PASSAGES, sources=["a", "b", "c"])
         theirs.warm(PASSAGES, sources=["x", "y", "z"])
         theirs.forget("x")
-        assert len(mine.plain(flat(PASSAGES)).chunks) == 3
+        assert len(mine.prompt_from_text(flat(PASSAGES)).chunks) == 3
 
 
 def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         engine = FusionEngine(llama, store)
         engine.warm(PASSAGES, sources=["a", "b", "c"])
-        engine.plain(flat(PASSAGES))
+        engine.prompt_from_text(flat(PASSAGES))
         engine.close()
     rows = sqlite3.connect(tmp_path / "sources.db").execute("SELECT gaps FROM located").fetchall()
     gaps = b"".join(zlib.decompress(row[0]) for row in rows)
@@ -338,9 +329,9 @@ def test_passages_of_other_models_and_tenants_are_not_recognised(llama: Language
     other = LanguageModel.wrap(build_model("llama", seed=3), llama.tokenizer)
     with open_store(tmp_path) as store:
         FusionEngine(llama, store).warm(PASSAGES)
-        assert FusionEngine(other, store).plain(flat(PASSAGES)).chunks == ()
+        assert FusionEngine(other, store).prompt_from_text(flat(PASSAGES)).chunks == ()
     with open_store(tmp_path, tenant="acme", secret=b"s" * 32) as theirs:
-        assert FusionEngine(llama, theirs).plain(flat(PASSAGES)).chunks == ()
+        assert FusionEngine(llama, theirs).prompt_from_text(flat(PASSAGES)).chunks == ()
 
 
 def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: LanguageModel, tmp_path: Path) -> None:
@@ -348,7 +339,7 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: Langua
         engine = FusionEngine(llama, store, method=QCFUSE)
         engine.warm(PASSAGES)
         engine.sources.close()
-        prompt = engine.plain(flat(PASSAGES))
+        prompt = engine.prompt_from_text(flat(PASSAGES))
         done = engine.prefill(prompt)
     assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
     assert str(done.report.fallback).startswith("no passages were looked for: cannot read the manifest")

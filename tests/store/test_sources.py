@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from qcfuse_rag import DiskStore, KVStore, MemoryStore, StoreError, TieredStore
+from qcfuse_rag import DiskStore, KVStore, MemoryStore, TieredStore
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.documents import manifest
 from qcfuse_rag.store.documents.sources import Sources

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Miss, StoreError, open_store
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, open_store
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.admin import lookup
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.entry.encryption import Seal
@@ -224,9 +226,9 @@ def test_a_tenant_does_not_count_what_others_have_or_restrict(
     one, other = FusionEngine(llama, alice), FusionEngine(llama, bob)
     one.warm(PASSAGES[:1], sources=["a"])
     asking = [("user", "Hello!")]
-    before = one.plain(asking).note
+    before = one.prompt_from_text(asking).note
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
-    assert one.plain(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
+    assert one.prompt_from_text(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
     assert (one.sources.restricted, other.sources.restricted) == (False, True)
 
 

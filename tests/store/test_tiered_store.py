@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, MemoryStore, Miss, StoreError, TieredStore, open_store
+from qcfuse_rag import DiskStore, MemoryStore, TieredStore, open_store
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key

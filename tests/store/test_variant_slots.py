@@ -8,20 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import (
-    BLIND,
-    ENRICHED,
-    FRAMED,
-    ChunkKV,
-    DiskStore,
-    FusionEngine,
-    KVStore,
-    LanguageModel,
-    MemoryStore,
-    TenantStore,
-)
+from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TenantStore
 from qcfuse_rag.ingestion.capture import capture
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
 from tests.support.passages import PASSAGES, QUESTION
@@ -165,7 +156,7 @@ def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine
 def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: LanguageModel) -> None:
     class Forgetful(MemoryStore):
         def get(self, key: object) -> object:  # type: ignore[override]
-            from qcfuse_rag import Miss
+            from qcfuse_rag.store.backends.base import Miss
 
             return Miss("absent")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, Miss
+from qcfuse_rag import DiskStore
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from qcfuse_rag import (
-    FRAMED,
     DiskStore,
     FusionEngine,
     KVStore,
     LanguageModel,
     MemoryStore,
     Method,
-    StoreError,
     TieredStore,
     make_method,
     open_store,
 )
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.maintenance import fsck
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs
 from tests.support.passages import PASSAGES, QUESTION
@@ -201,7 +201,7 @@ def test_passages_are_found_in_a_text_where_nothing_can_be_written(
         else:
             remount(place, "ro")
         with FusionEngine(llama, DiskStore(place / "kv")) as engine:
-            prompt = engine.plain("\n\n".join([*PASSAGES, QUESTION]))
+            prompt = engine.prompt_from_text("\n\n".join([*PASSAGES, QUESTION]))
             report = engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).report
             assert [lookup.hit for lookup in report.lookups] == [True] * len(PASSAGES)
             assert engine.sources.names() == ["a.md", "b.md", "c.md"]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import CorruptEntry, DiskStore, Miss
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble
 from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.entry.reader import MappedFile, open_header

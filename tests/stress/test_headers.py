@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import block_names
 from qcfuse_rag.store.entry.codec import MAGIC, MAX_HEADER_BYTES, PREAMBLE, VERSION
 from qcfuse_rag.store.entry.encryption import Seal

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, Miss
+from qcfuse_rag import DiskStore
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.disk_quota import Room
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild

@@ -11,10 +11,12 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from qcfuse_rag import Base, LanguageModel, Prompt, Role
+from qcfuse_rag import LanguageModel, Prompt
 from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.runtime.attention.dispatch import NAME
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import Base
 
 Table = list[tuple[Tensor, Tensor]]
 """Per layer keys and values, `[1, Hkv, T, D]`, rotated at their positions."""

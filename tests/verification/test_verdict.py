@@ -13,20 +13,12 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import (
-    FRAMED,
-    DiskStore,
-    FusionEngine,
-    LanguageModel,
-    MemoryStore,
-    ShadowSettings,
-    Unverified,
-    UnverifiedMethod,
-    make_method,
-)
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, ShadowSettings, make_method
 from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, method_digest, require_verdict
+from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.monitoring.in_flight import InFlight
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.cases import passage_cases
 from qcfuse_rag.verification.checks import VerifyLimits, verify
 from tests.support.families import build_model

@@ -18,22 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, texts_of, turn_of
 from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
 from langchain_qcfuse.structured import called, structured
-from qcfuse_rag import (
-    AnswerForm,
-    AnswerReader,
-    AnswerRequest,
-    FusionEngine,
-    Generation,
-    InvalidTemplate,
-    Prompt,
-    Rendered,
-    SamplingParams,
-    ScheduledAnswer,
-    ServedEngine,
-    WarmSummary,
-    warn_caller,
-    warn_unused,
-)
+from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
+from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine
+from qcfuse_rag.engine.request import ScheduledAnswer
+from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.generation.caller_warnings import warn_caller, warn_unused
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.prompts.special_tokens import RenderedText
 
 SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
 CALL_SETTINGS = (
@@ -246,7 +237,7 @@ class ChatQCFuse(BaseChatModel):
 
     def get_token_ids(self, text: str) -> list[int]:
         """Return the model's own token ids of a text."""
-        return list(self.engine.prompts.encode_whole(Rendered(text), begin=False)[0])
+        return list(self.engine.prompts.encode_whole(RenderedText(text), begin=False)[0])
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Return how many tokens the prompt of a conversation has, as the model's chat template writes it."""
@@ -293,7 +284,7 @@ class ChatQCFuse(BaseChatModel):
         reader = self._reader(kwargs)
         try:
             for piece in answer:
-                text = reader.show(piece)
+                text = reader.push(piece)
                 if text:
                     chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
                     if run_manager is not None:
@@ -317,7 +308,7 @@ class ChatQCFuse(BaseChatModel):
         reader = self._reader(kwargs)
         try:
             async for piece in answer:
-                text = reader.show(piece)
+                text = reader.push(piece)
                 if text:
                     chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
                     if run_manager is not None:
@@ -356,19 +347,19 @@ class ChatQCFuse(BaseChatModel):
 
         return request
 
-    def _reader(self, kwargs: dict[str, Any]) -> AnswerReader:
+    def _reader(self, kwargs: dict[str, Any]) -> ResponseReader:
         """Return what takes the answer apart; the model is loaded by now."""
-        return AnswerReader(self.engine.lm.tokenizer, form_of(kwargs))
+        return ResponseReader(self.engine.lm.tokenizer, form_of(kwargs))
 
     def _result(self, generation: Generation, kwargs: dict[str, Any]) -> ChatResult:
-        _, reply = self._reader(kwargs).end(generation)
+        _, reply = self._reader(kwargs).finish(generation)
         message = answer_message(reply, generation, self._metadata(generation))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last(self, answer: ScheduledAnswer, reader: AnswerReader) -> ChatGenerationChunk:
+    def _last(self, answer: ScheduledAnswer, reader: ResponseReader) -> ChatGenerationChunk:
         """Return the end of a stream."""
         assert answer.generation is not None
-        rest, reply = reader.end(answer.generation)
+        rest, reply = reader.finish(answer.generation)
         message = last_chunk(rest, reply, answer.generation, self._metadata(answer.generation))
         return ChatGenerationChunk(message=message)
 
@@ -385,6 +376,6 @@ def _or(value: Any, usual: Any) -> Any:
     return usual if value is None else value
 
 
-def form_of(kwargs: dict[str, Any]) -> AnswerForm:
+def form_of(kwargs: dict[str, Any]) -> ResponseFormat:
     """Return what form a call's keyword arguments give its answer."""
-    return AnswerForm(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
+    return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))

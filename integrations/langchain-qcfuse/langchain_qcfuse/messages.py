@@ -21,7 +21,8 @@ from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
-from qcfuse_rag import Generation, ToolReply
+from qcfuse_rag import Generation
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
 
 MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
 """Blocks of messages that a model of text cannot see."""
@@ -83,7 +84,7 @@ def texts_of(documents: Iterable[Document]) -> list[str]:
     return [one.page_content for one in given]
 
 
-def answer_message(reply: ToolReply, generation: Generation, metadata: dict[str, Any]) -> AIMessage:
+def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessage:
     """Return a whole answer."""
     return AIMessage(
         content=reply.content,
@@ -96,7 +97,7 @@ def answer_message(reply: ToolReply, generation: Generation, metadata: dict[str,
     )
 
 
-def last_chunk(rest: str, reply: ToolReply, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
+def last_chunk(rest: str, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
     """Return the end of a stream: the calls, content that might have been one, and what the whole of it took."""
     chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
     chunks += [(None, _beyond_repair(call.text)) for call in reply.broken]

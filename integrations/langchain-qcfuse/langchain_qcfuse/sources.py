@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from langchain_core.documents import Document
 
-from qcfuse_rag import tags_of
+from qcfuse_rag.store.documents.acl import tags_of
 
 Access = dict[str, str | None]
 

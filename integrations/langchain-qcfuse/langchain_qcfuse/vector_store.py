@@ -13,7 +13,8 @@ from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_qcfuse.chat_models import ChatQCFuse
 from langchain_qcfuse.sources import access_of
-from qcfuse_rag import QCFuseError, warn_not_stored
+from qcfuse_rag import QCFuseError
+from qcfuse_rag.generation.caller_warnings import warn_not_stored
 
 
 class Wrapped:

@@ -13,13 +13,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import (
-    LanguageModel,
-    MisplacedSetting,
-    QCFuseError,
-    SamplingParams,
-    UnusedSetting,
-)
+from qcfuse_rag import LanguageModel, QCFuseError, SamplingParams
+from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
 from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text, metadata={"n": i}) for i, text in enumerate(PASSAGES)]

@@ -14,7 +14,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, trim
 from langchain_core.runnables import ConfigurableField
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import Closed, FusionEngine, LanguageModel, MemoryStore, MisplacedSetting, PromptTemplate, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
+from qcfuse_rag.errors import Closed, MisplacedSetting
 from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
@@ -41,7 +42,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: list[str]) -> None:
     chat = ChatQCFuse(model=folder, max_tokens=2, method="reuse")
     chat.warm(DOCUMENTS)
@@ -56,7 +57,7 @@ def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: 
     chat.close()
 
 
-@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(folder: str) -> None:
     chat = ChatQCFuse(model=folder, max_tokens=2)
     other = chat.model_copy(update={"method": "full"})

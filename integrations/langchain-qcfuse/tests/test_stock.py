@@ -23,7 +23,8 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.graph import END, START, StateGraph
 
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.langchain_documents import EMBED
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -172,14 +173,14 @@ async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat
 async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behind(
     chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, plain = threading.Event(), threading.Event(), chat.engine.plain
+    begun, go_on, plain = threading.Event(), threading.Event(), chat.engine.prompt_from_text
 
     def slow(*given: Any) -> Any:
         begun.set()
         go_on.wait(10)
         return plain(*given)
 
-    monkeypatch.setattr(chat.engine, "plain", slow)
+    monkeypatch.setattr(chat.engine, "prompt_from_text", slow)
     prefilled: list[Any] = []
     chat.engine.observe(prefilled.append)
     task = asyncio.create_task(chat.model_copy(update={"max_tokens": 400}).ainvoke("The ferry"))

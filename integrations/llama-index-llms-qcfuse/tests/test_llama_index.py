@@ -20,14 +20,8 @@ from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-from qcfuse_rag import (
-    FusionEngine,
-    LanguageModel,
-    MisplacedSetting,
-    PromptTemplate,
-    QCFuseError,
-    UnusedSetting,
-)
+from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, QCFuseError
+from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
 from tests.support.families import build_model
 from tests.support.llama_index_documents import LetterEmbedding, warmed_index
 from tests.support.passages import PASSAGES, QUESTION

@@ -16,7 +16,8 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
-from qcfuse_rag import LanguageModel, MisplacedSetting, NotStored
+from qcfuse_rag import LanguageModel
+from qcfuse_rag.errors import MisplacedSetting, NotStored
 from tests.support.passages import PASSAGES, QUESTION
 
 
@@ -29,7 +30,7 @@ class Boat(BaseModel):
 ABOUT_A_BOAT = PromptTemplate("Is the {boat} afloat?")
 
 
-@pytest.mark.filterwarnings("ignore::qcfuse_rag.UnverifiedMethod")
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(
     lm: LanguageModel, tmp_path: Path
 ) -> None:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.model_views import ModuleProxy
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone

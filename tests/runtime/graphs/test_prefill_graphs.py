@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
@@ -28,6 +28,7 @@ from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.damage import damaged
 from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES, QUESTION

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.runtime.kernels.passages import PASSAGES, Nearby
 from tests.support.families import build_model
 from tests.support.recorders import DEVICE

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FRAMED, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.damage import damaged
 from tests.support.families import build_model
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import CorruptEntry, DiskStore, MemoryStore, Miss, TieredStore
+from qcfuse_rag import DiskStore, MemoryStore, TieredStore
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, in_a_child, present, put, taken

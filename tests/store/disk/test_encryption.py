@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, Miss, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import KEY, SECRET, file_of, put

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.disk_quota import Room
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, present, put, taken

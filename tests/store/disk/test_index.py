@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, Miss, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk_index import ENTRY as ENTRY_TAG
 from qcfuse_rag.store.backends.disk_index import PINNED, QUARANTINE, WRITING, Record
 from qcfuse_rag.store.backends.eviction import Usage

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, Miss, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import FINGERPRINT, assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, in_a_child, put, taken

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, present, put, taken
 

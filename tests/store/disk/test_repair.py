@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, StoreError
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.disk_files import place
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.entry.encryption import Seal

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, Miss
+from qcfuse_rag import DiskStore
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.testing import assert_same, example_chunk
 from tests.store.disk.folders import ENTRY, KEY, later, present, put, taken
 

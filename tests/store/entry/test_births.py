@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from qcfuse_rag import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_patch

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qcfuse_rag import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import ChunkKV, compress
 from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.entry.reader import open_chunk

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from qcfuse_rag import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.entry import codec as entry_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.reader import open_chunk

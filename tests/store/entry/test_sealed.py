@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag import CorruptEntry, StoreError
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.entry.encryption import Seal
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.entry.entries import SECRET, opened, with_header, written

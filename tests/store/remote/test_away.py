@@ -9,7 +9,8 @@ import time
 import pytest
 import redis
 
-from qcfuse_rag import Miss, StoreError
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.fsspec_blobs import Bucket
 from qcfuse_rag.store.backends.redis_blobs import RedisServer
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote

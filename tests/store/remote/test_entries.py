@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from qcfuse_rag import CorruptEntry, MemoryStore, Miss, TieredStore
+from qcfuse_rag import MemoryStore, TieredStore
+from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.blob_store import Blobs
 from qcfuse_rag.store.backends.redis_blobs import RedisServer
 from qcfuse_rag.store.backends.remote import RemoteStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qcfuse_rag import Miss
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.blob_store import Blobs
 from qcfuse_rag.store.backends.fsspec_blobs import Bucket
 from qcfuse_rag.store.backends.remote import RemoteStore

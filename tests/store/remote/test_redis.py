@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
-from qcfuse_rag import StoreError
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.redis_blobs import RedisServer
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key

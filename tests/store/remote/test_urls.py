@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qcfuse_rag import StoreError
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.fsspec_blobs import Bucket
 from qcfuse_rag.store.backends.redis_blobs import RedisServer
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote

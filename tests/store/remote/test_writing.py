@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import Miss, StoreError
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.fsspec_blobs import Bucket
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key

@@ -27,17 +27,11 @@ from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import FusionEndEvent
 from llama_index.llms.qcfuse.settings import without_class_name
-from qcfuse_rag import (
-    AnswerForm,
-    AnswerRequest,
-    FusionEngine,
-    Generation,
-    Prompt,
-    SamplingParams,
-    ScheduledAnswer,
-    ServedEngine,
-    warn_unused,
-)
+from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
+from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine
+from qcfuse_rag.engine.request import ScheduledAnswer
+from qcfuse_rag.generation.caller_warnings import warn_unused
+from qcfuse_rag.generation.response_format import ResponseFormat
 
 SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
 LOAD_SETTINGS = ("model", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
@@ -287,17 +281,17 @@ class QCFuseLLM(CustomLLM):
 
     def _request(self, build: Build, kwargs: dict[str, Any]) -> AnswerRequest:
         warn_unused(kwargs, CALL_SETTINGS)
-        sampling, form = self.sampling(**kwargs), AnswerForm(response_format=kwargs.get("response_format"))
+        sampling, form = self.sampling(**kwargs), ResponseFormat(response_format=kwargs.get("response_format"))
         return lambda engine: (build(engine), form.sampling(sampling, engine.lm.tokenizer))
 
     def _text(self, prompt: str, formatted: bool) -> Build:
         wording = self.completion_to_prompt
         if not formatted and wording is not default_completion_to_prompt:
-            return lambda engine: engine.plain(wording(prompt))
+            return lambda engine: engine.prompt_from_text(wording(prompt))
 
         def build(engine: FusionEngine) -> Prompt:
             as_turn = not formatted and engine.lm.tokenizer.chat_template is not None
-            return engine.plain([("user", prompt)] if as_turn else prompt)
+            return engine.prompt_from_text([("user", prompt)] if as_turn else prompt)
 
         return build
 
@@ -307,9 +301,9 @@ class QCFuseLLM(CustomLLM):
             raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(blocks))}")
         if self.messages_to_prompt is not messages_to_prompt:
             text = self.messages_to_prompt(messages)
-            return lambda engine: engine.plain(text)
+            return lambda engine: engine.prompt_from_text(text)
         turns = [(message.role.value, message.content or "") for message in messages]
-        return lambda engine: engine.plain(turns)
+        return lambda engine: engine.prompt_from_text(turns)
 
     def _completions(self, build: Build, kwargs: dict[str, Any]) -> CompletionResponseGen:
         answer, text = self.ask(build, kwargs), ""

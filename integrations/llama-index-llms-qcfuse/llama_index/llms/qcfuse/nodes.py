@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
-from qcfuse_rag import tags_of
+from qcfuse_rag.store.documents.acl import tags_of
 
 
 def passage_of(node: BaseNode) -> str:

@@ -15,7 +15,9 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
-from qcfuse_rag import BASES, QCFuseError, warn_not_stored
+from qcfuse_rag import QCFuseError
+from qcfuse_rag.generation.caller_warnings import warn_not_stored
+from qcfuse_rag.store.prefill_base import BASES
 
 
 class QCFuseVectorStore(BasePydanticVectorStore):

@@ -14,7 +14,9 @@ from llama_index.core.schema import BaseNode, TransformComponent
 from llama_index.llms.qcfuse.base import QCFuseLLM
 from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
 from llama_index.llms.qcfuse.settings import without_class_name
-from qcfuse_rag import BASES, WarmSummary, warn_not_stored
+from qcfuse_rag import WarmSummary
+from qcfuse_rag.generation.caller_warnings import warn_not_stored
+from qcfuse_rag.store.prefill_base import BASES
 
 
 class QCFuseWarmup(TransformComponent):
