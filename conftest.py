@@ -11,7 +11,8 @@ import torch
 # Before anything imports a kernel: without a device to compile for, Triton interprets them.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from qcfuse_rag import FRAMED, Method, make_method, methods
+from qcfuse_rag import Method, make_method, methods
+from qcfuse_rag.store.prefill_base import FRAMED
 
 
 @pytest.fixture(scope="session", autouse=True)

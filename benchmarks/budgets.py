@@ -30,7 +30,7 @@ from qcfuse_rag import FusionEngine, MemoryStore, Method, make_method, open_stor
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
-from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.fusion.probes import Probe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt

@@ -17,9 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from qcfuse_rag import FusionEngine, SamplingParams, ServedEngine
+from qcfuse_rag import FusionEngine, SamplingParams
 from qcfuse_rag.bundled import corpus, default_model
 from qcfuse_rag.cli.console import quiet_libraries
+from qcfuse_rag.engine.engine_handle import ServedEngine
 
 TICK_S = 0.005
 

@@ -18,10 +18,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from qcfuse_rag import FusionEngine, MemoryStore, Method, Miss, Prompt, make_method
+from qcfuse_rag import FusionEngine, MemoryStore, Method, Prompt, make_method
 from qcfuse_rag.bundled import corpus, default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
+from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
+from qcfuse_rag.store.backends.base import Miss
 
 BYTES_PER_S = 50e6
 FULL = make_method("full")

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.evaluation.speed.roofline import measure_ceilings
+from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
 from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch as torch_attention

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from qcfuse_rag.runtime.loading.loading import Loading
 from rich.console import Console
 from rich.table import Table
 
@@ -21,10 +22,9 @@ from qcfuse_rag import DiskStore, KVStore, LanguageModel, MemoryStore, make_meth
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.speed.measure import random_prompt
-from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
+from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.evaluation.speed.tiers import fill
 from qcfuse_rag.fusion.pipeline import prefill
-from qcfuse_rag.runtime.loading.loading import Loading
 
 ROOM = 1 << 40
 RATIOS = (0.05, 0.2)

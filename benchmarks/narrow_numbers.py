@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qcfuse_rag import FRAMED, FusionEngine, MemoryStore, Method, SamplingParams, TextStream, make_method
+from qcfuse_rag import FusionEngine, MemoryStore, Method, SamplingParams, TextStream, make_method
 from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.quantization import NUMBERS
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]

@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from qcfuse_rag.runtime.loading.loading import Loading
 from rich.console import Console
 from rich.table import Table
 
@@ -34,7 +35,6 @@ from qcfuse_rag.evaluation.speed.tiers import fill
 from qcfuse_rag.fusion import probes as probe
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.attention import dispatch as attention
-from qcfuse_rag.runtime.loading.loading import Loading
 
 KINDS = (
     ("attention", torch.nn.functional, "scaled_dot_product_attention"),

@@ -23,7 +23,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_me
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
-from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.monitoring.divergence import divergence
 
 DEPTHS = {

@@ -18,10 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from qcfuse_rag import BLIND, FRAMED, FusionEngine, SamplingParams, TextStream, make_method
+from qcfuse_rag import FusionEngine, SamplingParams, TextStream, make_method
 from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 
 METHODS = [
     make_method("full"),

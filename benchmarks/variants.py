@@ -21,11 +21,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from qcfuse_rag import FRAMED, ChunkKV, FusionEngine, MemoryStore, Method, Miss, Prompt, make_method, open_store
+from qcfuse_rag import FusionEngine, MemoryStore, Method, Prompt, make_method, open_store
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
-from qcfuse_rag.evaluation.quality.datasets import read_dataset
+from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext, add_differences
 from qcfuse_rag.fusion.selectors import NestedTokens
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -33,7 +33,9 @@ from qcfuse_rag.ingestion.capture_job import difference_of
 from qcfuse_rag.methods.agentkvshift import MeanShift
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.store.chunk import compress
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.prefill_base import FRAMED
 
 FULL, AUTO = make_method("full"), make_method("auto", guard=False)
 RANKS = (4, 16, 64)

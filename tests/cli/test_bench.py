@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qcfuse_rag.cli.bench_store import EntryShape, measure_store
+from qcfuse_rag.evaluation.speed.store import EntryShape, measure_store
 from tests.support.cli import Run
 
 

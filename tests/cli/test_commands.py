@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from qcfuse_rag import DiskStore, FusionEngine, make_method, open_store
 from qcfuse_rag.cli.app import app, main
-from qcfuse_rag.cli.library import open_kv
+from qcfuse_rag.cli.library import open_library_store
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
 from tests.support.families import build_model
@@ -251,10 +251,10 @@ def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(run: Run, made_i
 
 
 def test_a_store_by_itself_is_opened_as_a_librarys_is(made_in_python: Path) -> None:
-    with open_kv(made_in_python) as store:
+    with open_library_store(made_in_python) as store:
         assert store.folder == made_in_python
         assert list(store.entries())
-    with open_kv(made_in_python.parent) as store:
+    with open_library_store(made_in_python.parent) as store:
         assert store.folder == made_in_python.parent / "kv"
 
 

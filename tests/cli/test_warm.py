@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.cli.job import NAME, only_job
+from qcfuse_rag.cli.job_record import RECORD_NAME, job_lock
 from qcfuse_rag.cli.library import KV_FOLDER
 from qcfuse_rag.retrieval.index import PassageIndex
 from tests.support.cli import Run
@@ -128,7 +128,7 @@ def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
     assert run("warm", "run", *options, "--model", "no/such-model")[0] == 1
     assert run.json("warm", "status", "--store", store)["state"] == "finished"
     assert run.json("warm", "resume", "--store", store)["present"] == 3
-    with only_job(store):
+    with job_lock(store):
         code, _, err = run("warm", "resume", "--store", store)
     assert (code, "another job is warming" in err) == (1, True)
     assert run.json("warm", "status", "--store", store)["state"] == "finished"
@@ -291,7 +291,7 @@ def test_errors_are_one_line(run: Run, arguments: list[str], message: str, tmp_p
 
 
 def test_a_record_that_cannot_be_read_is_said_so(run: Run, tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text('{"arguments": {"paths": []}}')
+    (tmp_path / RECORD_NAME).write_text('{"arguments": {"paths": []}}')
     code, _, err = run("warm", "resume", "--store", tmp_path)
     assert (code, "start it with `qcfuse warm run`" in err) == (1, True)
 

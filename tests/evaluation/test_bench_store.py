@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from qcfuse_rag.cli.bench_store import COLD, WRITE, EntryShape, measure_store
+from qcfuse_rag.evaluation.speed.store import COLD, WRITE, EntryShape, measure_store
 
 SHAPE = EntryShape(layers=2, heads=2, channels=16, tokens=200, dtype=torch.bfloat16)
 

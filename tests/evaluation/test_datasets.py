@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from qcfuse_rag.evaluation.profile.samples import BadDataset, read_samples
-from qcfuse_rag.evaluation.quality.datasets import first_passages, passage_texts, read_dataset
+from qcfuse_rag.evaluation.questions import BadDataset, first_passages, passage_texts, read_dataset, read_samples
 
 GOOD = {"id": "a", "question": "Who?", "answers": ["Orla"], "passages": [{"title": "Crew", "text": "Orla."}] * 4}
 LONG_BENCH = {"input": "Who?", "context": "Passage 1:\nOrla\nsteers.\n\nPassage 2:\nAnn sings.", "answers": ["Ann"]}

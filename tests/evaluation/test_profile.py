@@ -18,9 +18,8 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_me
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.evaluation.profile import labels as proxy
 from qcfuse_rag.evaluation.profile.labels import answer_log_probability, answer_positions, decisive_positions
-from qcfuse_rag.evaluation.profile.measure import profile_layers
-from qcfuse_rag.evaluation.profile.recall import attention_by_layer, recall_by_layer
-from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
+from qcfuse_rag.evaluation.profile.measure import attention_by_layer, profile_layers, recall_by_layer
+from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import NAME, choose_layers, find_profile

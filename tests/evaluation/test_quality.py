@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
-from qcfuse_rag.evaluation.quality.batched_decode import Together
-from qcfuse_rag.evaluation.quality.caveats import on_methods
+from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.evaluation.quality.measure import on_methods
 from qcfuse_rag.evaluation.quality.offline import prepare
 from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.generation.stop_criteria import end_tokens
@@ -80,7 +80,7 @@ def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer:
     prepare(engine, chosen, PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     prefilled = (engine.prefill(prompt, method=one.method, room=24) for one in chosen)
-    together = Together.stack(lm, prefilled, len(chosen), len(prompt), 24)
+    together = BatchedDecoder.stack(lm, prefilled, len(chosen), len(prompt), 24)
     gold = tuple(tokenizer("the harbour school of the island", add_special_tokens=False)["input_ids"])[:20]
 
     likelihoods = together.gold_nll(gold)
@@ -90,7 +90,7 @@ def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer:
         alone = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=one.method)
         assert ids == alone.ids
         assert together.text(ids) == alone.text.strip()
-        apart = Together.stack(lm, [engine.prefill(prompt, method=one.method, room=24)], 1, len(prompt), 24)
+        apart = BatchedDecoder.stack(lm, [engine.prefill(prompt, method=one.method, room=24)], 1, len(prompt), 24)
         assert apart.gold_nll(gold)[0] == pytest.approx(nll, abs=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
 
     prompt, gold = engine.prompt(QUESTION, PASSAGES), tuple(range(30, 60))
     full = engine.prefill(prompt, method=make_method("full"), room=len(gold))
-    found = Together.stack(engine.lm, [full], 1, len(prompt), len(gold)).gold_nll(gold)[0]
+    found = BatchedDecoder.stack(engine.lm, [full], 1, len(prompt), len(gold)).gold_nll(gold)[0]
     with torch.inference_mode():
         logits = engine.lm.model(torch.tensor([[*prompt.ids, *gold]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(gold))
@@ -109,7 +109,7 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
 def test_a_sequence_ends_at_its_end_token(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
     one = engine.prefill(prompt, method=make_method("full"), room=8)
-    together = Together.stack(engine.lm, [one, one], 2, len(prompt), 8)
+    together = BatchedDecoder.stack(engine.lm, [one, one], 2, len(prompt), 8)
     end = min(end_tokens(engine.lm))
     together.logits[0, end] = together.logits.max() + 1
     first, second = together.greedy(5)

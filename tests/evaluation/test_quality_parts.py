@@ -14,7 +14,7 @@ from qcfuse_rag.errors import QCFuseError, UnknownMethod
 from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
 from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
 from qcfuse_rag.evaluation.quality.metrics import exact_match, rouge_l, rouge_scorer, scores, token_f1
-from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, OfflineCost, Pool, prepare
+from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, NeighbourPool, OfflineCost, prepare
 from qcfuse_rag.evaluation.quality.summary import summarize
 from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
@@ -226,7 +226,7 @@ def test_neighbours_are_searched_in_a_corpus(engine: FusionEngine, monkeypatch: 
         return [[2], [2], [0]]
 
     monkeypatch.setattr("qcfuse_rag.evaluation.quality.offline.embedded_neighbours", neighbours)
-    costs = prepare(engine, configurations(["fusionrag"], [0.1]), asked, Pool((asked[1], other, other), 3))
+    costs = prepare(engine, configurations(["fusionrag"], [0.1]), asked, NeighbourPool((asked[1], other, other), 3))
     assert seen == [([*asked, other], 3)]
     assert costs["warm enriched"].chunks == 2
     otter = engine.prompts.chunk_ids(other)

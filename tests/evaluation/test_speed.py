@@ -17,13 +17,12 @@ from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError, make_method
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.evaluation.speed.ceilings import Ceilings, add_floors, row_operations, step_bytes
 from qcfuse_rag.evaluation.speed.decoding import STEPS, stock_step
-from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed, random_prompt
-from qcfuse_rag.evaluation.speed.memory import peak_bytes
-from qcfuse_rag.evaluation.speed.roofline import Ceilings, add_floors, row_operations, step_bytes
+from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed, peak_bytes, random_prompt
 from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.evaluation.speed.tables import terminal_tables
-from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
+from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.store.chunk import ChunkKV

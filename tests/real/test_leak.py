@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.evaluation.quality.batched_decode import Together
+from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.store.prefill_base import ENRICHED
 
 pytestmark = pytest.mark.real
@@ -41,7 +41,7 @@ def likelihoods(lm: LanguageModel, secret: str, *, access: dict[str, str | None]
         gold = lm.tokenizer.backend_tokenizer.encode(f"Password: {word}", add_special_tokens=False).ids
         prefilled = engine.prefill(prompt, method=make_method("reuse", base=ENRICHED), room=len(gold))
         assert not prefilled.report.missing
-        side = Together.stack(lm, iter([prefilled]), 1, len(prompt), len(gold))
+        side = BatchedDecoder.stack(lm, iter([prefilled]), 1, len(prompt), len(gold))
         found.append(-len(gold) * side.gold_nll(gold)[0])
     return found
 
