@@ -26,7 +26,7 @@ def bench_store(
     as_json: Json = False,
 ) -> None:
     """Compare writing and reading entries with the same bytes without a store, with 1 to 8 threads."""
-    from qcfuse_rag.cli.bench_store import measure_store
+    from qcfuse_rag.evaluation.speed.store import measure_store
 
     with status("measuring"):
         found = measure_store(folder, megabytes=megabytes, repeats=repeats)
@@ -48,7 +48,7 @@ def bench_warm(
 ) -> None:
     """Compare a warming job with the bare forward passes of the same passages."""
     from qcfuse_rag.bundled import default_model
-    from qcfuse_rag.cli.bench_warm import measure_warming
+    from qcfuse_rag.evaluation.speed.warming import measure_warming
     from qcfuse_rag.runtime.language_model import LanguageModel
 
     with status("measuring"):

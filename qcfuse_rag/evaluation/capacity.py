@@ -54,7 +54,7 @@ NVME, NETWORK = 7e9, 3.125e9
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A model in numbers.
 
     Attributes:
@@ -75,7 +75,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class TierTimes:
     """A request from one tier: seconds of loading, of computing, and to the first token, the two side by side."""
 
     load_s: float
@@ -103,7 +103,7 @@ class Sizing:
     warming_hours: float
     full_ttft_s: float
     break_even_uses: float
-    tiers: dict[str, Tier]
+    tiers: dict[str, TierTimes]
     rates: Rates
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Sizing:
 
 
 def size_up(
-    shape: Shape,
+    shape: ModelShape,
     rates: Rates,
     *,
     nodes: int,
@@ -150,7 +150,7 @@ def size_up(
     tiers = {}
     for name, speed in rates.tiers.items():
         took = max(compute, load / speed)
-        tiers[name] = Tier(load / speed, compute, took, full / took)
+        tiers[name] = TierTimes(load / speed, compute, took, full / took)
     return Sizing(
         kv_bytes_per_token=per_token,
         corpus_bytes=caches * nodes * tokens * per_token,
@@ -162,7 +162,7 @@ def size_up(
     )
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> ModelShape:
     """Return the numbers of a model by one of the names of `bench speed`, a folder, or a Hugging Face id.
 
     No weights are read: the model is built without memory.
@@ -186,7 +186,7 @@ def shape_of(model: str) -> Shape:
     outside = {id(built.get_input_embeddings().weight), id(built.get_output_embeddings().weight)}
     weights = sum(one.numel() for one in built.parameters() if one.dim() > 1 and id(one) not in outside)
     layers = text.num_hidden_layers
-    return Shape(
+    return ModelShape(
         weights=weights,
         head=built.get_output_embeddings().weight.numel(),
         attention=4 * layers * heads * width,
@@ -211,7 +211,7 @@ def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
 
 def rates_here() -> Rates:
     """Measure this machine with the smallest shape; a disk and a network are taken as in the table."""
-    from qcfuse_rag.evaluation.speed.roofline import measure_ceilings
+    from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
     from qcfuse_rag.evaluation.speed.shapes import random_model
 
     lm = random_model("smollm2-135m")

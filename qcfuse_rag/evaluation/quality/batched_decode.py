@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.detokenizer import TextAssembler
+from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import model_inputs
@@ -25,7 +25,7 @@ GOLD_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Together:
+class BatchedDecoder:
     """Prefilled prompts side by side.
 
     Attributes:
@@ -41,7 +41,9 @@ class Together:
     length: int
 
     @classmethod
-    def stack(cls, lm: LanguageModel, prefilled: Iterable[Prefilled], count: int, length: int, room: int) -> Together:
+    def stack(
+        cls, lm: LanguageModel, prefilled: Iterable[Prefilled], count: int, length: int, room: int
+    ) -> BatchedDecoder:
         """Copy prefilled prompts side by side as they come, so that no two of their own buffers need exist at once.
 
         Args:
@@ -99,7 +101,7 @@ class Together:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer's tokens as a stream of them would give it, less surrounding white space."""
-        assembler = TextAssembler(self.lm.tokenizer.backend_tokenizer, ())
+        assembler = Detokenizer(self.lm.tokenizer.backend_tokenizer, ())
         return ("".join(assembler.push(token) for token in ids) + assembler.flush()).strip()
 
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,15 @@ from typing import Any
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
-from qcfuse_rag.evaluation.profile.samples import BadDataset
-from qcfuse_rag.evaluation.quality.caveats import on_distractors, on_log, on_methods
-from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
-from qcfuse_rag.evaluation.quality.datasets import first_passages, passage_texts, read_dataset
+from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations, method_name
 from qcfuse_rag.evaluation.quality.metrics import rouge_scorer
-from qcfuse_rag.evaluation.quality.offline import Pool, preparation_of
-from qcfuse_rag.evaluation.quality.records import RecordLog
+from qcfuse_rag.evaluation.quality.offline import NeighbourPool, preparation_of
+from qcfuse_rag.evaluation.quality.records import Record, RecordLog
 from qcfuse_rag.evaluation.quality.run import run_questions
 from qcfuse_rag.evaluation.quality.summary import summarize
 from qcfuse_rag.evaluation.quality.tables import markdown
+from qcfuse_rag.evaluation.questions import BadDataset, first_passages, passage_texts, read_dataset
+from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.atomic_write import write_whole
@@ -131,11 +131,11 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     return result
 
 
-def _pool(options: QualityOptions) -> Pool:
+def _pool(options: QualityOptions) -> NeighbourPool:
     """Return where neighbours are searched: passages as the prompts have them, titles and all."""
     files = [file for path in options.pool for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     texts = [text for file in files for example in read_dataset(file) for text in example.passages]
-    return Pool(tuple(texts), options.neighbours)
+    return NeighbourPool(tuple(texts), options.neighbours)
 
 
 def partial_path(out: Path) -> Path:
@@ -236,3 +236,50 @@ def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
         **about_run(engine.lm, options.model),
         "options": json.loads(json.dumps(asdict(options), default=str)),
     }
+
+
+def on_distractors(examples: Sequence[Example]) -> list[str]:
+    """Say how many questions keep all their passages though fewer were asked for."""
+    silent = sum(not example.supporting and example.dataset not in TASKS for example in examples)
+    return [f"{silent} questions do not say which passages hold the answer; they keep all"] if silent else []
+
+
+def on_log(log: RecordLog, *, kept: bool) -> list[str]:
+    """Say what of the records that were there could not be used.
+
+    Args:
+        log: after the run.
+        kept: the store is one that earlier runs filled too.
+    """
+    notes = []
+    if log.damaged:
+        numbers = ", ".join(map(str, log.damaged))
+        notes.append(f"{log.path}: damaged and left out: line {numbers}; records that were there are made anew")
+    if log.outdated:
+        old = "; passages that the --store had enriched or captured before are used as they are" if kept else ""
+        notes.append(
+            f"{log.outdated} records of enriched or captured passages were made anew: the earlier ones were made, or "
+            f"may have been, beside the passages of other questions, as with another --size{old}"
+        )
+    return notes
+
+
+def on_methods(records: Iterable[Record]) -> list[str]:
+    """Say what a method was measured without, and where it was not what was measured."""
+    asked, as_full_prefill = Counter[str](), Counter[str]()
+    for record in records:
+        asked[record["method"]] += 1
+        as_full_prefill[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
+    notes = [
+        f"{method}: {count} of {asked[method]} answers were computed in full, as its guard found that no slower; "
+        "[guard=false] measures what it does otherwise"
+        for method, count in as_full_prefill.items()
+        if count
+    ]
+    if not any(method_name(method) == "relaycaching" for method in asked):
+        return notes
+    return [
+        *notes,
+        "relaycaching: no passage here is a text that was generated before, which is what it is made for; measured is "
+        "how it repairs the stored caches of its base",
+    ]

@@ -10,7 +10,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import Configuration
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
-from qcfuse_rag.ingestion.neighbours import covering_groups, nearest
+from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
@@ -43,7 +43,7 @@ class OfflineCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class NeighbourPool:
     """Where enriched passages' neighbours are searched.
 
     Attributes:
@@ -61,7 +61,7 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class Warming:
+class WarmPreparation:
     """The usual preparation: every passage is prefilled under one base. Hashable, so that it is done once for all."""
 
     base: Base
@@ -72,14 +72,14 @@ class Warming:
         return f"warm {self.base.name}"
 
     @property
-    def first(self) -> Warming | None:
+    def first(self) -> WarmPreparation | None:
         """What has to be there before, and is paid for too.
 
         Enriched passages are made from framed ones; a prompt's first passage is taken framed instead of primed.
         """
-        return Warming(FRAMED) if self.base.enriched or self.base.primed else None
+        return WarmPreparation(FRAMED) if self.base.enriched or self.base.primed else None
 
-    def run(self, engine: FusionEngine, passages: Sequence[str], pool: Pool) -> OfflineCost:
+    def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
         """Prefill what the store does not have yet."""
         others = pool.beside(passages) if self.base.enriched else []
         neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
@@ -91,7 +91,7 @@ class Warming:
 
 
 @dataclass(frozen=True, slots=True)
-class Capturing:
+class CapturePreparation:
     """Groups of related passages are computed exactly, and what was born behind others is kept.
 
     Attributes:
@@ -108,11 +108,11 @@ class Capturing:
         return f"capture {self.keep}, warm {self.base.name}"
 
     @property
-    def first(self) -> Warming:
+    def first(self) -> WarmPreparation:
         """What has to be there before, and is paid for too."""
-        return Warming(self.base)
+        return WarmPreparation(self.base)
 
-    def run(self, engine: FusionEngine, passages: Sequence[str], pool: Pool) -> OfflineCost:
+    def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
         """Capture every passage behind others of the embedding index; nothing is known of the questions."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
@@ -123,7 +123,7 @@ class Capturing:
         return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
 
 
-Preparation = Warming | Capturing
+Preparation = WarmPreparation | CapturePreparation
 
 
 def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
@@ -143,7 +143,7 @@ def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> lis
             "enriched passages need an embedding model to find their neighbours; run `pip install 'qcfuse-rag[cli]'`"
         ) from error
 
-    return nearest(Embedder(default_embedder())(passages), count)
+    return nearest_chunks(Embedder(default_embedder())(passages), count)
 
 
 def preparation_of(configuration: Configuration) -> Preparation | None:
@@ -152,20 +152,23 @@ def preparation_of(configuration: Configuration) -> Preparation | None:
     if method.base is None:
         return None
     if method.name in CAPTURED:
-        return Capturing(CAPTURED[method.name], method.base)
-    return Warming(method.base)
+        return CapturePreparation(CAPTURED[method.name], method.base)
+    return WarmPreparation(method.base)
 
 
-def made_beside(configuration: Configuration) -> str | None:
+def neighbour_preparation(configuration: Configuration) -> str | None:
     """Return which warming counts all passages that a configuration's caches depend on; None if each stands alone."""
     needed = preparation_of(configuration)
-    if isinstance(needed, Capturing):
+    if isinstance(needed, CapturePreparation):
         return needed.first.name
     return needed.name if needed is not None and needed.base.enriched else None
 
 
 def prepare(
-    engine: FusionEngine, configurations: Iterable[Configuration], passages: Iterable[str], pool: Pool | None = None
+    engine: FusionEngine,
+    configurations: Iterable[Configuration],
+    passages: Iterable[str],
+    pool: NeighbourPool | None = None,
 ) -> dict[str, OfflineCost]:
     """Do what the configurations need, once for those that need the same.
 
@@ -184,7 +187,7 @@ def prepare(
     def run(one: Preparation) -> OfflineCost:
         if one.name not in costs:
             before = run(one.first) if one.first is not None else None
-            own = one.run(engine, texts, pool or Pool())
+            own = one.run(engine, texts, pool or NeighbourPool())
             costs[one.name] = own if before is None else own.after(before)
         return costs[one.name]
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import Configuration
-from qcfuse_rag.evaluation.quality.offline import OfflineCost, made_beside
+from qcfuse_rag.evaluation.quality.offline import OfflineCost, neighbour_preparation
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.verification.samples import Example
 
@@ -68,7 +68,7 @@ class RecordLog:
         missing = []
         for one in configurations:
             key = (example.dataset, example.id, *one.key)
-            if key in self.records and made_beside(one) and self.records[key].get("beside") != beside:
+            if key in self.records and neighbour_preparation(one) and self.records[key].get("beside") != beside:
                 del self.records[key]
                 self.outdated += 1
             if key not in self.records:

@@ -9,10 +9,10 @@ from typing import TypeVar
 from torch import Tensor
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.quality.batched_decode import Together
+from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.evaluation.quality.configurations import FULL, Configuration
 from qcfuse_rag.evaluation.quality.metrics import scores
-from qcfuse_rag.evaluation.quality.offline import Pool, made_beside, prepare
+from qcfuse_rag.evaluation.quality.offline import NeighbourPool, neighbour_preparation, prepare
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
@@ -27,7 +27,7 @@ STACK_BYTES = 3 << 30
 
 
 @dataclass(slots=True)
-class Question:
+class PendingQuestion:
     """A question with what every configuration of it shares.
 
     Attributes:
@@ -55,7 +55,7 @@ def run_questions(
     log: RecordLog,
     *,
     group: int | None = None,
-    pool: Pool | None = None,
+    pool: NeighbourPool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
     """Add a record to the log for every question and configuration that it does not have.
@@ -80,7 +80,7 @@ def run_questions(
     done, warm = 0, False
     for some in _groups(examples, group or max(1, len(examples))):
         wanted = [text for example in some for text in example.passages]
-        searched = [*pool.texts, str(pool.neighbours)] if pool is not None and pool != Pool() else []
+        searched = [*pool.texts, str(pool.neighbours)] if pool is not None and pool != NeighbourPool() else []
         beside = digest_of_passages([*wanted, *searched])
         todo = [(example, log.missing(example, chosen, beside)) for example in some]
         needed = list({one.key: one for _, missing in todo for one in missing}.values())
@@ -89,7 +89,7 @@ def run_questions(
             log.add_offline(cost)
         for example, missing in todo:
             if missing:
-                question = _question(engine, example, beside)
+                question = _pending(engine, example, beside)
                 limit = engine.lm.window.tokens
                 if len(question.prompt) + question.room > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")
@@ -111,7 +111,7 @@ def run_questions(
     return skipped
 
 
-def answer(engine: FusionEngine, question: Question, order: Sequence[Configuration]) -> Iterator[Record]:
+def answer(engine: FusionEngine, question: PendingQuestion, order: Sequence[Configuration]) -> Iterator[Record]:
     """Yield one question's records, one for each configuration; full prefill must be among them."""
     length, room = len(question.prompt), question.room
     batch = max(1, STACK_BYTES // (engine.lm.kv_bytes_per_token * (length + room)))
@@ -127,7 +127,7 @@ def answer(engine: FusionEngine, question: Question, order: Sequence[Configurati
                 reports.append(result.report)
                 yield result
 
-        stack = Together.stack(engine.lm, prefilled(), len(some), length, room)
+        stack = BatchedDecoder.stack(engine.lm, prefilled(), len(some), length, room)
         nll = stack.gold_nll(question.gold)
         texts = [stack.text(ids) for ids in stack.greedy(question.example.max_new_tokens)]
         found += zip(some, reports, stack.logits.clone(), nll, texts, strict=True)
@@ -137,7 +137,7 @@ def answer(engine: FusionEngine, question: Question, order: Sequence[Configurati
 
 
 def _record(
-    question: Question,
+    question: PendingQuestion,
     one: Configuration,
     report: FusionReport,
     text: str,
@@ -167,17 +167,17 @@ def _record(
         "row_layers": report.row_layers,
         "fallback": report.fallback,
         "answer": text,
-        **({"beside": question.beside} if made_beside(one) else {}),
+        **({"beside": question.beside} if neighbour_preparation(one) else {}),
     }
 
 
-def _question(engine: FusionEngine, example: Example, beside: str) -> Question:
+def _pending(engine: FusionEngine, example: Example, beside: str) -> PendingQuestion:
     prompt = engine.prompt(example.question, example.passages)
     tokenizer = engine.lm.tokenizer
     # A chat template's answer begins a turn; without one it goes on after "Answer:".
     text = example.gold.strip() if tokenizer.chat_template else f" {example.gold.strip()}"
     gold = tuple(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-    return Question(example, prompt, gold, beside)
+    return PendingQuestion(example, prompt, gold, beside)
 
 
 def _groups(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:

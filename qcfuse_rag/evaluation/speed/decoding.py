@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from qcfuse_rag.engine.exactness_check import stock_attention
-from qcfuse_rag.evaluation.speed.roofline import seconds, step_bytes
+from qcfuse_rag.evaluation.speed.ceilings import seconds, step_bytes
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner

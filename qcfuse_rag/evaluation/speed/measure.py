@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
+from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds
 from qcfuse_rag.evaluation.speed.decoding import STEPS, decode_steps
-from qcfuse_rag.evaluation.speed.memory import peak_bytes
-from qcfuse_rag.evaluation.speed.roofline import add_floors, measure_ceilings, row_operations, seconds
-from qcfuse_rag.evaluation.speed.tiers import Tier, check_tiers, fill, open_tiers
+from qcfuse_rag.evaluation.speed.tiers import StoreTier, check_tiers, fill, open_tiers
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
@@ -28,7 +28,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.loading import Loading
 from qcfuse_rag.store.quantization import LOSSLESS
 
-HEAD_TOKENS, QUESTION_TOKENS = 32, 32
+PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
 FULL = configurations(())[0]
 
 
@@ -131,7 +131,7 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     """
     vocabulary = lm.model.get_input_embeddings().num_embeddings
     sizes = [min(chunk, context - start) for start in range(0, context, chunk)]
-    lengths = [HEAD_TOKENS, *sizes, QUESTION_TOKENS]
+    lengths = [PREFIX_TOKENS, *sizes, QUESTION_TOKENS]
     if sum(lengths) + STEPS > lm.window.tokens:
         raise PromptTooLong(f"a context of {context:,} tokens exceeds the model's window of {lm.window.tokens:,}")
     drawn = [tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()) for n in lengths]
@@ -143,7 +143,7 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
 def _prefills(
     lm: LanguageModel,
     passes: PrefillRunner,
-    tiers: Sequence[Tier],
+    tiers: Sequence[StoreTier],
     prompt: Prompt,
     options: SpeedOptions,
 ) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def _prefills(
     def stock() -> None:
         lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
 
-    sides = [(Tier("-", LOSSLESS, tiers[0].store), FULL)]
+    sides = [(StoreTier("-", LOSSLESS, tiers[0].store), FULL)]
     sides += [(tier, one) for tier in tiers for one in options.methods]
     times: list[list[float]] = [[] for _ in sides]
     loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
@@ -205,3 +205,19 @@ def _prefills(
             }
         )
     return rows
+
+
+def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
+    """Run and return the most bytes of tensors in use at once, less those before, as torch's allocator counts them."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        held = run()  # what it returns counts, and is let go of after the last event
+    del held
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)

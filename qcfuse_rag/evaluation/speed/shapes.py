@@ -64,7 +64,7 @@ def random_model(shape: str, *, device: str | None = None, dtype: str | None = N
     """Return a model of a shape, made on the device itself.
 
     Args:
-        shape: one of `SHAPES`.
+        shape: one of `ENTRY_SHAPES`.
         device: such as `cpu` or `cuda:0`; a GPU if there is one.
         dtype: such as `bfloat16`, which is what a GPU gets if None; float32 on a CPU.
 

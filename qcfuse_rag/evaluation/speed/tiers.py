@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torch import Tensor
+
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.speed.throttle import ThrottledStore
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
 from qcfuse_rag.ingestion.warm_job import WarmJob
@@ -18,6 +20,8 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.chunk import Blocks, ChunkKV
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS, NUMBERS
 
 UNLIMITED = 1 << 50
@@ -25,7 +29,7 @@ TIERS = ("memory", "device", "pinned", "disk", "throttled")
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class StoreTier:
     """A store to measure.
 
     Attributes:
@@ -63,7 +67,7 @@ def open_tiers(
     *,
     throttle: float,
     folder: Path | None,
-) -> list[Tier]:
+) -> list[StoreTier]:
     """Open a store for each tier in each format; `stack` closes them.
 
     Args:
@@ -84,7 +88,7 @@ def open_tiers(
         device = str(lm.device) if name == "device" else "cpu"
         return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=form)
 
-    return [Tier(name, form, opened(name, form)) for name in names for form in numbers]
+    return [StoreTier(name, form, opened(name, form)) for name in names for form in numbers]
 
 
 def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
@@ -98,3 +102,61 @@ def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: 
             found = first.open(entry.address)
             if not isinstance(found, Miss) and found[0] not in store:
                 store.put(*found)
+
+
+class ThrottledBlocks(Blocks):
+    """Blocks that take as long to read as they would at some bytes a second."""
+
+    def __init__(self, inner: Blocks, bytes_per_s: float) -> None:
+        self._inner, self._bytes_per_s = inner, bytes_per_s
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a block, late."""
+        return self._late(self._inner.rows(name, start, stop))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._late(self._inner[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def _late(self, tensor: Tensor) -> Tensor:
+        time.sleep(tensor.nbytes / self._bytes_per_s)
+        return tensor
+
+
+class ThrottledStore(MemoryStore):
+    """Keeps chunks in memory and hands them out slowly.
+
+    Args:
+        bytes_per_s: how fast at most.
+        limit_bytes: most bytes to hold.
+        numbers: format to keep, see `store.quantization`.
+    """
+
+    def __init__(self, bytes_per_s: float, limit_bytes: int = 1 << 50, *, numbers: str = LOSSLESS) -> None:
+        super().__init__(limit_bytes, numbers=numbers)
+        self._bytes_per_s = bytes_per_s
+
+    def get(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return a chunk whose blocks come late, or a miss."""
+        return self._slow(super().get(key))
+
+    def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+        """Return an entry whose blocks come late, or a miss."""
+        found = super().open(address)
+        if isinstance(found, Miss):
+            return found
+        slow = self._slow(found[1])
+        assert isinstance(slow, ChunkKV)
+        return found[0], slow
+
+    def _slow(self, found: ChunkKV | Miss) -> ChunkKV | Miss:
+        return (
+            found
+            if isinstance(found, Miss)
+            else replace(found, blocks=ThrottledBlocks(found.blocks, self._bytes_per_s))
+        )

@@ -62,7 +62,7 @@ class EntryShape:
         return f"{self.tokens} tokens, {self.layers} layers of {self.heads} heads of {self.channels} {dtype}"
 
 
-SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512, torch.bfloat16))
+ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512, torch.bfloat16))
 """A passage of SmolLM2-135M on a CPU, and a longer one of an 8B model."""
 
 
@@ -97,7 +97,7 @@ class StoreRate:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreBench:
+class StoreRates:
     """What was measured, and where."""
 
     folder: str
@@ -127,8 +127,8 @@ def measure_store(
     megabytes: int = 512,
     repeats: int = 5,
     threads: Sequence[int] = THREADS,
-    shapes: Sequence[EntryShape] = SHAPES,
-) -> StoreBench:
+    shapes: Sequence[EntryShape] = ENTRY_SHAPES,
+) -> StoreRates:
     """Measure writing and reading of entries beside the same without a store.
 
     Args:
@@ -149,7 +149,7 @@ def measure_store(
                 sides = _Sides(store, Path(place) / str(number), shape, megabytes)
                 for count in threads:
                     rates += sides.measure(count, repeats)
-    return StoreBench(str(folder or Path(place).parent), repeats, rates)
+    return StoreRates(str(folder or Path(place).parent), repeats, rates)
 
 
 class _Sides:

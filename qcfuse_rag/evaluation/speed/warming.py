@@ -25,7 +25,7 @@ LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)
 
 
 @dataclass(frozen=True, slots=True)
-class WarmBench:
+class WarmingRates:
     """What was measured.
 
     Attributes:
@@ -62,7 +62,7 @@ class WarmBench:
 
 def measure_warming(
     lm: LanguageModel, *, chunks: int = 40, repeats: int = 3, batch_tokens: int | None = None
-) -> WarmBench:
+) -> WarmingRates:
     """Measure a job over chunks of mixed lengths from the demonstration's documents, alternating the two sides.
 
     The bare side gets its batches as well packed as the job's own, keeps no cache and writes nothing. The job prefills
@@ -93,7 +93,7 @@ def measure_warming(
             job_s.append(summary.elapsed_s)
             computed = summary.computed_tokens
     ratio = statistics.median(bare / job for bare, job in zip(bare_s, job_s, strict=True))
-    return WarmBench(len(pieces), total, bound, job_s, bare_s, ratio, computed / total)
+    return WarmingRates(len(pieces), total, bound, job_s, bare_s, ratio, computed / total)
 
 
 @torch.inference_mode()

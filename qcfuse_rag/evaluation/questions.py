@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.verification.samples import Sample
+from qcfuse_rag.verification.samples import Example, Sample
 
 EXPECTED = (
     'expected {"question": ..., "passages": [text or {"title", "text"}, ...], "answers": [...]} or {"input": ..., '
@@ -25,7 +26,7 @@ class BadDataset(QCFuseError):
     """A file of questions is missing, or a line of it cannot be used; the message names file and line."""
 
 
-class Line(NamedTuple):
+class QuestionLine(NamedTuple):
     """One question of a file.
 
     Attributes:
@@ -62,7 +63,7 @@ def read_samples(path: Path) -> list[Sample]:
     return [line.sample for line in read_lines(path)]
 
 
-def read_lines(path: Path) -> Iterator[Line]:
+def read_lines(path: Path) -> Iterator[QuestionLine]:
     """Yield the questions of a file of JSON lines, in any of three layouts; lines that are not asked for are not read.
 
     Ours has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a string or
@@ -83,7 +84,7 @@ def read_lines(path: Path) -> Iterator[Line]:
             continue
         try:
             record = json.loads(line)
-            found = Line(number, _id(record), _sample(record))
+            found = QuestionLine(number, _id(record), _sample(record))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadDataset(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
         yield found
@@ -150,3 +151,46 @@ def _cut(context: str) -> list[str]:
 
 def _reason(error: Exception) -> str:
     return f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)
+
+
+def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
+    """Read the first `size` questions of a file of JSON lines, all of them if None.
+
+    For the layouts of a line see `evaluation.questions.read_lines`. Without an id the line number is taken.
+
+    Raises:
+        BadDataset: if the file cannot be read, holds no question, or a line is not one with an answer.
+    """
+    examples: list[Example] = []
+    seen: set[str] = set()
+    lines = read_lines(path)
+    while len(examples) != size and (line := next(lines, None)) is not None:
+        sample, name = line.sample, line.id if line.id is not None else str(line.number)
+        if not sample.answers:
+            raise BadDataset(f"{path}, line {line.number}: there is no gold answer; give `answers`, or remove the line")
+        if name in seen:
+            raise BadDataset(f"{path}, line {line.number}: the id {name!r} is there twice; give it another, or none")
+        seen.add(name)
+        examples.append(
+            Example(sample.question, sample.passages, sample.answers, sample.supporting, id=name, dataset=path.stem)
+        )
+    if not examples:
+        raise BadDataset(f"{path} holds no question")
+    return examples
+
+
+def first_passages(example: Example, count: int) -> Example:
+    """Keep the first `count` passages, as the QCFuse release does by its `--topk`."""
+    supporting = tuple(i for i in example.supporting if i < count)
+    return replace(example, passages=example.passages[:count], supporting=supporting)
+
+
+def passage_texts(folder: Path) -> Iterator[str]:
+    """Yield the texts, without titles, of all passages of the JSON lines in a folder; lines that are not data go by."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text("utf-8", errors="replace").split("\n"):
+            try:
+                parts = passage_parts(json.loads(line))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+            yield from (text for _, text in parts)
