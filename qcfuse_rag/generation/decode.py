@@ -1,26 +1,18 @@
-"""Decode: continue a prefilled prompt token by token."""
+"""Continue a prefilled prompt token by token."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
-from qcfuse_rag.generation.stop_criteria import Answer, FinishReason
-from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.decode_step import forward_step
-from qcfuse_rag.runtime.language_model import LanguageModel
-
-Step = Callable[[Sequence[int], Sequence[int], Sequence[KVBuffer]], Tensor]
-"""`(tokens, positions, buffers) -> [B, vocabulary]` float32 logits: computes the next row of requests."""
+from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
+from qcfuse_rag.runtime.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +22,8 @@ class Generation:
     Attributes:
         text: the answer.
         ids: its tokens, the end token included.
-        finish_reason: `end` of the text by the model, a `stop` string, the `length` limit, or `cancelled`.
-        report: what the prefill did.
+        finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
+        report: of the prefill.
         decode_s: seconds from the first token's logits to the last token.
     """
 
@@ -61,7 +53,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts: the prompt's, the answer's, those reused from the store, those recomputed though stored."""
+    """Token counts of a request: prompt, answer, reused from the store, recomputed although stored."""
 
     input_tokens: int
     output_tokens: int
@@ -70,73 +62,66 @@ class Usage:
 
 
 class TextStream(Iterator[str]):
-    """An answer in the making: iterate for pieces of text, then read `generation`.
+    """A streamed answer: iterate for pieces of text, then read `generation`.
 
-    Stopping to iterate is all it takes to abandon it; nothing runs in the background.
+    To abandon the answer, stop iterating; nothing runs in the background.
 
     Attributes:
-        report: what the prefill did; there from the start.
-        generation: the finished answer; None until the last piece has been taken.
-        prefilled: keys and values of prompt and answer; they take their memory as long as the stream is held.
+        report: of the prefill; available at once.
+        generation: the finished answer; None until the last piece was read.
+        prefilled: keys and values of prompt and answer; they take memory as long as the stream exists.
+
+    Args:
+        runner: the model; computes the decode steps.
+        prefilled: the prompt.
+        params: how to choose tokens and when to stop.
+        cancel: ends the answer before its next token when set.
+        sampler: replaces the sampler that `params` describes.
     """
 
     def __init__(
         self,
-        lm: LanguageModel,
+        runner: ModelRunner,
         prefilled: Prefilled,
         params: SamplingParams,
+        *,
         cancel: threading.Event | None = None,
         sampler: Sampler | None = None,
-        step: Step | None = None,
     ) -> None:
         self.report = prefilled.report
         self.prefilled = prefilled
         self.generation: Generation | None = None
-        self._pieces = self._decode(
-            lm,
-            prefilled,
-            params,
-            sampler or Sampler(params, lm),
-            cancel or threading.Event(),
-            step or partial(forward_step, lm),
-        )
+        self._runner, self._params = runner, params
+        self._pieces = self._decode(sampler or Sampler(params, runner.lm), cancel or threading.Event())
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def result(self) -> Generation:
-        """Take all remaining pieces and return the answer."""
+        """Read all remaining pieces and return the answer."""
         for _ in self:
             pass
         assert self.generation is not None
         return self.generation
 
-    def _decode(
-        self,
-        lm: LanguageModel,
-        prefilled: Prefilled,
-        params: SamplingParams,
-        sampler: Sampler,
-        cancel: threading.Event,
-        step: Step,
-    ) -> Iterator[str]:
+    def _decode(self, sampler: Sampler, cancel: threading.Event) -> Iterator[str]:
         started = time.perf_counter()
-        answer = Answer(lm, params)
-        logits, position = prefilled.logits, prefilled.report.prompt_tokens
+        answer = PartialAnswer(self._runner.lm, self._params)
+        logits, position = self.prefilled.logits, self.report.prompt_tokens
         while True:
             if cancel.is_set():
-                answer.reason = "cancelled"
+                answer.finish_reason = "cancelled"
                 break
             token = sampler(logits)
             piece = answer.push(token)
             if piece:
                 yield piece
-            if answer.reason is not None:
+            if answer.finish_reason is not None:
                 break
-            logits = step([token], [position], [prefilled.buffer])[0]
+            logits = self._runner.decodes([token], [position], [self.prefilled.buffer])[0]
             position += 1
-        rest = answer.finish()
-        if rest:
-            yield rest
+        last_piece = answer.finish()
+        if last_piece:
+            yield last_piece
         elapsed = time.perf_counter() - started
-        self.generation = Generation(answer.text, tuple(answer.ids), answer.reason, self.report, elapsed)
+        self.generation = Generation(answer.text, tuple(answer.ids), answer.finish_reason, self.report, elapsed)

@@ -1,4 +1,4 @@
-"""From token ids to text as it can be shown: whole characters only, nothing beyond a stop string."""
+"""Turn token ids into text to show: whole characters only, and nothing after a stop string."""
 
 from __future__ import annotations
 
@@ -6,34 +6,37 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
-class TextAssembler:
+class Detokenizer:
     """Turns a growing sequence of tokens into pieces of text.
 
-    Holds back bytes of an unfinished character and text that may be the beginning of a stop string.
+    Holds back the bytes of an incomplete character, and text that may be the beginning of a stop string.
 
     Args:
-        tokenizer: the fast tokenizer's core.
+        tokenizer: the backend of a fast tokenizer.
         stop: strings that end the text and are cut off.
+
+    Attributes:
+        stopped: whether a stop string was reached.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.stopped = False
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop
         self._held = ""
-        self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token; return the text that is now certain, often empty. Sets `stopped` at a stop string."""
         self._held += self._stream.step(self._tokenizer, token) or ""
-        ends = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if ends:
+        matches = [start for start in map(self._held.find, self._stop) if start >= 0]
+        if matches:
             self.stopped = True
-            return self._release(min(ends))
-        return self._release(len(self._held) - unfinished(self._held, self._stop))
+            return self._release(min(matches))
+        return self._release(len(self._held) - partial_mark_length(self._held, self._stop))
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the answer; an unfinished character is dropped."""
+        """Return the held text at the end of the answer; an incomplete character is dropped."""
         return "" if self.stopped else self._release(len(self._held))
 
     def _release(self, count: int) -> str:
@@ -41,8 +44,8 @@ class TextAssembler:
         return text
 
 
-def unfinished(text: str, marks: tuple[str, ...]) -> int:
-    """Return the length of the longest end of a text that may become one of these marks."""
+def partial_mark_length(text: str, marks: tuple[str, ...]) -> int:
+    """Return the length of the longest suffix of a text that is a proper prefix of one of the marks."""
     longest = max((len(mark) for mark in marks), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):

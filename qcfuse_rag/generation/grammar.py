@@ -1,7 +1,7 @@
-"""Answers that a grammar allows and no others: masks over the vocabulary, from llguidance.
+"""Constrain answers to a grammar by masks over the vocabulary, with llguidance.
 
-What a grammar allows is known for each next token before it is chosen, so an answer that must be JSON of a schema is,
-whatever the model; it may still end too early for want of tokens. https://github.com/guidance-ai/llguidance
+The grammar says before each token which tokens may come next, so an answer with a JSON schema follows that schema,
+whatever the model. It may still be cut off by the token limit. https://github.com/guidance-ai/llguidance
 """
 
 from __future__ import annotations
@@ -21,42 +21,44 @@ if TYPE_CHECKING:
 
 
 def json_grammar(schema: Mapping[str, Any]) -> str:
-    """Return the grammar of JSON by a JSON schema; objects have the properties it names and no others."""
-    return f"start: %json {json.dumps(compact(closed(schema)))}"
+    """Return the grammar of JSON that follows a schema; objects have only the properties that the schema names."""
+    return f"start: %json {json.dumps(with_compact_json(close_objects(schema)))}"
 
 
-def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose JSON is written as `json.dumps` does: whitespace without end is what small models do."""
+def with_compact_json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose JSON has the spacing of `json.dumps`; small models write whitespace without end."""
     separators = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     return {**schema, "x-guidance": separators}
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have no properties but those named, where it does not say otherwise."""
-    copy: dict[str, Any] = {}
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema whose objects allow no unnamed properties, unless the schema says otherwise."""
+
+    def close(value: Any) -> Any:
+        return close_objects(value) if isinstance(value, Mapping) else value
+
+    closed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("properties", "$defs", "definitions") and isinstance(value, Mapping):
-            copy[key] = {name: closed(one) if isinstance(one, Mapping) else one for name, one in value.items()}
-        elif isinstance(value, Mapping):
-            copy[key] = value if key in ("const", "default") else closed(value)
+            closed[key] = {name: close(subschema) for name, subschema in value.items()}
         elif key in ("anyOf", "oneOf", "prefixItems") and isinstance(value, (list, tuple)):
-            copy[key] = [closed(one) if isinstance(one, Mapping) else one for one in value]
+            closed[key] = [close(subschema) for subschema in value]
         else:
-            copy[key] = value
-    # Branches add properties to those beside them, and those of `allOf` to one another: these stay open.
-    alone = not any(branches in copy for branches in ("anyOf", "oneOf", "allOf"))
-    return {"additionalProperties": False, **copy} if "properties" in copy and alone else copy
+            closed[key] = value if key in ("const", "default") else close(value)
+    # Branches add properties to those beside them, and the parts of `allOf` add to each other: these stay open.
+    has_branches = any(branches in closed for branches in ("anyOf", "oneOf", "allOf"))
+    return {"additionalProperties": False, **closed} if "properties" in closed and not has_branches else closed
 
 
 class Constraint:
-    """Where in its grammar an answer is.
+    """The state of one answer in its grammar.
 
     Args:
-        vocabulary: the model's, see `LanguageModel.grammar_vocabulary`.
+        vocabulary: of the model, see `LanguageModel.grammar_vocabulary`.
         grammar: in llguidance's variant of Lark.
 
     Raises:
-        InvalidGrammar: if it is none, or is of a schema that llguidance cannot follow.
+        InvalidGrammar: if the grammar is invalid, or its schema has a feature that llguidance does not support.
     """
 
     def __init__(self, vocabulary: LLTokenizer, grammar: str) -> None:
@@ -72,6 +74,6 @@ class Constraint:
         allowed = np.unpackbits(bits, bitorder="little", count=len(logits)).astype(bool)
         return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
-    def take(self, token: int) -> None:
-        """Go on by a token that was chosen."""
+    def consume(self, token: int) -> None:
+        """Advance by the chosen token."""
         self._matcher.consume_token(token)

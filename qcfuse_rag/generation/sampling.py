@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Choose the next token from logits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings of one generation.
+    """Sampling settings of one answer.
 
     Attributes:
-        max_new_tokens: most tokens to generate.
-        temperature: 0 takes the likeliest token; higher is more varied.
+        max_new_tokens: limit of the answer, in tokens.
+        temperature: 0 takes the likeliest token; higher values give more varied answers.
         top_p: keep the likeliest tokens that together have this probability.
         top_k: keep this many likeliest tokens; 0 keeps all.
         stop: strings that end the answer and are not part of it.
-        seed: makes sampling repeatable; None draws anew each time.
-        grammar: what the answer has to follow, see `generation.grammar`; None lets it be anything.
+        seed: of the random numbers; None takes a new seed each time.
+        grammar: that the answer has to follow, see `generation.grammar`; None for any text.
     """
 
     max_new_tokens: int = 256
@@ -50,11 +50,15 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws tokens by the settings; keeps the state of random numbers and grammar between them.
+    """Samples the tokens of one answer; holds the state of random numbers and grammar.
+
+    Args:
+        params: the settings.
+        lm: the model.
 
     Raises:
-        InvalidGrammar: if there is a grammar and it cannot be followed.
-        QCFuseError: if there is one and llguidance is not installed.
+        InvalidGrammar: if the grammar cannot be followed.
+        QCFuseError: if there is a grammar and llguidance is not installed.
     """
 
     def __init__(self, params: SamplingParams, lm: LanguageModel) -> None:
@@ -78,7 +82,7 @@ class Sampler:
         if self._constraint is None:
             return self._choose(logits)
         token = self._choose(self._constraint.mask(logits))
-        self._constraint.take(token)
+        self._constraint.consume(token)
         return token
 
     def _choose(self, logits: Tensor) -> int:

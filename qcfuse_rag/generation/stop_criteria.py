@@ -1,76 +1,76 @@
-"""An answer in the making: which tokens it has, what of its text is certain, and when it is over."""
+"""Collect the tokens of one answer and decide when the answer is finished."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from qcfuse_rag.generation.detokenizer import TextAssembler
+from qcfuse_rag.generation.detokenizer import Detokenizer
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 FinishReason = Literal["end", "stop", "length", "cancelled"]
 
 
-class Answer:
-    """Takes tokens one by one, from wherever they come, and ends by the model's end tokens, stop strings and length.
+class PartialAnswer:
+    """Collects tokens and finishes at an end token, at a stop string or at the length limit.
 
     Args:
-        lm: whose tokens.
-        params: when to stop; how tokens are chosen is not looked at.
+        lm: the model that the tokens belong to.
+        params: stop strings and length limit; the sampling settings are not read.
 
     Attributes:
         ids: the tokens so far, the end token included.
-        reason: why it is over, or None while it is not. `cancelled` is for the caller to set.
+        finish_reason: why the answer is finished, or None before that. `cancelled` is for the caller to set.
     """
 
     def __init__(self, lm: LanguageModel, params: SamplingParams) -> None:
         self.ids: list[int] = []
-        self.reason: FinishReason | None = None
-        self._ends = end_tokens(lm)
-        self._most = params.max_new_tokens
-        self._assembler = TextAssembler(lm.tokenizer.backend_tokenizer, params.stop)
+        self.finish_reason: FinishReason | None = None
+        self._end_tokens = end_tokens(lm)
+        self._max_new_tokens = params.max_new_tokens
+        self._detokenizer = Detokenizer(lm.tokenizer.backend_tokenizer, params.stop)
         self._pieces: list[str] = []
 
     @property
     def text(self) -> str:
-        """The text that is certain so far; all of it after `finish`."""
+        """The text that is certain so far; the whole text after `finish`."""
         return "".join(self._pieces)
 
     @property
-    def left(self) -> int:
-        """How many more tokens it may take."""
-        return self._most - len(self.ids)
+    def remaining(self) -> int:
+        """Number of tokens until the length limit."""
+        return self._max_new_tokens - len(self.ids)
 
-    def ends_with(self, token: int) -> bool:
-        """Return whether a token is one of the model's that end an answer."""
-        return token in self._ends
+    def is_end_token(self, token: int) -> bool:
+        """Return whether a token ends the model's answers."""
+        return token in self._end_tokens
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is now certain, often empty. Sets `reason` when the answer is over."""
+        """Add a token; return the text that is now certain, often empty. May set `finish_reason`."""
         self.ids.append(token)
-        if token in self._ends:
-            self.reason = "end"
+        if token in self._end_tokens:
+            self.finish_reason = "end"
             return ""
-        piece = self._keep(self._assembler.push(token))
-        if self._assembler.stopped:
-            self.reason = "stop"
-        elif not self.left:
-            self.reason = "length"
+        piece = self._append(self._detokenizer.push(token))
+        if self._detokenizer.stopped:
+            self.finish_reason = "stop"
+        elif not self.remaining:
+            self.finish_reason = "length"
         return piece
 
     def finish(self) -> str:
-        """Return text that was held back, once the answer is over."""
-        return self._keep(self._assembler.flush())
+        """Return the text that was held back, once the answer is finished."""
+        return self._append(self._detokenizer.flush())
 
-    def _keep(self, piece: str) -> str:
+    def _append(self, piece: str) -> str:
         if piece:
             self._pieces.append(piece)
         return piece
 
 
 def end_tokens(lm: LanguageModel) -> frozenset[int]:
-    """Return the tokens that end an answer, by the model's generation settings and its tokenizer."""
+    """Return the tokens that end an answer, from the model's generation settings and its tokenizer."""
     config = lm.model.generation_config
-    listed = config.eos_token_id if config is not None else None
-    ends = set(listed) if isinstance(listed, list) else {listed}
-    return frozenset(token for token in ends | {lm.tokenizer.eos_token_id} if token is not None)
+    configured = config.eos_token_id if config is not None else None
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    return frozenset(token for token in ids | {lm.tokenizer.eos_token_id} if token is not None)

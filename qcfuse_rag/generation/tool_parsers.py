@@ -1,8 +1,8 @@
-"""How models write tool calls, so that these can be read and asked for.
+"""Parse the tool calls that models write, and build grammars of tool calls.
 
-Chat templates say how tools and earlier calls are shown to a model, and nothing of how its own are to be read. There
-are few ways that models were taught: JSON between tags (Hermes, and after it Qwen 2.5 and 3, SmolLM3, Granite and
-others), a list of JSON behind a special token (Mistral), bare JSON (Llama 3).
+Chat templates define how tools and earlier calls are shown to a model, but not how to parse the model's own calls.
+Models were trained on few syntaxes: JSON between tags (Hermes, then Qwen 2.5 and 3, SmolLM3, Granite and more), a list
+of JSON after a special token (Mistral), and bare JSON (Llama 3).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidGrammar, UnsupportedModel
-from qcfuse_rag.generation.grammar import closed, compact
+from qcfuse_rag.generation.grammar import close_objects, with_compact_json
 from qcfuse_rag.prompts.template import Tool
 
-ARGUMENTS = ("arguments", "parameters")
-"""Models that were taught one key write the other now and then."""
+ARGUMENT_KEYS = ("arguments", "parameters")
+"""Keys of a call's arguments. A model that was trained on one of them sometimes writes the other."""
 
-FENCES = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
+CODE_FENCE = re.compile(r"^\s*```(?:json)?\s*|\s*```\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that can be made: the tool's name and its arguments."""
+    """A valid call: the tool's name and its arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -35,15 +35,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class BrokenCall:
-    """What was meant to be a call and is none: its text, and why."""
+    """An invalid call: its text and the reason."""
 
     text: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ToolReply:
-    """An answer taken apart: what is said, calls to make, and what was meant as one."""
+class ParsedResponse:
+    """A parsed answer: its text, its valid calls and its invalid calls."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -51,160 +51,163 @@ class ToolReply:
 
 
 @dataclass(frozen=True, slots=True)
-class CallSyntax:
-    """How a kind of model writes calls.
+class ToolCallParser:
+    """One syntax of tool calls.
 
     Attributes:
-        sign: found in chat templates of such models.
-        opens, closes: what stands around a call, or around a list of them.
-        arguments: the key of a call's arguments.
-        listed: calls stand in one list.
-        bare: a call stands alone, without what opens it.
+        template_marker: a string in the chat templates of models that use this syntax.
+        start_tag: text before a call, or before a list of calls.
+        end_tag: text after a call.
+        arguments_key: the key of a call's arguments.
+        is_list: calls are in one list.
+        is_bare: a call is written without its start tag.
     """
 
-    sign: str
-    opens: str
-    closes: str = ""
-    arguments: str = "arguments"
-    listed: bool = False
-    bare: bool = False
+    template_marker: str
+    start_tag: str
+    end_tag: str = ""
+    arguments_key: str = "arguments"
+    is_list: bool = False
+    is_bare: bool = False
 
-    def read(self, text: str, tools: Sequence[Tool]) -> ToolReply:
-        """Take an answer apart.
+    def parse(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
+        """Parse an answer.
 
         Args:
-            text: of the answer, special tokens included.
-            tools: that were offered.
+            text: the answer with its special tokens.
+            tools: the tools that the model could call.
         """
-        content, *pieces = text.split(self.opens)
+        content, *pieces = text.split(self.start_tag)
         if not pieces:
-            return self._read_bare(text, tools)
+            return self._parse_untagged(text, tools)
         calls: list[ToolCall] = []
         broken: list[BrokenCall] = []
-        after = ""
+        text_after_calls = ""
         for piece in pieces:
             try:
-                found, stop = json.JSONDecoder().raw_decode(piece.lstrip())
+                data, stop = json.JSONDecoder().raw_decode(piece.lstrip())
             except json.JSONDecodeError as error:
                 broken.append(BrokenCall(piece.strip(), f"not JSON: {error}"))
                 continue
-            for one in found if isinstance(found, list) else [found]:
-                call = self._call(one, tools)
+            for item in data if isinstance(data, list) else [data]:
+                call = self._call(item, tools)
                 if isinstance(call, ToolCall):
                     calls.append(call)
                 else:
                     broken.append(call)
-            after += piece.lstrip()[stop:].lstrip().removeprefix(self.closes).strip()
-        return ToolReply(content + after if after else content.rstrip(), tuple(calls), tuple(broken))
+            text_after_calls += piece.lstrip()[stop:].lstrip().removeprefix(self.end_tag).strip()
+        content = content + text_after_calls if text_after_calls else content.rstrip()
+        return ParsedResponse(content, tuple(calls), tuple(broken))
 
-    def _read_bare(self, text: str, tools: Sequence[Tool]) -> ToolReply:
-        """Take an answer apart that opens no call: small models forget to, and Llama 3 never learned it.
+    def _parse_untagged(self, text: str, tools: Sequence[Tool]) -> ParsedResponse:
+        """Parse an answer without a start tag: small models forget the tag, and Llama 3 was not trained on one.
 
-        It is a call only if it is JSON that calls one of the tools and nothing else, be it as a block of code.
+        The answer is a call only if all of it is JSON that calls the tools, with or without a code fence.
         """
         try:
-            found = json.loads(FENCES.sub("", text))
+            data = json.loads(CODE_FENCE.sub("", text))
         except json.JSONDecodeError:
-            return ToolReply(text)
-        listed = found if isinstance(found, list) else [found]
-        if not all(isinstance(one, dict) and any(key in one for key in ARGUMENTS) for one in listed):
-            return ToolReply(text)
-        calls = [self._call(one, tools) for one in listed]
-        right = tuple(call for call in calls if isinstance(call, ToolCall))
-        return ToolReply("", right) if right and len(right) == len(calls) else ToolReply(text)
+            return ParsedResponse(text)
+        items = data if isinstance(data, list) else [data]
+        if not all(isinstance(item, dict) and any(key in item for key in ARGUMENT_KEYS) for item in items):
+            return ParsedResponse(text)
+        calls = [self._call(item, tools) for item in items]
+        valid = tuple(call for call in calls if isinstance(call, ToolCall))
+        return ParsedResponse("", valid) if valid and len(valid) == len(calls) else ParsedResponse(text)
 
     def grammar(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> str:
-        """Return the grammar of an answer that is one call of one of these tools, see `generation.grammar`."""
+        """Return the grammar of an answer that is exactly one call of one of the tools, see `generation.grammar`."""
         definitions: dict[str, Any] = {}
         call: dict[str, Any] = {"anyOf": [self._schema(tool["function"], definitions) for tool in tools]}
-        if self.listed:
+        if self.is_list:
             call = {"type": "array", "items": call, "minItems": 1, "maxItems": 1}
         parts = ["call"]
-        if not self.bare:
-            parts = [_terminal(tokenizer, self.opens), *parts]
-        if self.closes:
-            parts = [*parts[:1], r'"\n"', *parts[1:], r'"\n"', _terminal(tokenizer, self.closes)]
-        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(compact({**call, '$defs': definitions}))}"
+        if not self.is_bare:
+            parts = [_terminal(tokenizer, self.start_tag), *parts]
+        if self.end_tag:
+            parts = [*parts[:1], r'"\n"', *parts[1:], r'"\n"', _terminal(tokenizer, self.end_tag)]
+        schema = with_compact_json({**call, "$defs": definitions})
+        return f"start: {' '.join(parts)}\ncall: %json {json.dumps(schema)}"
 
     def _schema(self, function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema of a call; what its parameters define goes to `definitions`, under a name of its own.
+        """Return the schema of a call, and move the function's own definitions to `definitions` under unique names.
 
         Raises:
-            InvalidGrammar: if what they define is no object.
+            InvalidGrammar: if the function's definitions are not an object.
         """
-        parameters = closed(function.get("parameters") or {"type": "object", "properties": {}})
-        own: dict[str, str] = {}
-        for place in ("$defs", "definitions"):
-            found = parameters.pop(place, {})
-            if not isinstance(found, Mapping):
-                raise InvalidGrammar(f"{place} in the parameters of {function['name']} has to be an object")
-            for name, one in found.items():
-                own[f"#/{place}/{name}"] = f"{function['name']}.{name}"
-                definitions[f"{function['name']}.{name}"] = one
-        for name in own.values():
-            definitions[name] = _pointed(definitions[name], own)
+        parameters = close_objects(function.get("parameters") or {"type": "object", "properties": {}})
+        new_names: dict[str, str] = {}
+        for section in ("$defs", "definitions"):
+            schemas = parameters.pop(section, {})
+            if not isinstance(schemas, Mapping):
+                raise InvalidGrammar(f"{section} in the parameters of {function['name']} has to be an object")
+            for name, schema in schemas.items():
+                new_names[f"#/{section}/{name}"] = f"{function['name']}.{name}"
+                definitions[f"{function['name']}.{name}"] = schema
+        for name in new_names.values():
+            definitions[name] = _redirect_references(definitions[name], new_names)
         return {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                self.arguments: _pointed(parameters, own),
+                self.arguments_key: _redirect_references(parameters, new_names),
             },
-            "required": ["name", self.arguments],
+            "required": ["name", self.arguments_key],
             "additionalProperties": False,
         }
 
-    def _call(self, found: Any, tools: Sequence[Tool]) -> ToolCall | BrokenCall:
+    def _call(self, data: Any, tools: Sequence[Tool]) -> ToolCall | BrokenCall:
         names = {tool["function"]["name"] for tool in tools}
-        name = found.get("name") if isinstance(found, dict) else None
+        name = data.get("name") if isinstance(data, dict) else None
         if not isinstance(name, str) or name not in names:
-            return BrokenCall(json.dumps(found), f"it names none of the tools {', '.join(sorted(names))}")
-        given = [found[key] for key in ARGUMENTS if key in found]
-        if not given and len(found) > 1:
-            return BrokenCall(json.dumps(found), "it has no arguments")
-        arguments = given[0] or {} if given else {}
+            return BrokenCall(json.dumps(data), f"it names none of the tools {', '.join(sorted(names))}")
+        values = [data[key] for key in ARGUMENT_KEYS if key in data]
+        if not values and len(data) > 1:
+            return BrokenCall(json.dumps(data), "it has no arguments")
+        arguments = values[0] or {} if values else {}
         if not isinstance(arguments, dict):
-            return BrokenCall(json.dumps(found), "its arguments are no object")
+            return BrokenCall(json.dumps(data), "its arguments are not an object")
         return ToolCall(name, arguments)
 
 
-SYNTAXES = (
-    CallSyntax("<tool_call>", "<tool_call>", "</tool_call>"),
-    CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", listed=True),
-    CallSyntax("<|python_tag|>", "<|python_tag|>", arguments="parameters", bare=True),
-    CallSyntax('"parameters"', "<|python_tag|>", arguments="parameters", bare=True),
+TOOL_CALL_PARSERS = (
+    ToolCallParser("<tool_call>", "<tool_call>", "</tool_call>"),
+    ToolCallParser("[TOOL_CALLS]", "[TOOL_CALLS]", is_list=True),
+    ToolCallParser("<|python_tag|>", "<|python_tag|>", arguments_key="parameters", is_bare=True),
+    ToolCallParser('"parameters"', "<|python_tag|>", arguments_key="parameters", is_bare=True),
 )
 
 
-def call_syntax(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> CallSyntax:
-    """Return how a model writes calls, by its chat template.
+def tool_call_parser(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool]) -> ToolCallParser:
+    """Return the parser for a model's tool calls, chosen by its chat template.
 
     Raises:
-        UnsupportedModel: if it is none of the known ways.
+        UnsupportedModel: if no parser matches.
     """
     template = tokenizer.get_chat_template(tools=list(tools)) if tokenizer.chat_template is not None else ""
-    for syntax in SYNTAXES:
-        if syntax.sign in template:
-            return syntax
+    for parser in TOOL_CALL_PARSERS:
+        if parser.template_marker in template:
+            return parser
     raise UnsupportedModel(
-        "it is not known how this model writes tool calls: its chat template names none of "
-        + ", ".join(syntax.sign for syntax in SYNTAXES[:3])
-        + ". Take a model that was taught tools, or ask for JSON by a schema, which any model can give"
+        "it is not known how this model writes tool calls: its chat template has none of "
+        + ", ".join(parser.template_marker for parser in TOOL_CALL_PARSERS[:3])
+        + ". Use a model that was trained on tools, or ask for JSON by a schema, which works with any model"
     )
 
 
-def _pointed(schema: Any, names: Mapping[str, str]) -> Any:
-    """Return a schema whose references lead to definitions under other names."""
+def _redirect_references(schema: Any, new_names: Mapping[str, str]) -> Any:
+    """Return a schema whose references point to definitions under their new names."""
     if isinstance(schema, list):
-        return [_pointed(one, names) for one in schema]
+        return [_redirect_references(item, new_names) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {key: _pointed(value, names) for key, value in schema.items()}
-    if isinstance(found.get("$ref"), str) and found["$ref"] in names:
-        found["$ref"] = f"#/$defs/{names[found['$ref']]}"
-    return found
+    redirected = {key: _redirect_references(value, new_names) for key, value in schema.items()}
+    if isinstance(redirected.get("$ref"), str) and redirected["$ref"] in new_names:
+        redirected["$ref"] = f"#/$defs/{new_names[redirected['$ref']]}"
+    return redirected
 
 
 def _terminal(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Return a grammar's form of text: the token that it is, if it is one of its own."""
+    """Return text as a terminal of a grammar: its special token if it has one, else a string."""
     token = tokenizer.get_added_vocab().get(text)
     return json.dumps(text) if token is None else f"<[{token}]>"

@@ -17,6 +17,7 @@ from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, MOOR, TEMPLATES, teach
@@ -35,7 +36,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def written(parser: ToolCallParser, calls: list[ToolCall]) -> str:
-    entries = [json.dumps({"name": call.name, parser.arguments: call.arguments}) for call in calls]
+    entries = [json.dumps({"name": call.name, parser.arguments_key: call.arguments}) for call in calls]
     if parser.is_list:
         return f"{parser.start_tag}[{', '.join(entries)}]"
     return "\n".join(f"{parser.start_tag}\n{entry}\n{parser.end_tag}" for entry in entries)
@@ -46,7 +47,7 @@ def taught(request: pytest.FixtureRequest) -> FusionEngine:
     """Return an engine whose chat template shows tools."""
     tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), request.param)
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
-    return FusionEngine(lm, MemoryStore())
+    return make_engine(lm, MemoryStore())
 
 
 class TestReading:
@@ -101,7 +102,7 @@ class TestReading:
 
     @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
     def test_the_other_key_for_arguments_is_read_and_none_is_not_made_up(self, parser: ToolCallParser) -> None:
-        other = "parameters" if parser.arguments == "arguments" else "arguments"
+        other = "parameters" if parser.arguments_key == "arguments" else "arguments"
         boat = {"boat": "tug", "year": 1990}
         said = json.dumps({"name": "look_up", other: boat})
         assert parser.parse(f"{parser.start_tag}{said}", TOOLS).calls == (ToolCall("look_up", boat),)
@@ -124,7 +125,7 @@ class TestReading:
 
     def test_arguments_that_are_no_object_are_broken(self) -> None:
         reply = TOOL_CALL_PARSERS[0].parse('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
-        assert reply.broken[0].reason == "its arguments are no object"
+        assert reply.broken[0].reason == "its arguments are not an object"
 
     @given(cuts=st.lists(st.integers(0, 60), max_size=6), called=st.booleans())
     def test_a_stream_shows_all_but_the_calls(self, cuts: list[int], called: bool) -> None:
@@ -187,9 +188,7 @@ class TestDemanding:
             ResponseFormat((), choice)
 
     def test_a_tool_that_was_not_given(self) -> None:
-        with pytest.raises(
-            QCFuseError, match="names 'sink', which is no tool that was given; there are: look_up, moor"
-        ):
+        with pytest.raises(QCFuseError, match="names 'sink', which is not among the given tools: look_up, moor"):
             ResponseFormat(TOOLS, "sink")
 
 
@@ -236,7 +235,7 @@ class TestPrompting:
 
 class TestSchemas:
     def test_an_answer_follows_its_schema_whatever_the_model(self, family: LanguageModel) -> None:
-        engine = FusionEngine(family, MemoryStore())
+        engine = make_engine(family, MemoryStore())
         form = ResponseFormat(response_format={"type": "json_schema", "json_schema": {"schema": SCHEMA}})
         for temperature in (0.0, 2.0):
             params = SamplingParams(max_new_tokens=150, temperature=temperature, seed=1)
@@ -300,7 +299,7 @@ class TestSchemas:
             engine.generate_speculative(engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))
 
     def test_without_llguidance_the_fix_is_named(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        engine = FusionEngine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
+        engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
         monkeypatch.setitem(sys.modules, "llguidance", None)
         with pytest.raises(QCFuseError, match=r"pip install 'qcfuse-rag\[structured\]'"):
             engine.generate(engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))

@@ -15,7 +15,8 @@ from langchain_core.tools import tool
 from pydantic import BaseModel, Field
 
 from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError
+from qcfuse_rag import LanguageModel, MemoryStore, QCFuseError
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import LOOK_UP, teach
@@ -46,7 +47,7 @@ def search_harbour(dry: bool) -> str:
 def chat() -> ChatQCFuse:
     tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
-    return ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=120)
+    return ChatQCFuse.from_engine(make_engine(lm, MemoryStore()), max_tokens=120)
 
 
 def reused(message: Any) -> int:
@@ -170,5 +171,5 @@ def test_free_text_is_streamed_though_tools_are_offered(chat: ChatQCFuse) -> Non
 
 
 def test_choosing_a_tool_that_was_not_given(chat: ChatQCFuse) -> None:
-    with pytest.raises(QCFuseError, match="no tool that was given"):
+    with pytest.raises(QCFuseError, match="not among the given tools"):
         chat.bind_tools([LOOK_UP], tool_choice="sink").invoke(QUESTION)
