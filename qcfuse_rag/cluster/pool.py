@@ -8,12 +8,12 @@ from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
 
-Column = dict[str, Any]
+Columns = dict[str, Any]
 """What a worker takes and returns: for each name as many values as there are rows."""
 
 
 def map_with_workers(
-    rows: Sequence[Column],
+    rows: Sequence[Columns],
     worker: type[Any],
     arguments: tuple[Any, ...],
     *,
@@ -21,7 +21,7 @@ def map_with_workers(
     count: int,
     batch_size: int,
     resources: dict[str, Any],
-) -> Iterator[Column]:
+) -> Iterator[Columns]:
     """Yield what workers make of rows, in any order; this process is connected to a cluster.
 
     Args:

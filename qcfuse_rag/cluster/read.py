@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.cluster.pool import Column, connect, map_with_workers
+from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.readers import Passages, find_files, read_passages
@@ -31,7 +31,7 @@ class ReadWorker:
     def __init__(self, model: str, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
 
-    def __call__(self, rows: Column) -> Column:
+    def __call__(self, rows: Columns) -> Columns:
         """Return the passages of each file, or why it could not be read, as JSON."""
         return {"number": rows["number"], "found": np.array([self._read(Path(file)) for file in rows["file"]])}
 
@@ -52,7 +52,7 @@ class EmbedWorker:
     def __init__(self, name: str) -> None:
         self._embed = Embedder(name)
 
-    def __call__(self, rows: Column) -> Column:
+    def __call__(self, rows: Columns) -> Columns:
         """Return a vector of each text."""
         return {"number": rows["number"], "found": self._embed(list(rows["text"]))}
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from qcfuse_rag.cluster.pool import Column, connect, map_with_workers
+from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult, Ids
+from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
+from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
@@ -87,12 +88,13 @@ AT_ONCE = 4096
 
 
 class PrefillWorker:
-    """One worker: a model and the shared store.
+    """A Ray actor with the model and the shared store.
 
     Args:
-        workers: what it is made of.
-        fingerprint: address of the driver's model; another would write what the driver does not find.
-        frame, primer: see `BatchPrefiller`.
+        workers: how to load the model and open the store.
+        fingerprint: digest of the driver's model; the driver could not find the entries of another model.
+        prefix_ids: token ids of the system prefix.
+        primer: token ids of the text in front of primed chunks.
 
     Raises:
         QCFuseError: if its model is not the driver's.
@@ -106,24 +108,24 @@ class PrefillWorker:
                 f"(a worker has {str(lm.dtype).removeprefix('torch.')})"
             )
         check_exact(lm)
-        self._prefiller = BatchPrefiller(lm, self._store, prefix_ids, primer)
-        self._head = self._prefiller.head()
+        self._prefiller = BatchPrefiller(PrefillTarget(lm, self._store, prefix_ids, primer))
+        self._system_prefix = self._prefiller.system_prefix()
 
-    def __call__(self, rows: Column) -> Column:
-        """Compute and store batches; return what each took."""
-        done = [self._prefiller.run(batch_from_json(text), self._head) for text in rows["batch"]]
+    def __call__(self, rows: Columns) -> Columns:
+        """Compute and store batches; return the fields of each `BatchResult`."""
+        results = [self._prefiller.run(batch_from_json(text), self._system_prefix) for text in rows["batch"]]
         self._store.flush()
         names = ("chunks", "tokens", "computed_tokens", "size_bytes")
-        return {name: np.array([getattr(one, name) for one in done]) for name in names}
+        return {name: np.array([getattr(result, name) for result in results]) for name in names}
 
 
 def batch_to_json(batch: Batch) -> str:
-    """Return a batch as text."""
-    return json.dumps([batch.base.name, batch.chunks, batch.met, batch.before])
+    """Return a batch as JSON."""
+    return json.dumps([batch.base.name, batch.chunks, batch.neighbours, batch.prefix_tokens])
 
 
 def batch_from_json(text: str) -> Batch:
-    """Return the batch that was written."""
-    base, chunks, met, before = json.loads(text)
-    all_met = tuple(tuple(tuple(ids) for ids in own) for own in met)
-    return Batch(BASES[base], tuple(tuple(ids) for ids in chunks), all_met, before)
+    """Return the batch of `batch_to_json`."""
+    base, chunks, all_neighbours, prefix_tokens = json.loads(text)
+    neighbours = tuple(tuple(tuple(ids) for ids in chunk_neighbours) for chunk_neighbours in all_neighbours)
+    return Batch(BASES[base], tuple(tuple(ids) for ids in chunks), neighbours, prefix_tokens)

@@ -14,11 +14,13 @@ from transformers.cache_utils import DynamicLayer
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.attention.dispatch import NAME
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.prefill_base import BLIND
 
@@ -70,10 +72,11 @@ def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
     roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
     prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), prefix_ids=parts[0])
     store = MemoryStore()
-    WarmJob(lm, store, prompt.prefix_ids, parts[1:3], bases=(BLIND,)).run()
-    done = prefill(lm, store, prompt, Method("full", base=None))
+    WarmJob(PrefillTarget(lm, store, prompt.prefix_ids), parts[1:3], bases=(BLIND,)).run()
+    runner = ModelRunner(lm, store, overlap=False)
+    done = prefill(runner, prompt, Method("full", base=None))
     step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [done.buffer])[0]
-    fused_reuse = prefill(lm, store, prompt, Method("reuse", base=BLIND)).logits
+    fused_reuse = prefill(runner, prompt, Method("reuse", base=BLIND)).logits
     with stock_attention(lm):
         plain = lm.model(input_ids=torch.tensor([prompt.ids], device=lm.device)).logits[0, -1].float()
         naive = naive_concatenation(lm, [torch.tensor(ids, device=lm.device) for ids in parts])[-1]

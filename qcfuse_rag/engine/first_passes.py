@@ -10,12 +10,14 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.ingestion.primer import PRIMER
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.kernels.support import kernels_run_on
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 
@@ -38,13 +40,16 @@ def run_first_passes(lm: LanguageModel, prompts: PromptBuilder) -> None:
     """
     store, text = MemoryStore(), prompts.chunk_ids(PRIMER)
     head, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
-    WarmJob(lm, store, head, [passage], bases=(FRAMED,), primer=passage).run()
+    WarmJob(PrefillTarget(lm, store, head), [passage], bases=(FRAMED,)).run()
+    runner = ModelRunner(lm, store, overlap=False)
     for passages, asked, ratio in _ways(lm):
         segments = [(Role.HEAD, head), *[(Role.CHUNK, passage)] * passages, (Role.QUESTION, text[:asked])]
         prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=head)
         if len(prompt) + 2 <= lm.window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
-            TextStream(lm, prefill(lm, store, prompt, method, room=2), SamplingParams(max_new_tokens=2)).result()
+            TextStream(
+                runner, prefill(runner, prompt, method, answer_tokens=2), SamplingParams(max_new_tokens=2)
+            ).result()
 
 
 def _ways(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:

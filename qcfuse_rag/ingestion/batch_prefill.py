@@ -1,4 +1,4 @@
-"""Prefill batches into a store: what a warming job does once it is planned, in its own process or in workers."""
+"""Prefill planned batches into a store, in the job's own process or in a worker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.ingestion.enrichment import enrich_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
-from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
 from qcfuse_rag.store.quantization import LOSSLESS
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,26 +21,33 @@ class Batch:
     """Chunks to compute in one pass.
 
     Attributes:
-        base: under which base.
-        chunks: token ids of each.
-        met: for an enriched base the token ids of the neighbours that stand before each, most related first.
-        before: tokens that stand before an enriched chunk; of a last neighbour that is longer, its beginning.
+        base: base of all chunks.
+        chunks: token ids of each chunk.
+        neighbours: for an enriched base, the token ids of each chunk's neighbours, most related first; else empty.
+        prefix_tokens: for an enriched base, tokens in front of each chunk; the last neighbour is cut to fit. Else 0.
     """
 
     base: Base
     chunks: tuple[Ids, ...]
-    met: tuple[tuple[Ids, ...], ...] = ()
-    before: int = 0
+    neighbours: tuple[tuple[Ids, ...], ...] = ()
+    prefix_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of its chunks."""
+        """Number of tokens of all chunks."""
         return sum(map(len, self.chunks))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a batch took: chunks and tokens stored, tokens computed for that, and bytes of keys and values."""
+    """The size of a stored batch.
+
+    Attributes:
+        chunks: chunks stored.
+        tokens: tokens stored.
+        computed_tokens: tokens computed for them, ranking instruction and padding included.
+        size_bytes: bytes of keys and values.
+    """
 
     chunks: int
     tokens: int
@@ -52,86 +56,88 @@ class BatchResult:
 
 
 class BatchPrefiller:
-    """Computes batches and puts them into a store.
+    """Compute batches and put them into a store.
 
     Args:
-        lm: the model.
-        store: where to.
-        prefix_ids: ids of the prompt's fixed head.
-        primer: token ids of the text that primed bases are prefilled behind.
+        target: the model, the store, the system prefix and the primer.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, prefix_ids: Ids, primer: Ids) -> None:
-        self._lm, self._store, self._frame, self._primer = lm, store, prefix_ids, primer
-        self._primed_head: ChunkKV | None = None
-        self._extra = len(instruction_ids(lm.tokenizer))
+    def __init__(self, target: PrefillTarget) -> None:
+        self._target = target
+        self._primed_prefix: ChunkKV | None = None
+        self._instruction_tokens = len(instruction_ids(target.lm.tokenizer))
 
-    def run(self, batch: Batch, head: ChunkKV | None) -> BatchResult:
+    def run(self, batch: Batch, system_prefix: ChunkKV | None) -> BatchResult:
         """Compute a batch and store it.
 
         Args:
-            batch: whose chunks.
-            head: what `head` returned.
+            batch: the batch.
+            system_prefix: the result of `system_prefix`.
 
         Raises:
             StoreError: if the store cannot be written.
         """
-        begun = time.perf_counter()
-        chunks = self.compute(batch, head)
-        saved_ms = 1000 * (time.perf_counter() - begun) / batch.tokens
+        started = time.perf_counter()
+        chunks = self.compute(batch, system_prefix)
+        ms_per_token = 1000 * (time.perf_counter() - started) / batch.tokens
         for ids, chunk in zip(batch.chunks, chunks, strict=True):
-            key = batch.base.key(self._lm.fingerprint, self._frame, ids)
-            self._store.put(key, chunk, saved_ms=saved_ms * len(ids))
-        computed = len(chunks) * (max(map(len, batch.chunks)) + self._extra)
+            self._target.store.put(self._target.key(batch.base, ids), chunk, saved_ms=ms_per_token * len(ids))
+        computed = len(chunks) * (max(map(len, batch.chunks)) + self._instruction_tokens)
         return BatchResult(len(chunks), batch.tokens, computed, sum(chunk.nbytes for chunk in chunks))
 
-    def compute(self, batch: Batch, head: ChunkKV | None) -> list[ChunkKV]:
-        """Return a batch's keys and values."""
-        base, chunks = batch.base, list(batch.chunks)
+    def compute(self, batch: Batch, system_prefix: ChunkKV | None) -> list[ChunkKV]:
+        """Return the keys and values of a batch's chunks."""
+        target, base, chunks = self._target, batch.base, list(batch.chunks)
         if base.enriched:
-            first = [] if head is None else [("", head)]
-            before = [[*first, *(self._first_pass(ids, head) for ids in met)] for met in batch.met]
-            return enrich_chunks(self._lm, chunks, before, batch.before)
-        prefix = head
+            shared = [] if system_prefix is None else [("", system_prefix)]
+            prefixes = [
+                [*shared, *(self._framed(ids, system_prefix) for ids in neighbours)] for neighbours in batch.neighbours
+            ]
+            return enrich_chunks(target.lm, chunks, prefixes, batch.prefix_tokens)
+        prefix = system_prefix
         if base.primed:
-            if self._primed_head is None:
-                self._primed_head = prefill_chunk(self._lm, self._frame + self._primer)
-            prefix = self._primed_head
+            if self._primed_prefix is None:
+                self._primed_prefix = prefill_chunk(target.lm, target.prefix_ids + target.primer)
+            prefix = self._primed_prefix
         elif not base.after_prefix:
-            ids = base.prefix(self._frame)
-            prefix = prefill_chunk(self._lm, ids) if ids else None
-        return prefill_chunks(self._lm, chunks, prefix=prefix, ranking=base.ranking)
+            ids = base.prefix(target.prefix_ids)
+            prefix = prefill_chunk(target.lm, ids) if ids else None
+        return prefill_chunks(target.lm, chunks, prefix=prefix, ranking=base.ranking)
 
-    def head(self, *, store: bool = True) -> ChunkKV | None:
-        """Return the exact keys and values of the prompt's fixed head, computing and storing them if need be.
+    def system_prefix(self, *, store: bool = True) -> ChunkKV | None:
+        """Return the exact keys and values of the system prefix, or None if the prompt has none.
 
-        What a narrow format gave back would not do: chunks would then depend on whether the head was stored before.
+        A quantized copy is not used: chunks would then depend on whether the prefix was stored before them.
+
+        Args:
+            store: store the prefix if it had to be computed.
         """
-        if not self._frame:
+        target = self._target
+        if not target.prefix_ids:
             return None
-        key = BLIND.key(self._lm.fingerprint, self._frame, self._frame)
-        found = self._store.get(key)
-        if isinstance(found, ChunkKV) and found.numbers == LOSSLESS:
+        key = target.key(BLIND, target.prefix_ids)
+        stored = target.store.get(key)
+        if isinstance(stored, ChunkKV) and stored.numbers == LOSSLESS:
             try:
-                found.read()
+                stored.read()
             except CorruptEntry as error:
-                self._store.discard(key, str(error))
+                target.store.discard(key, str(error))
             else:
-                return found
-        begun = time.perf_counter()
-        computed = prefill_chunk(self._lm, self._frame)
-        if store and key not in self._store:
-            self._store.put(key, computed, saved_ms=1000 * (time.perf_counter() - begun))
+                return stored
+        started = time.perf_counter()
+        computed = prefill_chunk(target.lm, target.prefix_ids)
+        if store and key not in target.store:
+            target.store.put(key, computed, saved_ms=1000 * (time.perf_counter() - started))
         return computed
 
-    def _first_pass(self, ids: Ids, head: ChunkKV | None) -> tuple[str, ChunkKV]:
-        """Return a neighbour's `hash_ids` and framed cache: the stored one, else one computed for the moment."""
-        found = self._store.get(FRAMED.key(self._lm.fingerprint, self._frame, ids))
-        if isinstance(found, ChunkKV):
+    def _framed(self, ids: Ids, system_prefix: ChunkKV | None) -> tuple[str, ChunkKV]:
+        """Return a neighbour's `hash_ids` and its framed cache, computed if the store cannot give it."""
+        stored = self._target.store.get(self._target.key(FRAMED, ids))
+        if isinstance(stored, ChunkKV):
             try:
-                found.read()
+                stored.read()
             except (CorruptEntry, OSError):
                 pass
             else:
-                return hash_ids(ids), found
-        return hash_ids(ids), prefill_chunk(self._lm, ids, prefix=head)
+                return hash_ids(ids), stored
+        return hash_ids(ids), prefill_chunk(self._target.lm, ids, prefix=system_prefix)

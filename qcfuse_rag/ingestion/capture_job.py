@@ -1,4 +1,4 @@
-"""Capture groups of passages and keep what was born: whole, or as what their context adds to the framed caches."""
+"""Capture groups of passages and store the results: whole caches, or differences from the framed caches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qcfuse_rag.errors import CorruptEntry, PromptTooLong
 from qcfuse_rag.ingestion.capture import capture_chunks
 from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_mending
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
+from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
-from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.backends.base import KVStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.provenance import Context
@@ -28,16 +28,16 @@ from qcfuse_rag.store.variant_slots import TURN, Kind, Slot, filled_slots, slot_
 
 @dataclass(frozen=True, slots=True)
 class CaptureSummary:
-    """What capturing did.
+    """The result of a capture job.
 
     Attributes:
         groups: groups asked for.
         captured: entries written.
-        present: entries that were there already, born in the same context and of the same kind.
+        present: entries that were stored already, of the same kind and from the same context.
         tokens: tokens computed.
         size_bytes: bytes written.
         elapsed_s: seconds.
-        failed: `(index, reason)` of groups from which something could not be kept.
+        failed: `(index, reason)` of groups of which some entry could not be stored.
     """
 
     groups: int
@@ -54,30 +54,26 @@ class CaptureSummary:
 
 
 class CaptureJob:
-    """Computes groups of passages exactly and keeps every passage but each group's first in its slots.
+    """Compute groups of passages exactly, and store every passage but the first of each group in its slots.
 
-    Only what was born in one exact pass is kept, never what was fused. A group whose passages are all kept already is
-    not computed again.
+    Only results of one exact pass are stored, never fused ones. A group whose passages are all stored already is not
+    computed again.
 
     Args:
-        lm: the model.
-        store: where to.
-        prefix_ids: token ids of the prompt's fixed head.
-        keep: `variant` for whole caches; `difference` for what they have over the framed ones, which are warmed if
-            they are absent; `patch` for that in low rank.
-        slots: of each passage and kind.
-        rank: of patches.
-        ledger: what entries are made of.
+        target: the model, the store and the system prefix.
+        keep: `variant` stores whole caches; `difference` stores what they have over the framed caches, which are
+            warmed if they are missing; `patch` stores that difference in low rank.
+        slots: slots of each passage and kind.
+        rank: rank of patches.
+        ledger: records what entries are made from; None records nothing.
 
     Raises:
-        ValueError: if nothing or something else is to be kept, or there is no such rank.
+        ValueError: if `keep` is empty or has an unknown kind, or a number is out of range.
     """
 
     def __init__(
         self,
-        lm: LanguageModel,
-        store: KVStore,
-        prefix_ids: tuple[int, ...],
+        target: PrefillTarget,
         *,
         keep: Collection[str] = ("variant",),
         slots: int = 5,
@@ -88,13 +84,13 @@ class CaptureJob:
             raise ValueError(f"cannot keep {', '.join(keep) or 'nothing'}; there are {', '.join(get_args(Kind))}")
         if slots < 1:
             raise ValueError(f"a passage needs a slot, got {slots}")
-        self._lm, self._store, self._frame, self._slots = lm, store, prefix_ids, slots
+        self._target, self._slots = target, slots
         self._kinds: tuple[Kind, ...] = tuple(kind for kind in get_args(Kind) if kind in keep)
         self._rank = check_rank(rank)
         self._ledger = ledger
         self._uses: dict[str, float] | None = None
 
-    def run(self, groups: Iterable[Sequence[tuple[int, ...]]]) -> CaptureSummary:
+    def run(self, groups: Iterable[Sequence[Ids]]) -> CaptureSummary:
         """Capture groups of passages, each as token ids in the order of one retrieval.
 
         Raises:
@@ -103,129 +99,138 @@ class CaptureJob:
         started = time.perf_counter()
         count = captured = present = tokens = size = 0
         failed = []
-        for index, group in enumerate(groups):
+        for group_index, group in enumerate(groups):
             count += 1
             chunks = [ids for ids in group if ids]
-            wanted = self._wanted(chunks)
-            present += max(0, len(chunks) - 1) * len(self._kinds) - len(wanted)
-            if not wanted:
+            missing = self._missing(chunks)
+            present += max(0, len(chunks) - 1) * len(self._kinds) - len(missing)
+            if not missing:
                 continue
             try:
-                begun = time.perf_counter()
-                born = capture_chunks(self._lm, self._frame, chunks)
-                taken = len(self._frame) + sum(map(len, chunks))
-                ms_per_token = 1000 * (time.perf_counter() - begun) / taken
-                tokens += taken
-                for place, kind in wanted:
-                    ids, chunk = chunks[place], born[place - 1]
-                    kept = chunk if kind == "variant" else self._difference(kind, ids, chunk)
-                    self._put(kind, chunks[: place + 1], kept, ms_per_token * len(ids))
-                    captured, size = captured + 1, size + kept.nbytes
+                pass_started = time.perf_counter()
+                captures = capture_chunks(self._target.lm, self._target.prefix_ids, chunks)
+                computed = len(self._target.prefix_ids) + sum(map(len, chunks))
+                ms_per_token = 1000 * (time.perf_counter() - pass_started) / computed
+                tokens += computed
+                for index, kind in missing:
+                    ids, capture = chunks[index], captures[index - 1]
+                    chunk = capture if kind == "variant" else self._difference(kind, ids, capture)
+                    self._put(kind, chunks[: index + 1], chunk, ms_per_token * len(ids))
+                    captured, size = captured + 1, size + chunk.nbytes
             except (PromptTooLong, LookupError) as error:
-                failed.append((index, str(error)))
-        self._store.flush()
+                failed.append((group_index, str(error)))
+        self._target.store.flush()
         return CaptureSummary(count, captured, present, tokens, size, time.perf_counter() - started, tuple(failed))
 
-    def _wanted(self, chunks: Sequence[tuple[int, ...]]) -> list[tuple[int, Kind]]:
-        """Return which chunks are not kept yet as born here, and as what."""
+    def _missing(self, chunks: Sequence[Ids]) -> list[tuple[int, Kind]]:
+        """Return the index and kind of each entry that is not stored yet for this order of chunks."""
         hashes = tuple(hash_ids(ids) for ids in chunks)
         return [
-            (place, kind)
-            for place in range(1, len(chunks))
+            (index, kind)
+            for index in range(1, len(chunks))
             for kind in self._kinds
-            if not any(self._is(slot, kind, hashes[:place]) for slot in self._filled(kind, chunks[place]))
+            if not any(self._is_same(slot, kind, hashes[:index]) for slot in self._filled(kind, chunks[index]))
         ]
 
-    def _is(self, slot: Slot, kind: Kind, context: Context) -> bool:
-        """Return whether a slot holds what would be written into it."""
+    def _is_same(self, slot: Slot, kind: Kind, context: Context) -> bool:
+        """Return whether a slot holds what a capture in this context would write."""
         return slot.context == context and (kind != "patch" or slot.chunk.numbers == self._rank)
 
-    def _filled(self, kind: Kind, ids: tuple[int, ...]) -> list[Slot]:
-        return filled_slots(self._store, kind, self._slots, self._lm.fingerprint, self._frame, ids)
+    def _filled(self, kind: Kind, ids: Ids) -> list[Slot]:
+        target = self._target
+        return filled_slots(target.store, kind, self._slots, target.lm.fingerprint, target.prefix_ids, ids)
 
-    def _put(self, kind: Kind, made_of: Sequence[tuple[int, ...]], chunk: ChunkKV, saved_ms: float) -> None:
-        ids = made_of[-1]
-        found = self._filled(kind, ids)
-        turn = 1.0 + max((slot.turn for slot in found), default=-1.0)
+    def _put(self, kind: Kind, origins: Sequence[Ids], chunk: ChunkKV, saved_ms: float) -> None:
+        """Write a capture of the last origin into one of its slots."""
+        ids, target = origins[-1], self._target
+        filled = self._filled(kind, ids)
+        turn = 1.0 + max((slot.turn for slot in filled), default=-1.0)
         assert chunk.context is not None
-        worth = worth_by_use(found, self._used)
-        if kind == "variant":  # a use saves what need not be mended
-            worth = worth_by_mending(found, self._used, chunk.context)
-            saved_ms *= 1 - expected_overhead(chunk, [slot.context for slot in found])
-        number = slot_to_write(found, chunk.context, self._slots, worth)
-        key = slot_key(kind, number, self._lm.fingerprint, self._frame, ids)
-        self._store.discard(key)  # what it is made of is forgotten now
-        with self._noted(key, made_of):
-            self._store.put(key, replace(chunk, facts={**chunk.facts, TURN: (turn,)}), saved_ms=saved_ms)
+        worth = worth_by_use(filled, self._use_count)
+        if kind == "variant":  # a use saves the tokens that need no repair
+            worth = worth_by_mending(filled, self._use_count, chunk.context)
+            saved_ms *= 1 - expected_overhead(chunk, [slot.context for slot in filled])
+        number = slot_to_write(filled, chunk.context, self._slots, worth)
+        key = slot_key(kind, number, target.lm.fingerprint, target.prefix_ids, ids)
+        target.store.discard(key)  # its old origins are forgotten here
+        with self._recorded(key, origins):
+            target.store.put(key, replace(chunk, facts={**chunk.facts, TURN: (turn,)}), saved_ms=saved_ms)
 
     @contextmanager
-    def _noted(self, key: ChunkKey, made_of: Sequence[tuple[int, ...]]) -> Iterator[None]:
-        """Write an entry that goes with the passages it is made of.
+    def _recorded(self, key: ChunkKey, origins: Sequence[Ids]) -> Iterator[None]:
+        """Record the origins of an entry that the block writes.
 
         Raises:
-            LookupError: if one of them went meanwhile, and the entry with it.
+            LookupError: if an origin was deleted meanwhile; the entry is then deleted too.
         """
         if self._ledger is not None:
-            self._ledger.made_of(key, made_of)
+            self._ledger.record_origins(key, origins)
         yield
-        if self._ledger is not None and not self._ledger.written(key):
+        if self._ledger is not None and not self._ledger.confirm(key):
             raise LookupError("a passage was forgotten meanwhile")
 
-    def _used(self, slot: Slot) -> float:
+    def _use_count(self, slot: Slot) -> float:
         """Return how often a slot was used, as far as the store knows."""
         if self._uses is None:
-            self._uses = {entry.address: entry.uses or 0.0 for entry in self._store.entries()}
-        return self._uses.get(self._store.address(slot.key), 0.0)
+            self._uses = {entry.address: entry.uses or 0.0 for entry in self._target.store.entries()}
+        return self._uses.get(self._target.store.address(slot.key), 0.0)
 
-    def _difference(self, kind: Kind, ids: tuple[int, ...], born: ChunkKV) -> ChunkKV:
-        key = FRAMED.key(self._lm.fingerprint, self._frame, ids)
-        difference = difference_of(born, self._framed(key, ids))
-        return compress(difference, self._rank) if kind == "patch" else difference
+    def _difference(self, kind: Kind, ids: Ids, capture: ChunkKV) -> ChunkKV:
+        difference = difference_of(capture, self._framed(ids))
+        return to_format(difference, self._rank) if kind == "patch" else difference
 
-    def _framed(self, key: ChunkKey, ids: tuple[int, ...]) -> ChunkKV:
-        """Return a passage's framed cache as the store has it, warmed if need be."""
-        reason = ""
+    def _framed(self, ids: Ids) -> ChunkKV:
+        """Return a passage's framed cache from the store, warmed if it is missing.
+
+        Raises:
+            LookupError: if the cache cannot be read twice in a row.
+        """
+        target, reason = self._target, ""
+        key = target.key(FRAMED, ids)
         for _ in range(2):
-            if key not in self._store:
-                with self._noted(key, [ids]):
-                    WarmJob(self._lm, self._store, self._frame, [ids], bases=[FRAMED]).run()
-            found = self._store.get(key)
-            if isinstance(found, Miss):
-                reason = found.reason
+            if key not in target.store:
+                with self._recorded(key, [ids]):
+                    WarmJob(target, [ids], bases=[FRAMED]).run()
+            stored = target.store.get(key)
+            if isinstance(stored, Miss):
+                reason = stored.reason
                 continue
             try:
-                found.read()
+                stored.read()
             except CorruptEntry as error:
                 reason = str(error)
-                self._store.discard(key, reason)
+                target.store.discard(key, reason)
             else:
-                return found
+                return stored
         raise LookupError(f"the framed cache of a passage cannot be kept ({reason}), so no difference to it can")
 
 
 @torch.inference_mode()
-def difference_of(born: ChunkKV, canonical: ChunkKV) -> ChunkKV:
-    """Return what a cache has over another of the same tokens, with the birth and the ranking of the first.
+def difference_of(captured: ChunkKV, canonical: ChunkKV) -> ChunkKV:
+    """Subtract a cache from another of the same tokens; the result has the first one's context and ranking.
 
     Args:
-        born: in a context.
-        canonical: without one.
+        captured: the cache computed in a context.
+        canonical: the cache computed without one.
     """
     keys: list[Tensor] = []
     values: list[Tensor] = []
-    for layer in range(born.n_layers):
-        for kept, one, other in zip((keys, values), born.layer(layer), canonical.layer(layer), strict=True):
-            kept.append(_minus(one, other))
+    for layer in range(captured.n_layers):
+        for differences, minuend, subtrahend in zip(
+            (keys, values), captured.layer(layer), canonical.layer(layer), strict=True
+        ):
+            differences.append(_subtract(minuend, subtrahend))
     return ChunkKV.of(
         keys,
         values,
-        born.blocks["ranking"],
-        probe_layers=born.probe_layers,
-        context=born.context,
-        facts=born.facts,
-        extras={name: born.blocks[name] for name in born.extras},
+        captured.blocks["ranking"],
+        probe_layers=captured.probe_layers,
+        context=captured.context,
+        facts=captured.facts,
+        extras={name: captured.blocks[name] for name in captured.extras},
     )
 
 
-def _minus(one: Tensor, other: Tensor) -> Tensor:
-    return (one.float() - other.to(one.device).float()).to(one.dtype)
+def _subtract(minuend: Tensor, subtrahend: Tensor) -> Tensor:
+    """Subtract in float32; return the minuend's dtype and device."""
+    return (minuend.float() - subtrahend.to(minuend.device).float()).to(minuend.dtype)

@@ -1,4 +1,4 @@
-"""Whom a passage meets before it is stored: its neighbours, who may be one, and what becomes of it when they change."""
+"""Choose the neighbours an enriched passage is prefilled behind: similarity, access control, staleness."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
+from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan, Staleness
 from qcfuse_rag.ingestion.neighbours import (
     merge_rankings,
     nearest_chunks,
@@ -16,94 +17,97 @@ from qcfuse_rag.ingestion.neighbours import (
     token_vectors,
 )
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
-from qcfuse_rag.ingestion.warm_job import Staleness
+from qcfuse_rag.ingestion.target import Ids
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.documents.acl import may_remember
+from qcfuse_rag.store.documents.acl import may_be_built_on
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
 
-Ids = tuple[int, ...]
-
 
 class NeighbourPolicy:
-    """What a store's sources say of passages that are prefilled behind others.
+    """Choose neighbours by what a store's sources say about access and origins.
 
     Args:
         lm: the model.
-        prefix_ids: ids of the prompt's fixed head.
-        sources: of the store; asked for when first needed, since that opens a file.
+        prefix_ids: token ids of the system prefix.
+        sources: returns the store's sources; called when they are first needed, because that opens a file.
     """
 
     def __init__(self, lm: LanguageModel, prefix_ids: Ids, sources: Callable[[], Sources]) -> None:
-        self._lm, self._frame, self._sources = lm, prefix_ids, sources
+        self._lm, self._prefix_ids, self._sources = lm, prefix_ids, sources
 
-    def neighbours(
+    def plan(
         self,
         chunks: Sequence[Ids],
-        others: Sequence[Ids],
+        others: Sequence[Ids] = (),
         *,
-        given: Sequence[Sequence[int]] | None = None,
+        neighbours: Sequence[Sequence[int]] | None = None,
         vectors: NDArray[np.float32] | None = None,
         retrievals: Sequence[Sequence[int]] = (),
-    ) -> Sequence[Sequence[int]]:
-        """Return each chunk's neighbours, best first; only such as all its readers may read.
+    ) -> EnrichmentPlan:
+        """Choose the neighbours for a job; all readers of a passage may read its neighbours.
 
         Args:
             chunks: token ids of the passages to store.
-            others: of passages that may be neighbours; their indices follow.
-            given: the neighbours, if they are known.
-            vectors: `[len(chunks) + len(others), D]`, embeddings; by the model's own tokens if None.
-            retrievals: indices of what was retrieved together; such company comes before what is merely alike.
+            others: token ids of passages that may be neighbours; their indices follow those of `chunks`.
+            neighbours: for each passage the indices of related ones, best first; None chooses them.
+            vectors: `[len(chunks) + len(others), D]`, embeddings; None uses the model's own token embeddings.
+            retrievals: indices of passages that were retrieved together, one sequence for each retrieval. These
+                neighbours come before those with near vectors.
 
         Raises:
-            ValueError: if there are not as many vectors as passages.
+            ValueError: if the number of vectors differs from the number of passages.
+            StoreError: if the manifest cannot be read.
         """
+        ledger = self.ledger()  # first: passages deleted from here on count as lost during the job
         pool = [*chunks, *others]
         readers = [self._readers(ids) for ids in pool] if self._sources().restricted else None
-        if given is not None:
-            return given if readers is None else permitted_neighbours(given, readers)
-        vectors = token_vectors(self._lm, pool) if vectors is None else vectors
-        if len(vectors) != len(pool):
-            raise ValueError(f"{len(vectors)} vectors for {len(pool)} passages")
-        found = nearest_chunks(vectors, NEIGHBOURS, readers)[: len(chunks)]
-        if not retrievals:
-            return found
-        met = retrieved_together(retrievals, len(pool), NEIGHBOURS)[: len(chunks)]
-        return merge_rankings(met if readers is None else permitted_neighbours(met, readers), found, NEIGHBOURS)
-
-    def staleness(self, pool: Sequence[Ids]) -> Staleness:
-        """Return what tells how many of a passage's present neighbours its entry was not made of.
-
-        An entry that was made of passages which are not in the pool is left alone: a job that was given a part of the
-        corpus would find it worse neighbours.
-        """
-        known = frozenset(self._name(ids) for ids in pool if ids)
-
-        def stale(key: ChunkKey, neighbours: Sequence[Ids]) -> float:
-            then, now = self._sources().made_of(key), {self._name(ids) for ids in neighbours if ids}
-            return len(now - then) / len(now) if now and then <= known else 0.0
-
-        return stale
+        if neighbours is not None:
+            chosen = neighbours if readers is None else permitted_neighbours(neighbours, readers)
+        else:
+            vectors = token_vectors(self._lm, pool) if vectors is None else vectors
+            if len(vectors) != len(pool):
+                raise ValueError(f"{len(vectors)} vectors for {len(pool)} passages")
+            chosen = nearest_chunks(vectors, NEIGHBOURS, readers)[: len(chunks)]
+            if retrievals:
+                together = retrieved_together(retrievals, len(pool), NEIGHBOURS)[: len(chunks)]
+                together = together if readers is None else permitted_neighbours(together, readers)
+                chosen = merge_rankings(together, chosen, NEIGHBOURS)
+        return EnrichmentPlan(chosen, others, ledger, self._staleness(pool))
 
     def permitted_group(self, group: Sequence[Ids]) -> list[Ids]:
-        """Leave out passages that not all who may read a later one of the group may read."""
-        if not self._sources().restricted:
+        """Leave out passages that some reader of a later passage of the group must not read."""
+        if not self._sources().has_restricted():
             return list(group)
         readers = [self._readers(ids) for ids in group]
         return [
             ids
-            for place, ids in enumerate(group)
-            if all(may_remember(later, readers[place]) for later in readers[place + 1 :])
+            for index, ids in enumerate(group)
+            if all(may_be_built_on(later, readers[index]) for later in readers[index + 1 :])
         ]
 
     def ledger(self) -> ProvenanceLedger:
-        """Return where a job that is being planned notes what its entries are made of.
+        """Return the ledger for a job that is being planned.
 
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        return ProvenanceLedger(self._sources, self._key, self._sources().losses)
+        return ProvenanceLedger(self._sources, self._key, self._sources().loss_count())
+
+    def _staleness(self, pool: Sequence[Ids]) -> Staleness:
+        """Return a function that measures which share of a passage's current neighbours its entry was not made from.
+
+        An entry made from passages outside the pool is never stale: a job over a part of the corpus would find worse
+        neighbours.
+        """
+        known = frozenset(self._name(ids) for ids in pool if ids)
+
+        def staleness(key: ChunkKey, neighbours: Sequence[Ids]) -> float:
+            origins, current = self._sources().origins_of(key), {self._name(ids) for ids in neighbours if ids}
+            return len(current - origins) / len(current) if current and origins <= known else 0.0
+
+        return staleness
 
     def _readers(self, ids: Ids) -> frozenset[str]:
         return self._sources().readers(self._key(ids)) if ids else frozenset()
@@ -112,4 +116,4 @@ class NeighbourPolicy:
         return self._sources().passage(self._key(ids))
 
     def _key(self, ids: Ids) -> ChunkKey:
-        return FRAMED.key(self._lm.fingerprint, self._frame, ids)
+        return FRAMED.key(self._lm.fingerprint, self._prefix_ids, ids)

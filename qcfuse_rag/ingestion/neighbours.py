@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.documents.acl import may_remember
+from qcfuse_rag.store.documents.acl import may_be_built_on
 
 BLOCK = 1024
 
@@ -46,7 +46,7 @@ def nearest_chunks(
 def permitted_neighbours(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
     """Return neighbours without those that not all of a chunk's readers may read, see `store.documents.acl`."""
     return [
-        [other for other in related if may_remember(readers[one], readers[other])]
+        [other for other in related if may_be_built_on(readers[one], readers[other])]
         for one, related in enumerate(neighbours)
     ]
 
@@ -54,7 +54,7 @@ def permitted_neighbours(neighbours: Sequence[Sequence[int]], readers: Sequence[
 def _hidden(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
     """Return which kinds of chunk must not remember which, `[kinds, kinds]`, and the kind of each chunk."""
     kinds = list(dict.fromkeys(readers))
-    table = np.array([[not may_remember(own, other) for other in kinds] for own in kinds], dtype=np.bool_)
+    table = np.array([[not may_be_built_on(own, other) for other in kinds] for own in kinds], dtype=np.bool_)
     number = {kind: index for index, kind in enumerate(kinds)}
     return table, np.array([number[own] for own in readers], dtype=np.int64)
 

@@ -1,49 +1,48 @@
-"""Which passages the entries of a job are made of, so that each goes with any of them, whenever that one goes."""
+"""Record which passages each derived entry of a job is made from, so that it is deleted with any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from qcfuse_rag.ingestion.target import Ids
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
-
-Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ProvenanceLedger:
-    """Notes what a job's entries are made of, and takes back those of which a passage was lost while it ran.
+    """Record the origins of a job's entries, and delete entries whose origins were deleted while the job ran.
 
     Attributes:
-        sources: of the store; asked for each time, since a fork opens them anew.
-        key_of: a passage's key.
-        losses: how many passages had been lost when the job was planned, see `Sources.losses`.
+        sources: returns the store's sources; called each time, because a forked process opens them again.
+        key_of: returns a passage's key.
+        losses: number of passages deleted before the job was planned, see `Sources.loss_count`.
     """
 
     sources: Callable[[], Sources]
     key_of: Callable[[Ids], ChunkKey]
     losses: int
 
-    def made_of(self, key: ChunkKey, passages: Sequence[Ids]) -> None:
-        """Note what an entry is made of, before it is written: whatever happens then, it is known.
+    def record_origins(self, key: ChunkKey, passages: Sequence[Ids]) -> None:
+        """Record the passages that an entry is made from. Call this before the entry is written.
 
         Args:
-            key: of the entry.
-            passages: token ids of those it is made of.
+            key: key of the entry.
+            passages: token ids of the passages.
 
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        self.sources().derive(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
+        self.sources().set_origins(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
 
-    def written(self, key: ChunkKey) -> bool:
-        """Look again at an entry that is made of others, once it is written.
+    def confirm(self, key: ChunkKey) -> bool:
+        """Check a written entry again, and delete it if one of its origins was deleted meanwhile.
 
         Returns:
-            Whether it may stay; it is removed if a passage it is made of is gone.
+            Whether the entry stays.
 
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        return self.sources().confirm(key)
+        return self.sources().keep_if_wanted(key)

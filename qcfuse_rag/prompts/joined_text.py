@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText
-from qcfuse_rag.store.documents.passage_match import Found, places
+from qcfuse_rag.store.documents.passage_match import PassageMatch, atom_characters_before
 
 FEWEST = 16
 """Tokens in a row; fewer are not worth a look into the store."""
 
 
 def prompt_from_joined_text(
-    builder: PromptBuilder, rendered: RenderedText, found: Sequence[Found] = (), *, begin: bool = False
+    builder: PromptBuilder, rendered: RenderedText, found: Sequence[PassageMatch] = (), *, begin: bool = False
 ) -> Prompt:
     """Build a prompt of a text.
 
@@ -64,7 +64,7 @@ def _parts(
     text: str,
     ids: tuple[int, ...],
     offsets: Sequence[tuple[int, int]],
-    found: Sequence[Found],
+    found: Sequence[PassageMatch],
 ) -> Iterator[tuple[int, int, ChunkPart]]:
     """Yield where parts of passages stand, token `start` to `stop`, in order."""
     token = 0
@@ -89,7 +89,7 @@ PlacedToken = tuple[int, int, int]
 
 def _placed(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], lead: int) -> list[PlacedToken]:
     """Return where tokens stand in a text, which begins at offset `lead`, whatever its whitespace."""
-    at = places(text)
+    at = atom_characters_before(text)
     last = len(text)
     inside = [(min(max(start - lead, 0), last), min(max(stop - lead, 0), last)) for start, stop in offsets]
     return [(at[start], at[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]

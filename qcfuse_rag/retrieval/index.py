@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.atomic_write import write_atomically
 
 PASSAGES, EMBEDDINGS, ABOUT = "passages.jsonl", "embeddings.npy", "about.json"
 
@@ -94,8 +94,8 @@ class PassageIndex:
         part.touch(mode=0o600)
         with open(part, "wb") as file:
             np.save(file, self.embeddings, allow_pickle=False)
-        write_whole(folder / ABOUT, json.dumps({"embedder": self.embedder}))
-        write_whole(folder / PASSAGES, lines)
+        write_atomically(folder / ABOUT, json.dumps({"embedder": self.embedder}))
+        write_atomically(folder / PASSAGES, lines)
         part.replace(folder / EMBEDDINGS)
 
     @classmethod

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.atomic_write import write_atomically
 
 NAME = "retrievals.jsonl"
 MOST_BYTES = 8 << 20
@@ -45,7 +45,7 @@ class RetrievalLog:
                 os.close(descriptor)
             if size > MOST_BYTES:
                 lines = self._path.read_text("utf-8", errors="replace")[-MOST_BYTES // 2 :].partition("\n")[2]
-                write_whole(self._path, lines, sync=False)
+                write_atomically(self._path, lines, sync=False)
 
     def counts(self, texts: Iterable[str]) -> list[float]:
         """Return how often each passage was retrieved."""

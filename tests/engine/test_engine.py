@@ -22,12 +22,14 @@ from qcfuse_rag import (
     open_store,
 )
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
@@ -139,7 +141,7 @@ def test_a_conversation_beyond_the_context_window_is_refused_before_it_is_render
         "{{ messages[0].content }}{% if messages | length == 3 %}{{ raise_exception('rendered') }}{% endif %}"
         "{% if messages | length == 4 %}{{ 'x' * 2000000 }}{% endif %}"
     )
-    engine = FusionEngine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
+    engine = make_engine(LanguageModel.wrap(llama.model, tokenizer), MemoryStore(), template=ONE_MESSAGE)
     with pytest.raises(InvalidTemplate, match="rendered"):
         engine.prompt_from_text([("user", "Why?")] * 3)
     with pytest.raises(PromptTooLong, match="characters cannot fit a context window of 512 tokens"):
@@ -174,7 +176,7 @@ def test_an_interrupted_warming_goes_on_where_it_stopped(engine: FusionEngine) -
 
 
 def test_chunks_warmed_alone_are_the_same_bytes_whatever_is_warmed_beside_or_before(llama: LanguageModel) -> None:
-    engines = [FusionEngine(llama, MemoryStore()) for _ in range(3)]
+    engines = [make_engine(llama, MemoryStore()) for _ in range(3)]
     engines[0].warm(PASSAGES, batch_tokens=1)
     engines[1].warm(PASSAGES[::-1], batch_tokens=1)
     engines[2].warm([PASSAGES[1]], batch_tokens=1)
@@ -200,7 +202,7 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
     llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES)
 
         def broken(path: Path) -> MappedFile:
@@ -217,11 +219,11 @@ def test_an_index_that_fails_keeps_passages_from_being_stored_and_from_nothing_e
     llama: LanguageModel, tmp_path: Path
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
         sound = engine.prefill(prompt, method=QCFUSE)
-        store.room.index.close()
+        store.quota.index.close()
         (tmp_path / "index" / "cache.db").write_bytes(b"overwritten" * 1000)
         done = engine.prefill(prompt, method=QCFUSE)
         with pytest.raises(StoreError, match="file is not a database"):
@@ -249,7 +251,7 @@ def test_damage_in_any_block_is_recomputed_reported_and_healed(
     llama: LanguageModel, tmp_path: Path, block: str, method: str
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES)
         prompt, chosen = engine.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
         sound = engine.prefill(prompt, method=chosen)
@@ -267,7 +269,7 @@ def test_a_damaged_head_is_recomputed_when_questions_and_when_passages_come(
     llama: LanguageModel, tmp_path: Path
 ) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES[:1])
         prompt = engine.prompt(QUESTION, PASSAGES[:1])
         key = BLIND.key(llama.fingerprint, prompt.prefix_ids, prompt.prefix_ids)
@@ -304,7 +306,7 @@ def test_prompts_built_by_many_threads_are_right(engine: FusionEngine) -> None:
 
 def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageModel) -> None:
     template = PromptTemplate(messages=(("user", "Question: {question}\n\n{context}Answer:"),))
-    engine = FusionEngine(llama, MemoryStore(), template=template)
+    engine = make_engine(llama, MemoryStore(), template=template)
     engine.warm(PASSAGES, bases=(BLIND,))
     prompts = [engine.prompt(question, PASSAGES) for question in ("Who keeps paint?", "When is the council?")]
     chosen = [engine.prefill(prompt, method=make_method("qcfuse", ratio=0.2)).report for prompt in prompts]
@@ -314,7 +316,7 @@ def test_a_question_before_the_passages_chooses_all_the_same(llama: LanguageMode
 
 def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
         key = FRAMED.key(llama.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids)
@@ -336,18 +338,18 @@ def test_a_store_that_cannot_be_written_says_so(engine: FusionEngine) -> None:
 
 def test_framed_chunks_belong_to_their_frame(llama: LanguageModel) -> None:
     store = MemoryStore()
-    FusionEngine(llama, store).warm(PASSAGES)
+    make_engine(llama, store).warm(PASSAGES)
     other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
-    engine = FusionEngine(llama, store, template=other)
+    engine = make_engine(llama, store, template=other)
     prompt = engine.prompt(QUESTION, PASSAGES)
     assert [lookup.hit for lookup in engine.prefill(prompt, method=QCFUSE).report.lookups] == [False] * 4
 
 
 def test_blind_chunks_serve_every_template(llama: LanguageModel) -> None:
     store = MemoryStore()
-    FusionEngine(llama, store).warm(PASSAGES, bases=(BLIND,))
+    make_engine(llama, store).warm(PASSAGES, bases=(BLIND,))
     other = PromptTemplate(messages=(("user", "Read this.\n\n{context}Now: {question}"),))
-    engine = FusionEngine(llama, store, template=other)
+    engine = make_engine(llama, store, template=other)
     lookups = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("qcfuse")).report.lookups
     assert [lookup.hit for lookup in lookups] == [False, True, True, True], "only the head is another"
 
@@ -380,17 +382,17 @@ def test_concurrent_requests_do_not_meet(engine: FusionEngine) -> None:
 
 def test_prefetch_brings_passages_into_memory(llama: LanguageModel, tmp_path: Path) -> None:
     store: KVStore = open_store(tmp_path)
-    with FusionEngine(llama, store) as engine:
+    with make_engine(llama, store) as engine:
         engine.warm(PASSAGES)
         store.near.clear()  # type: ignore[attr-defined]
-        engine.prefetch(PASSAGES)
+        engine.corpus.prefetch(PASSAGES)
         store._reader.shutdown(wait=True)  # type: ignore[attr-defined]
         assert store.near.stats()[0].entries == 3  # type: ignore[attr-defined]
 
 
 def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) -> None:
     secret = "xyzzy-plugh-42"
-    with FusionEngine(llama, open_store(tmp_path)) as engine:
+    with make_engine(llama, open_store(tmp_path)) as engine:
         engine.warm(PASSAGES)
         before = set(tmp_path.rglob("*.kv"))
         engine.generate(engine.prompt(secret, PASSAGES, history=[("user", secret)]), SamplingParams(max_new_tokens=2))
@@ -405,7 +407,11 @@ def test_questions_never_reach_the_disk(llama: LanguageModel, tmp_path: Path) ->
 
 def test_warming_stores_ids_the_prompt_will_have(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    WarmJob(engine.lm, engine.store, prompt.prefix_ids, [s.segment.ids for s in prompt.chunks], bases=(FRAMED,)).run()
+    WarmJob(
+        PrefillTarget(engine.lm, engine.store, prompt.prefix_ids),
+        [s.segment.ids for s in prompt.chunks],
+        bases=(FRAMED,),
+    ).run()
     assert engine.warm(PASSAGES).warmed == 0
 
 

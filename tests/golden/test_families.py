@@ -12,10 +12,12 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, Prompt,
 from qcfuse_rag.engine.exactness_check import check_exact, naive_concatenation, stock_attention
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, Base
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -23,7 +25,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def warmed(family: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED))
     return engine
 
@@ -121,7 +123,7 @@ def test_changing_a_token_leaves_every_earlier_row_unchanged(
     other_ids = list(last.segment.ids)
     other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3
     other_chunk = replace(last.segment, ids=tuple(other_ids))
-    WarmJob(warmed.lm, warmed.store, prompt.prefix_ids, [other_chunk.ids], bases=(FRAMED,)).run()
+    WarmJob(PrefillTarget(warmed.lm, warmed.store, prompt.prefix_ids), [other_chunk.ids], bases=(FRAMED,)).run()
     changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
     one, other = (warmed.prefill(p, method=method) for p in (prompt, changed))
     assert one.report.selected == other.report.selected
@@ -140,7 +142,7 @@ def test_the_engines_own_check_passes(family: LanguageModel) -> None:
 @pytest.mark.parametrize("framed", [False, True], ids=["blind", "framed"])
 def test_chunks_prefilled_together_are_those_prefilled_alone(family: LanguageModel, framed: bool) -> None:
     """Whatever their lengths: places filled up are seen by nobody, and rankings are the chunk's own."""
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     batch = [engine.prompts.chunk_ids(text) for text in (PASSAGES[0], PASSAGES[1] * 2, "Short.", PASSAGES[2])]
     prefix = prefill_chunk(family, engine.prompts.prefix_ids) if framed else None
     for ids, together in zip(batch, prefill_chunks(family, batch, prefix=prefix), strict=True):

@@ -19,6 +19,7 @@ from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -61,7 +62,7 @@ def statistics_by_hand(weights: Tensor, spans: list[range]) -> list[tuple[float,
 
 
 def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     prompt = engine.prompt(QUESTION, PASSAGES)
     _, table = references.plain_forward(family, prompt.ids)
     captured = capture(family, prompt)
@@ -79,7 +80,7 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
 def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel) -> None:
     if "gpt-oss" in family.name:
         pytest.skip("learned sinks take part in its attention, and not in what is measured")
-    prompt = FusionEngine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
+    prompt = make_engine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
     spans = [range(span.start, span.stop) for span in prompt.chunks]
     expected = statistics_by_hand(eager_attention(family, prompt.ids), spans)
     for chunk, (impact, inter, tokens) in zip(capture(family, prompt), expected, strict=True):

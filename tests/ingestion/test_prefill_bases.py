@@ -15,19 +15,21 @@ from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.ingestion.enrichment import fit_neighbours
 from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks, retrieved_together, token_vectors
 from qcfuse_rag.ingestion.prefill import prefill_chunk, prefill_chunks
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, Base, Ranking
 from tests.methods.test_methods import attention_of_question, best
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
 
 
 def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
-    found = engine.store.get(engine.keys(engine.prompts.chunk_ids(text), (base,))[0])
+    found = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), (base,))[0])
     assert isinstance(found, ChunkKV)
     return found
 
@@ -70,7 +72,7 @@ def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: Fus
 
 
 def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama: LanguageModel) -> None:
-    once, again = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    once, again = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
     once.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1, 2], [], []], batch_tokens=1)
     twice = [[2, 1, 3, 4], [], [], [], []]
     again.warm(
@@ -82,7 +84,7 @@ def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama:
 
 
 def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageModel) -> None:
-    once, twice = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    once, twice = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
     neighbours = [[1, 2], [2, 0], [0, 1]]
     once.warm(PASSAGES, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
     for _ in range(2):
@@ -108,10 +110,10 @@ def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None
 
 def test_enriched_warming_without_neighbours_finds_its_own_or_says_what_it_needs(engine: FusionEngine) -> None:
     assert engine.warm(PASSAGES, bases=(ENRICHED,)).warmed == 2 * len(PASSAGES)
-    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, none are given"):
-        WarmJob(engine.lm, engine.store, (1,), [(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
-    with pytest.raises(ValueError, match="they are given for 1"):
-        engine.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
+    with pytest.raises(ValueError, match="an enriched base needs the neighbours of all 3 chunks, got those of 0"):
+        WarmJob(PrefillTarget(engine.lm, engine.store, (1,)), [(5, 6), (7, 8), (9,)], bases=(ENRICHED,))
+    with pytest.raises(ValueError, match="got those of 1"):
+        engine.corpus.warm_job([(5, 6), (7, 8), (9,)], bases=(ENRICHED,), neighbours=[[1]])
 
 
 def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine) -> None:
@@ -142,7 +144,7 @@ def test_chunks_that_stand_behind_as_much_are_enriched_together(
     monkeypatch.setattr("qcfuse_rag.ingestion.enrichment.prefill_chunks", counted)
     texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
     neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
-    alone, together = FusionEngine(llama, MemoryStore()), FusionEngine(llama, MemoryStore())
+    alone, together = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
     alone.warm(texts, bases=(ENRICHED,), neighbours=neighbours, batch_tokens=1)
     assert batches == [1] * 5
     together.warm(texts, bases=(ENRICHED,), neighbours=neighbours)

@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.ingestion.length_buckets import batches_by_length
+from qcfuse_rag.ingestion.batch_plan import batches_by_length
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.token_ranking import instruction_ids
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
@@ -30,7 +32,7 @@ MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
 
 @pytest.fixture
 def engine(llama: LanguageModel, tmp_path: Path) -> FusionEngine:
-    return FusionEngine(llama, DiskStore(tmp_path / "kv"))
+    return make_engine(llama, DiskStore(tmp_path / "kv"))
 
 
 def ids_of(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
@@ -39,7 +41,7 @@ def ids_of(engine: FusionEngine, texts: list[str]) -> list[tuple[int, ...]]:
 
 def test_a_plan_is_what_the_run_then_does(engine: FusionEngine) -> None:
     engine.warm(MANY[:3])
-    job = engine.warm_job(ids_of(engine, MANY))
+    job = engine.corpus.warm_job(ids_of(engine, MANY))
     plan, before = job.plan(measure=True), engine.store.stats()[0]
     assert engine.store.stats()[0].entries == before.entries, "a plan stores nothing"
     summary = job.run()
@@ -52,18 +54,18 @@ def test_a_plan_is_what_the_run_then_does(engine: FusionEngine) -> None:
 
 
 def test_a_plan_of_an_empty_store_does_not_even_make_the_head(engine: FusionEngine) -> None:
-    engine.warm_job(ids_of(engine, MANY)).plan(measure=True)
+    engine.corpus.warm_job(ids_of(engine, MANY)).plan(measure=True)
     assert engine.store.stats()[0].entries == 0
 
 
 @pytest.mark.parametrize("numbers", ["model", "int8", "fp8"])
 def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, numbers: str) -> None:
     store = DiskStore(tmp_path, numbers=numbers)
-    engine = FusionEngine(llama, store)
+    engine = make_engine(llama, store)
     engine.warm(MANY)
     sizes = {entry.address: entry.size_bytes for entry in store.entries()}
     for ids in ids_of(engine, MANY):
-        [key] = engine.keys(ids, [FRAMED])
+        [key] = engine.corpus.keys(ids, [FRAMED])
         estimated = entry_bytes(llama.shapes, llama.dtype, numbers, len(ids))
         assert -4096 <= sizes[key.address] - estimated <= 4096
 
@@ -71,35 +73,35 @@ def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, n
 def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     ids = ids_of(engine, MANY)
-    keys = [engine.keys(one, [FRAMED])[0] for one in ids]
+    keys = [engine.corpus.keys(one, [FRAMED])[0] for one in ids]
     priority = [float(i % 5) for i in range(12)]
 
     def note(done: int, total: int) -> None:
         order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
 
     monkeypatch.setattr(
-        "qcfuse_rag.ingestion.length_buckets.BATCHES_PER_WINDOW", 1
+        "qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW", 1
     )  # otherwise sorted by length within 32 batches
-    engine.warm_job(ids, priority=priority, batch_tokens=1).run(note)
+    engine.corpus.warm_job(ids, priority=priority, batch_tokens=1).run(note)
     wanted = [priority[i] for i in order]
     assert wanted == sorted(priority, reverse=True)
 
 
 def test_a_store_too_small_for_all_keeps_the_most_wanted(llama: LanguageModel, tmp_path: Path) -> None:
-    probe = FusionEngine(llama, MemoryStore())
+    probe = make_engine(llama, MemoryStore())
     ids = ids_of(probe, MANY)
     sizes = [entry_bytes(llama.shapes, llama.dtype, "model", len(one)) for one in ids]
     with DiskStore(tmp_path, limit_bytes=sum(sizes) // 2) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         priority = [float(i) for i in range(12)]
         summary = engine.warm(MANY, priority=priority)
-        kept = [engine.keys(one, [FRAMED])[0] in store for one in ids]
+        kept = [engine.corpus.keys(one, [FRAMED])[0] in store for one in ids]
         assert summary.left_out > 0
         assert summary.warmed + summary.left_out == 12
         assert store.stats()[0].evicted == 0, "nothing warmed is evicted for something less wanted"
         assert kept[11], "the most wanted of all"
         assert not kept[0], "the least wanted of all"
-        assert engine.warm_job(ids, priority=priority).plan().left_out == summary.left_out
+        assert engine.corpus.warm_job(ids, priority=priority).plan().left_out == summary.left_out
 
 
 def test_both_bases_are_two_entries_each(engine: FusionEngine) -> None:
@@ -132,7 +134,7 @@ def test_what_prefill_took_is_kept_as_what_a_use_saves(engine: FusionEngine) -> 
 
 def test_narrow_stores_do_not_prefill_behind_a_narrowed_head(llama: LanguageModel) -> None:
     """Otherwise a chunk's bytes would depend on whether the head had been stored before."""
-    once, twice = (FusionEngine(llama, MemoryStore(numbers="int8")) for _ in range(2))
+    once, twice = (make_engine(llama, MemoryStore(numbers="int8")) for _ in range(2))
     once.warm(MANY[:2], batch_tokens=1)
     twice.warm(MANY[:1], batch_tokens=1)
     twice.warm(MANY[:2], batch_tokens=1)
@@ -146,11 +148,13 @@ def test_narrow_stores_do_not_prefill_behind_a_narrowed_head(llama: LanguageMode
 def test_sources_are_replaced_and_forgotten(engine: FusionEngine) -> None:
     engine.warm([MANY[0], MANY[1], MANY[1]], sources=["a", "a", "b"])
     engine.warm([MANY[2]], sources=["a"])
-    assert not any(key in engine.store for key in engine.keys(engine.prompts.chunk_ids(MANY[0]), [FRAMED]))
-    assert all(key in engine.store for key in engine.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])), "b has it too"
+    assert not any(key in engine.store for key in engine.corpus.keys(engine.prompts.chunk_ids(MANY[0]), [FRAMED]))
+    assert all(key in engine.store for key in engine.corpus.keys(engine.prompts.chunk_ids(MANY[1]), [FRAMED])), (
+        "b has it too"
+    )
     assert engine.forget("b") == 1
     assert engine.forget("b") == 0
-    assert engine.sources.names() == ["a"]
+    assert engine.corpus.open_sources().names() == ["a"]
 
 
 def test_bad_arguments_are_said_at_once(engine: FusionEngine) -> None:
@@ -211,7 +215,7 @@ def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: Fusio
 def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
     data = json.loads(json.dumps(engine.warm(MANY[:2]).to_dict()))
     assert data["tokens_per_s"] > 0
-    job = WarmJob(engine.lm, engine.store, engine.prompts.prefix_ids, [], bases=(FRAMED,))
+    job = WarmJob(PrefillTarget(engine.lm, engine.store, engine.prompts.prefix_ids), [], bases=(FRAMED,))
     assert json.loads(json.dumps(job.plan().to_dict()))["chunks"] == 0
     assert job.run().warmed == 0
 
@@ -220,22 +224,22 @@ def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) ->
     """A new passage is enriched when it comes; those beside it once more than half of their neighbours are new."""
     texts = [text[-80:] for text in MANY[:6]]  # three of them fit in front of a fourth
     engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
-    [key] = engine.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
-    old = engine.sources.made_of(key)
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
+    old = engine.corpus.open_sources().origins_of(key)
     one_new = engine.warm(texts[:5], bases=(ENRICHED,), neighbours=[[1, 2, 4], [0], [0], [0], [0]])
     assert (one_new.refreshed, one_new.stalest) == (0, pytest.approx(1 / 3))
     assert one_new.warmed == 2, "the new passage, framed and enriched"
-    assert engine.sources.made_of(key) == old
+    assert engine.corpus.open_sources().origins_of(key) == old
     two_new = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
     assert (two_new.refreshed, two_new.stalest) == (1, 0.0)
-    assert engine.sources.made_of(key) != old
+    assert engine.corpus.open_sources().origins_of(key) != old
     again = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
     assert (again.warmed, again.refreshed) == (0, 0)
 
 
 def test_a_plan_says_what_would_be_refreshed(engine: FusionEngine) -> None:
     engine.warm(MANY[:3], bases=(ENRICHED,), neighbours=[[1], [0], [0]])
-    job = engine.warm_job(ids_of(engine, MANY[:3]), bases=(ENRICHED,), neighbours=[[2], [0], [0]])
+    job = engine.corpus.warm_job(ids_of(engine, MANY[:3]), bases=(ENRICHED,), neighbours=[[2], [0], [0]])
     assert (job.plan().to_warm, job.plan().to_refresh) == (1, 1)
 
 
@@ -243,7 +247,7 @@ def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None
     vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 1]] + np.float32(0.01)
     engine.warm(MANY[:4], bases=(ENRICHED,), vectors=vectors)
     ids = ids_of(engine, MANY[:4])
-    chunk = engine.store.get(engine.keys(ids[0], [ENRICHED])[0])
+    chunk = engine.store.get(engine.corpus.keys(ids[0], [ENRICHED])[0])
     assert isinstance(chunk, ChunkKV)
     assert chunk.context is not None
     assert chunk.context[0] == hash_ids(ids[2])

@@ -13,6 +13,7 @@ from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED, PRIMED
@@ -30,7 +31,7 @@ def warmed(llama: LanguageModel) -> FusionEngine:
 
 
 def stored(engine: FusionEngine, text: str) -> ChunkKV:
-    found = engine.store.get(engine.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
+    found = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
     assert isinstance(found, ChunkKV)
     return found
 
@@ -56,14 +57,14 @@ def test_it_does_not_depend_on_what_else_is_stored(llama: LanguageModel, warmed:
 
 def test_warming_for_auto_keeps_both_caches_it_reads(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
-    assert engine.bases == (PRIMED, FRAMED)
+    assert engine.corpus.bases == (PRIMED, FRAMED)
     assert engine.warm(PASSAGES).warmed == 2 * len(PASSAGES)
 
 
 def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngine) -> None:
     ids = [engine.prompts.chunk_ids(PASSAGES[0])]
     with pytest.raises(ValueError, match="needs the token ids of a primer"):
-        WarmJob(llama, engine.store, engine.prompts.prefix_ids, ids, bases=(PRIMED,))
+        WarmJob(PrefillTarget(llama, engine.store, engine.prompts.prefix_ids), ids, bases=(PRIMED,))
 
 
 # --- exact first

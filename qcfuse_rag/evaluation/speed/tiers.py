@@ -1,4 +1,4 @@
-"""Where passages come from: a store for each tier and each format of numbers, all with the same passages."""
+"""Stores for each storage tier and each number format, all with the same passages."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.ingestion.primer import PRIMER_TOKENS
+from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -22,7 +23,7 @@ from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.quantization import LOSSLESS, NUMBERS
+from qcfuse_rag.store.quantization import LOSSLESS, STORE_FORMATS
 
 UNLIMITED = 1 << 50
 TIERS = ("memory", "device", "pinned", "disk", "throttled")
@@ -34,8 +35,8 @@ class StoreTier:
 
     Attributes:
         name: one of `TIERS`.
-        numbers: format that passages are kept in, see `store.quantization`.
-        store: where they are.
+        numbers: the format that it keeps passages in, see `store.quantization`.
+        store: the store.
     """
 
     name: str
@@ -43,79 +44,86 @@ class StoreTier:
     store: KVStore
 
 
-def check_tiers(lm: LanguageModel, names: Sequence[str], numbers: Sequence[str]) -> None:
-    """Check that there are such tiers here, and such formats.
+def check_tiers(lm: LanguageModel, names: Sequence[str], formats: Sequence[str]) -> None:
+    """Check that all tiers and formats exist here.
 
     Raises:
-        QCFuseError: naming what there is.
+        QCFuseError: if not; it lists the existing ones.
     """
     gpu = lm.device.type == "cuda"
-    there = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
+    available = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
     for name in names:
-        if name not in there:
-            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(there)}")
-    for form in numbers:
-        if form not in NUMBERS:
-            raise QCFuseError(f"no format of numbers {form!r}; there are {', '.join(NUMBERS)}")
+        if name not in available:
+            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
+    for numbers in formats:
+        if numbers not in STORE_FORMATS:
+            raise QCFuseError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
 
 def open_tiers(
     lm: LanguageModel,
     names: Sequence[str],
-    numbers: Sequence[str],
+    formats: Sequence[str],
     stack: ExitStack,
     *,
     throttle: float,
     folder: Path | None,
 ) -> list[StoreTier]:
-    """Open a store for each tier in each format; `stack` closes them.
+    """Open a store for each tier in each format.
 
     Args:
-        lm: whose device tiers are of.
-        names: of `TIERS`.
-        numbers: of `store.quantization.NUMBERS`.
-        stack: to enter what has to be closed.
+        lm: the model; the tier `device` is its device.
+        names: some of `TIERS`.
+        formats: some of `store.quantization.STORE_FORMATS`.
+        stack: closes the stores.
         throttle: bytes a second of the throttled tier.
-        folder: of the disk; that of temporary files if None.
+        folder: a folder on the disk to use; None is the folder of temporary files.
     """
 
-    def opened(name: str, form: str) -> KVStore:
+    def open_tier(name: str, numbers: str) -> KVStore:
         if name == "disk":
-            where = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
-            return stack.enter_context(DiskStore(where, UNLIMITED, numbers=form))
+            path = stack.enter_context(tempfile.TemporaryDirectory(dir=folder))
+            return stack.enter_context(DiskStore(path, UNLIMITED, numbers=numbers))
         if name == "throttled":
-            return ThrottledStore(throttle, numbers=form)
+            return ThrottledStore(throttle, numbers=numbers)
         device = str(lm.device) if name == "device" else "cpu"
-        return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=form)
+        return MemoryStore(UNLIMITED, device=device, pinned=name == "pinned", numbers=numbers)
 
-    return [StoreTier(name, form, opened(name, form)) for name in names for form in numbers]
+    return [StoreTier(name, numbers, open_tier(name, numbers)) for name in names for numbers in formats]
 
 
 def fill(lm: LanguageModel, stores: Sequence[KVStore], prompt: Prompt, methods: Sequence[Method]) -> None:
-    """Prefill a prompt's passages once, in the model's own numbers, and put them into every store."""
+    """Prefill a prompt's passages once, in the model's own dtype, and put them into every store."""
     first = next((store for store in stores if store.numbers == LOSSLESS), MemoryStore(UNLIMITED))
     bases = dict.fromkeys(base for method in methods for base in method.bases)
     primer = tuple(range(1, PRIMER_TOKENS + 1))
-    WarmJob(lm, first, prompt.prefix_ids, (s.segment.ids for s in prompt.chunks), bases=bases, primer=primer).run()
+    passages = (span.segment.ids for span in prompt.chunks)
+    WarmJob(PrefillTarget(lm, first, prompt.prefix_ids, primer), passages, bases=bases).run()
     for store in stores:
-        for entry in first.entries() if store is not first else ():
-            found = first.open(entry.address)
-            if not isinstance(found, Miss) and found[0] not in store:
-                store.put(*found)
+        if store is not first:
+            copy_entries(first, store)
+
+
+def copy_entries(source: KVStore, target: KVStore) -> None:
+    """Put every entry of a store that another store lacks into that store."""
+    for entry in source.entries():
+        opened = source.open(entry.address)
+        if not isinstance(opened, Miss) and opened[0] not in target:
+            target.put(*opened)
 
 
 class ThrottledBlocks(Blocks):
-    """Blocks that take as long to read as they would at some bytes a second."""
+    """Blocks that are read at a given number of bytes a second."""
 
     def __init__(self, inner: Blocks, bytes_per_s: float) -> None:
         self._inner, self._bytes_per_s = inner, bytes_per_s
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a block, late."""
-        return self._late(self._inner.rows(name, start, stop))
+        """Return rows of a block after the time that reading them takes."""
+        return self._delayed(self._inner.rows(name, start, stop))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._late(self._inner[name])
+        return self._delayed(self._inner[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._inner)
@@ -123,40 +131,33 @@ class ThrottledBlocks(Blocks):
     def __len__(self) -> int:
         return len(self._inner)
 
-    def _late(self, tensor: Tensor) -> Tensor:
+    def _delayed(self, tensor: Tensor) -> Tensor:
         time.sleep(tensor.nbytes / self._bytes_per_s)
         return tensor
 
 
 class ThrottledStore(MemoryStore):
-    """Keeps chunks in memory and hands them out slowly.
+    """A store in memory that reads no faster than a given disk or network.
 
     Args:
-        bytes_per_s: how fast at most.
+        bytes_per_s: the reading rate.
         limit_bytes: most bytes to hold.
-        numbers: format to keep, see `store.quantization`.
+        numbers: the format to keep, see `store.quantization`.
     """
 
-    def __init__(self, bytes_per_s: float, limit_bytes: int = 1 << 50, *, numbers: str = LOSSLESS) -> None:
+    def __init__(self, bytes_per_s: float, limit_bytes: int = UNLIMITED, *, numbers: str = LOSSLESS) -> None:
         super().__init__(limit_bytes, numbers=numbers)
         self._bytes_per_s = bytes_per_s
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return a chunk whose blocks come late, or a miss."""
-        return self._slow(super().get(key))
+        """Return a chunk with throttled blocks, or a miss."""
+        chunk = super().get(key)
+        return chunk if isinstance(chunk, Miss) else self._throttled(chunk)
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry whose blocks come late, or a miss."""
-        found = super().open(address)
-        if isinstance(found, Miss):
-            return found
-        slow = self._slow(found[1])
-        assert isinstance(slow, ChunkKV)
-        return found[0], slow
+        """Return an entry with throttled blocks, or a miss."""
+        entry = super().open(address)
+        return entry if isinstance(entry, Miss) else (entry[0], self._throttled(entry[1]))
 
-    def _slow(self, found: ChunkKV | Miss) -> ChunkKV | Miss:
-        return (
-            found
-            if isinstance(found, Miss)
-            else replace(found, blocks=ThrottledBlocks(found.blocks, self._bytes_per_s))
-        )
+    def _throttled(self, chunk: ChunkKV) -> ChunkKV:
+        return replace(chunk, blocks=ThrottledBlocks(chunk.blocks, self._bytes_per_s))

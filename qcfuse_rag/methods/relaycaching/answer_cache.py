@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.ingestion.provenance_ledger import Ledger
+from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.token_ranking import order_by_key_norm
 from qcfuse_rag.models.rope import angles, rotate
 from qcfuse_rag.prompts.builder import PromptBuilder
@@ -58,7 +58,7 @@ def keep_generated(
     prefilled: Prefilled,
     generated: tuple[int, ...],
     text: str,
-    ledger: Ledger | None = None,
+    ledger: ProvenanceLedger | None = None,
 ) -> Kept:
     """Store the keys and values of an answer under the ids it has as a passage.
 
@@ -110,9 +110,9 @@ def keep_generated(
     key = GENERATED.key(lm.fingerprint, prompt.prefix_ids, ids)
     given = [span.segment.stored_ids for span in prompt.chunks]
     if ledger is not None:
-        ledger.made_of(key, given)
+        ledger.record_origins(key, given)
     store.put(key, chunk)
-    if given and ledger is not None and not ledger.written(key):
+    if given and ledger is not None and not ledger.confirm(key):
         return Kept(None, reason="a passage it was given over has been forgotten meanwhile")
     return Kept(key, len(ids), len(ids) - known)
 

@@ -1,0 +1,331 @@
+"""The passages of an engine: warm, capture, forget and prefetch them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.generation.decode import TextStream
+from qcfuse_rag.ingestion.capture_job import CaptureJob, CaptureSummary
+from qcfuse_rag.ingestion.neighbour_policy import NeighbourPolicy
+from qcfuse_rag.ingestion.neighbour_table import EnrichmentPlan
+from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
+from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, with_prerequisites
+from qcfuse_rag.methods.relaycaching.answer_cache import Kept, keep_generated
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.documents.passage_signatures import PassageSignatures
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import FRAMED, Base
+
+
+class JobSettings(TypedDict, total=False):
+    """Settings of a warming job.
+
+    Attributes:
+        bases: under which bases to store the passages; by default those the engine's method reads.
+        priority: for each passage how much it is wanted; see `ingestion.warm_job.WarmJob`.
+        neighbours: for enriched bases, each passage's related passages, best first; the passages with the nearest
+            `vectors` if None.
+        vectors: `[len(texts) + len(others), D]`, the passages' embeddings; by the model's own tokens if None.
+        retrievals: indices of passages that were retrieved together, one sequence for each retrieval; such neighbours
+            come before those that are merely near by their vectors.
+        batch_tokens: most tokens to compute in one pass; see `ingestion.warm_job.WarmJob`.
+    """
+
+    bases: Iterable[Base] | None
+    priority: Sequence[float] | None
+    neighbours: Sequence[Sequence[int]] | None
+    vectors: NDArray[np.float32] | None
+    retrievals: Sequence[Sequence[int]]
+    batch_tokens: int | None
+
+
+class WarmSettings(JobSettings, total=False):
+    """Settings of `Corpus.warm`.
+
+    Attributes:
+        sources: for each passage the document it is from, or None.
+        replace: these are all the passages of their sources (the default): passages that a source had before and has
+            not now are removed, unless another source has them; caches of another model, base or wording of the prompt
+            stay, see `forget`. False adds them to the passages that the source has.
+        others: passages that are not to be stored now but may be neighbours; their indices follow those of `texts`.
+        access: for sources that not everybody may read a tag that says who may; None takes it back, sources that are
+            not named keep theirs. A passage is enriched by those passages only that all its readers may read.
+        progress: called with tokens `(done, total)` after every batch.
+        workers: prefill instead of this process, such as `RayWorkers`.
+    """
+
+    sources: Sequence[str | None] | None
+    replace: bool
+    others: Iterable[str]
+    access: Mapping[str, str | None] | None
+    progress: Progress | None
+    workers: PrefillWorkers | None
+
+
+class Corpus:
+    """The passages that a store keeps for one model and one wording of the prompt.
+
+    Args:
+        lm: the model.
+        store: where passages' keys and values are kept.
+        prompts: the wording of prompts, whose system prefix passages are prefilled behind.
+        method: whose bases passages are stored under by default.
+    """
+
+    def __init__(self, lm: LanguageModel, store: KVStore, prompts: PromptBuilder, method: Method) -> None:
+        self._lm, self._store, self._prompts = lm, store, prompts
+        self._target = PrefillTarget(lm, store, prompts.prefix_ids, prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS])
+        self.method = method
+        self._sources: Sources | None = None
+        self._inherited: Sources | None = None
+        self._followed: int | None = None
+        self._opening = threading.Lock()
+        self._neighbour_policy = NeighbourPolicy(lm, prompts.prefix_ids, self.open_sources)
+
+    @property
+    def bases(self) -> tuple[Base, ...]:
+        """The bases that the method reads passages under, hence those to warm."""
+        return self.method.bases or (FRAMED,)
+
+    def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:
+        """Prefill passages into the store, leaving alone those that are there.
+
+        Args:
+            texts: passages, exactly as they will be given to `FusionEngine.prompt`.
+            **settings: see `WarmSettings`.
+
+        Raises:
+            StoreError: if the store cannot be written.
+            ValueError: if there are not as many sources or priorities as passages.
+        """
+        given_bases = settings.get("bases")
+        bases = tuple(given_bases) if given_bases is not None else self.bases
+        texts = list(texts)
+        chunks = [self._prompts.chunk_ids(text) for text in texts]
+        chunk_sources = settings.get("sources")
+        if chunk_sources is not None and len(chunk_sources) != len(chunks):
+            raise ValueError(f"{len(chunk_sources)} sources for {len(chunks)} passages")
+        keys_by_source: dict[str, list[ChunkKey]] = {}
+        for source, chunk in zip(chunk_sources or (), chunks, strict=False):
+            if source is not None:
+                keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
+        manifest = self.open_sources()
+        for source, tag in (settings.get("access") or {}).items():
+            manifest.restrict(source, tag)
+        # Before the job: it may be killed, and access tags decide which passages may be neighbours.
+        for source, keys in keys_by_source.items():
+            manifest.add(source, keys)
+        job = self.warm_job(
+            chunks,
+            others=[self._prompts.chunk_ids(text) for text in settings.get("others", ())],
+            bases=bases,
+            priority=settings.get("priority"),
+            neighbours=settings.get("neighbours"),
+            vectors=settings.get("vectors"),
+            retrievals=settings.get("retrievals", ()),
+            batch_tokens=settings.get("batch_tokens"),
+        )
+        summary = job.run(settings.get("progress"), settings.get("workers"))
+        for source, keys in keys_by_source.items():
+            if settings.get("replace", True):
+                manifest.replace(source, keys)
+            else:
+                manifest.add(source, keys)
+        self._note_signatures(texts, chunks, bases[0], warmed=summary.warmed > 0)
+        return summary
+
+    def warm_job(
+        self,
+        chunks: Iterable[tuple[int, ...]],
+        *,
+        others: Sequence[tuple[int, ...]] = (),
+        **settings: Unpack[JobSettings],
+    ) -> WarmJob:
+        """Return a job that can be planned before it is run.
+
+        Args:
+            chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
+            others: token ids of passages that are not to be stored now but may be neighbours.
+            **settings: see `JobSettings`.
+        """
+        given_bases = settings.get("bases")
+        bases = tuple(given_bases) if given_bases is not None else self.bases
+        enrichment: EnrichmentPlan | None = None
+        if any(base.enriched for base in bases):
+            chunks = list(chunks)
+            enrichment = self._neighbour_policy.plan(
+                chunks,
+                others,
+                neighbours=settings.get("neighbours"),
+                vectors=settings.get("vectors"),
+                retrievals=settings.get("retrievals", ()),
+            )
+        return WarmJob(
+            self._target,
+            chunks,
+            bases=bases,
+            priority=settings.get("priority"),
+            enrichment=enrichment,
+            batch_tokens=settings.get("batch_tokens"),
+        )
+
+    def capture(
+        self,
+        groups: Iterable[Sequence[str]],
+        *,
+        keep: Collection[str] = ("variant",),
+        variants: int = 5,
+        rank: int = 32,
+    ) -> CaptureSummary:
+        """Prefill passages exactly behind those they were retrieved with, and store the results.
+
+        An entry is removed when one of the passages it was made of is gone from the store's sources, see `forget`.
+
+        Args:
+            groups: passages of one retrieval each, in their order.
+            keep: `variant` for whole caches, `difference` for their difference from the framed caches, `patch` for the
+                difference in low rank; see `ingestion.capture_job`.
+            variants: most contexts to keep of each passage; see `store.variant_slots`. A method looks at as many as its
+                own `slots` or `anchors` say: give both the same number.
+            rank: of patches.
+
+        Raises:
+            StoreError: if the store cannot be written.
+            ValueError: if `keep` names something unknown, or the rank is not offered.
+        """
+        job = CaptureJob(self._target, keep=keep, slots=variants, rank=rank, ledger=self._neighbour_policy.ledger())
+        return job.run(
+            self._neighbour_policy.permitted_group([self._prompts.chunk_ids(text) for text in group])
+            for group in groups
+        )
+
+    def put_generated(self, stream: TextStream, text: str | None = None) -> Kept:
+        """Store the keys and values of an answer that will be a passage of later prompts; for method `relaycaching`.
+
+        Only what was computed exactly is stored: ask with `method=make_method("full")`. The entry is removed when one
+        of the prompt's passages is gone from the store's sources, see `forget`.
+
+        Args:
+            stream: the answer, from `FusionEngine.stream`; it is finished first if it is not.
+            text: the passage, which begins as the answer does; the answer itself if None.
+
+        Returns:
+            What was stored, or why nothing was.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        generation = stream.result()
+        passage = generation.text if text is None else text
+        if stream.prefilled.prompt.joined and self.open_sources().has_restricted():
+            return Kept(None, reason="it was given over a text that may hold passages not everybody may read")
+        prompt_chunks = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
+        answer = self._prompts.chunk_ids(passage)
+        if len(self._neighbour_policy.permitted_group([*prompt_chunks, answer])) <= len(prompt_chunks):
+            return Kept(None, reason="it was given over a passage that not all who may read it may read")
+        return keep_generated(
+            self._lm,
+            self._store,
+            self._prompts,
+            stream.prefilled,
+            generation.ids,
+            passage,
+            ledger=self._neighbour_policy.ledger(),
+        )
+
+    def forget(self, source: str) -> int:
+        """Remove a document's passages from the store, in every tier; return the number of removed entries.
+
+        Passages that other documents have too stay.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        return self.open_sources().forget(source)
+
+    def prefetch(self, texts: Iterable[str], *, method: Method | None = None) -> None:
+        """Start bringing passages into the store's nearest tier; returns at once."""
+        self._store.prefetch(self._keys_of(texts, method))
+
+    def hint_next(self, texts: Iterable[str], *, steps: int = 1, method: Method | None = None) -> None:
+        """Announce passages that a request will need `steps` requests from now; returns at once.
+
+        For chains of questions whose next retrievals are known early (KVFlow, arXiv 2507.07400; see
+        `store.backends.hints`): the passages are brought into the nearest tier and kept there before others until they
+        were used. A second hint moves them; passages that are not stored are harmless.
+
+        Raises:
+            ValueError: if `steps` is less than 1.
+        """
+        self._store.hint(self._keys_of(texts, method), steps=steps)
+
+    def keys(self, ids: tuple[int, ...], bases: Iterable[Base]) -> list[ChunkKey]:
+        """Return the keys of a passage's token ids, one for each base; none for an empty passage."""
+        return [base.key(self._lm.fingerprint, self._prompts.prefix_ids, ids) for base in bases] if ids else []
+
+    def open_sources(self) -> Sources:
+        """Return the store's record of documents and their passages; opened when first needed, anew after a fork.
+
+        Raises:
+            StoreError: if the manifest cannot be opened.
+        """
+        with self._opening:
+            if self._sources is None or self._sources.forked:
+                self._inherited = self._sources  # to close it here would close it for the parent process
+                self._sources = Sources(self._store)
+                with suppress(StoreError):  # the manifest may be readable only
+                    if self._sources.unwanted_count():
+                        self._sources.collect()
+            return self._sources
+
+    @cached_property
+    def signatures(self) -> PassageSignatures:
+        """The signatures by which warmed passages are recognised in a text."""
+        return PassageSignatures(self.open_sources, self._lm.fingerprint)
+
+    def evict_removed(self) -> None:
+        """Drop the entries that other processes removed from the store, as noted in its manifest."""
+        if self._store.folder is None:
+            return
+        with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
+            self._followed, removed = self.open_sources().removed_since(self._followed)
+            if removed:
+                self._store.evict_removed(removed)
+
+    def close(self) -> None:
+        """Close the manifest."""
+        if self._sources is not None and not self._sources.forked:
+            self._sources.close()
+
+    def _note_signatures(
+        self, texts: Sequence[str], chunks: Sequence[tuple[int, ...]], base: Base, *, warmed: bool
+    ) -> None:
+        keyed = [(text, self.keys(chunk, [base])) for text, chunk in zip(texts, chunks, strict=True)]
+        try:
+            self.signatures.add((text, keys[0]) for text, keys in keyed if keys)
+        except StoreError:
+            if warmed:  # a library that cannot be written and is warm already stays as it is
+                raise
+
+    def _keys_of(self, texts: Iterable[str], method: Method | None) -> list[ChunkKey]:
+        bases = (method or self.method).bases
+        # A prompt's first passage may be read under any of the bases, the others under the method's own.
+        return [
+            key
+            for index, text in enumerate(texts)
+            for key in self.keys(self._prompts.chunk_ids(text), bases if index == 0 else bases[:1])
+        ]

@@ -1,0 +1,57 @@
+"""Where chunks are prefilled: a model, a store, and the fixed texts in front of the chunks."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.entry.header import entry_bytes
+from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.prefill_base import Base
+
+Ids = tuple[int, ...]
+"""Token ids of one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTarget:
+    """A model, the store that its caches go to, and the fixed texts in front of chunks.
+
+    Attributes:
+        lm: the model.
+        store: the store.
+        prefix_ids: token ids of the system prefix.
+        primer: token ids of the text in front of primed chunks, see `ingestion.primer`; empty without primed bases.
+    """
+
+    lm: LanguageModel
+    store: KVStore
+    prefix_ids: Ids
+    primer: Ids = ()
+
+    def key(self, base: Base, ids: Ids) -> ChunkKey:
+        """Return the key of a chunk under a base."""
+        return base.key(self.lm.fingerprint, self.prefix_ids, ids)
+
+    def entry_bytes(self, n_tokens: int) -> int:
+        """Return the size in bytes of a chunk's entry in the store."""
+        return entry_bytes(self.lm.shapes, self.lm.dtype, self.store.numbers, n_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingChunk:
+    """A chunk of a job under one base.
+
+    Attributes:
+        index: first index of the chunk among the job's chunks.
+        base: the base.
+        key: the key of its entry.
+        ids: its token ids, in four bytes each.
+    """
+
+    index: int
+    base: Base
+    key: ChunkKey
+    ids: array[int]
