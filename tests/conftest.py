@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.support.cli import Run
+from tests.support.engines import make_engine
 from tests.support.families import FAMILIES, build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -44,7 +45,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrained
 @pytest.fixture
 def engine(llama: LanguageModel) -> FusionEngine:
     """Return an engine over a tiny Llama and an empty store."""
-    return FusionEngine(llama, MemoryStore())
+    return make_engine(llama, MemoryStore())
 
 
 @pytest.fixture

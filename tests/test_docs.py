@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import METHODS, Method
+from qcfuse_rag import METHODS
 from qcfuse_rag import bundled as assets
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +49,6 @@ def test_examples_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    real_default: Method,
     loaded_once: None,
     few_documents: None,
 ) -> None:
@@ -92,7 +91,6 @@ def test_notebooks_run_and_carry_their_outputs(
     notebook: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
-    real_default: Method,
     loaded_once: None,
 ) -> None:
     if os.environ.get("QCFUSE_STRESS") != "full":

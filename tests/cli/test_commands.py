@@ -20,20 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from typer.main import get_command
 
 from qcfuse_rag import DiskStore, FusionEngine, make_method, open_store
-from qcfuse_rag.cli.app import app, main
+from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.library import open_library_store
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
+from tests.support.engines import METHOD_OPTIONS
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    build_model("llama", max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture
@@ -45,38 +38,22 @@ def documents(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `qcfuse ...` and return exit code, standard output and standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["qcfuse", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code: Any = 0
-        except SystemExit as stop:
-            code = stop.code
-        out = capsys.readouterr()
-        return int(code or 0), out.out, out.err
-
-    return call
-
-
-def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+def test_warm_then_ask(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu", "--json")
+    options = ("--store", store, "--model", model_folder, "--device", "cpu")
+    warming = ("warm", "run", documents, *options, "--base", "framed")
+    code, out, _ = run(*warming, "--json")
     summary = json.loads(out)
     assert (code, summary["documents"], summary["warmed"], summary["present"]) == (0, 3, 3, 0)
 
-    code, out, _ = run("warm", "run", documents, "--store", store, "--model", model, "--device", "cpu")
+    code, out, _ = run(*warming)
     assert code == 0
     assert "0 caches prefilled" in out
     assert "3 were there already" in out
 
     page = tmp_path / "page.html"
-    asking = ("ask", "Who keeps the paint?", "--store", store, "--model", model, "--device", "cpu", "--explain", page)
-    code, out, _ = run(*asking, "--max-new-tokens", 8, "--json")
+    asking = ("ask", "Who keeps the paint?", *options, "--explain", page)
+    code, out, _ = run(*asking, *METHOD_OPTIONS, "--max-new-tokens", 8, "--json")
     answer = json.loads(out)
     assert code == 0
     assert answer["report"]["fallback"] is None
@@ -86,7 +63,7 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
     assert len(answer["sources"]) == 3
 
     drawn = tmp_path / "drawn.html"
-    code, _, _ = run("explain", *asking[1:-2], "--out", drawn, "--top-k", 2)
+    code, _, _ = run("explain", *asking[1:-2], *METHOD_OPTIONS, "--out", drawn, "--top-k", 2)
     assert code == 0
     assert drawn.read_text().count(", probed") == 2
     code, out, err = run(*asking, "--max-new-tokens", 8, "--method", "reuse", "--base", "framed")
@@ -100,9 +77,9 @@ def test_warm_then_ask(run: Any, documents: Path, model: str, tmp_path: Path) ->
     assert "4 chunks" in " ".join(run("store", "stats", store)[1].split())
 
 
-def test_a_changed_document_replaces_its_passages(run: Any, documents: Path, model: str, tmp_path: Path) -> None:
+def test_a_changed_document_replaces_its_passages(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    options = ("--store", store, "--model", model, "--device", "cpu", "--json")
+    options = ("--store", store, "--model", model_folder, "--device", "cpu", "--json")
     run("warm", "run", documents, *options)
     (documents / "1.txt").write_text("The paint was sold. Nobody keeps it now.")
     run("warm", "run", documents, *options)
@@ -113,7 +90,7 @@ def test_a_changed_document_replaces_its_passages(run: Any, documents: Path, mod
     assert PASSAGES[1] not in texts
 
 
-def test_methods_lists_all_with_their_papers(run: Any) -> None:
+def test_methods_lists_all_with_their_papers(run: Run) -> None:
     code, out, _ = run("methods", "--json")
     methods = {m["name"]: m for m in json.loads(out)["methods"]}
     assert code == 0
@@ -132,15 +109,15 @@ def test_methods_lists_all_with_their_papers(run: Any) -> None:
     assert "qcfuse" in run("methods")[1]
 
 
-def test_models_check_proves_a_model(run: Any, model: str) -> None:
-    code, out, _ = run("models", "check", model, "--device", "cpu", "--json")
+def test_models_check_proves_a_model(run: Run, model_folder: str) -> None:
+    code, out, _ = run("models", "check", model_folder, "--device", "cpu", "--json")
     report = json.loads(out)
     assert (code, report["supported"], report["rope"]) == (0, True, ["half-split, 16 channels"])
     assert report["check"]["all_rows"] < 1e-4
-    assert "supported" in run("models", "check", model, "--device", "cpu")[1]
+    assert "supported" in run("models", "check", model_folder, "--device", "cpu")[1]
 
 
-def test_models_check_refuses_with_the_reason(run: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_models_check_refuses_with_the_reason(run: Run, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     build_model("llama", rope_parameters=rope).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -166,7 +143,7 @@ def test_models_check_refuses_with_the_reason(run: Any, tmp_path: Path, tokenize
     ],
 )
 def test_errors_are_one_line_and_exit_code_1(
-    run: Any, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*arguments)
@@ -177,12 +154,12 @@ def test_errors_are_one_line_and_exit_code_1(
     assert err.count("\n") == 1
 
 
-def test_debug_shows_the_traceback(run: Any, tmp_path: Path) -> None:
+def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no store in"):
         run("store", "stats", tmp_path, "--debug")
 
 
-def test_a_store_damaged_beyond_opening_is_one_line(run: Any, tmp_path: Path) -> None:
+def test_a_store_damaged_beyond_opening_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "store.json").write_text("no settings")
     code, _, err = run("store", "stats", tmp_path)
@@ -192,7 +169,7 @@ def test_a_store_damaged_beyond_opening_is_one_line(run: Any, tmp_path: Path) ->
     assert err.count("\n") == 1
 
 
-def test_a_store_whose_index_is_damaged_is_mended(run: Any, tmp_path: Path) -> None:
+def test_a_store_whose_index_is_damaged_is_mended(run: Run, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
         store.put(example_key(), example_chunk())
     (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
@@ -212,10 +189,10 @@ def test_the_demonstration_without_llama_index_says_what_to_install(run: Run, mo
 
 
 @pytest.fixture
-def made_in_python(model: str, tmp_path: Path) -> Path:
+def made_in_python(model_folder: str, tmp_path: Path) -> Path:
     """Return a store in a folder of its own, as `FusionEngine.load(..., store=FOLDER)` makes it."""
     folder = tmp_path / "st"
-    with FusionEngine.load(model, store=folder, device="cpu", verdict="ignore") as engine:
+    with FusionEngine.load(model_folder, store=folder, device="cpu", verdict="ignore") as engine:
         engine.warm(PASSAGES)
     return folder
 
@@ -240,13 +217,15 @@ def test_what_takes_passages_names_the_library_to_give_instead_of_a_store(
     assert (code, f"say --store {library.parent}" in err) == (1, True)
 
 
-def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(run: Run, made_in_python: Path, model: str) -> None:
+def test_a_verdict_is_kept_where_an_engine_over_the_store_looks(
+    run: Run, made_in_python: Path, model_folder: str
+) -> None:
     loose = ("--kl", 100, "--agreement", 0, "--loss", 1, "--size", 1, "--tokens", 1200, "--device", "cpu")
-    assert run("verify", "--store", made_in_python, "--model", model, *loose, "--json")[0] == 0
+    assert run("verify", "--store", made_in_python, "--model", model_folder, *loose, "--json")[0] == 0
     assert not (made_in_python / "kv").exists()
-    with FusionEngine.load(model, store=made_in_python, device="cpu", verdict="require") as engine:
+    with FusionEngine.load(model_folder, store=made_in_python, device="cpu", verdict="require") as engine:
         assert engine.verdict is not None
-    code, _, err = run("verify", "--store", made_in_python.parent, "--model", model, *loose)
+    code, _, err = run("verify", "--store", made_in_python.parent, "--model", model_folder, *loose)
     assert (code, "no store in" in err, (made_in_python.parent / "kv").exists()) == (1, True, False)
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import Method
 from tests.support.cli import Run
 
 SMALL = ("--size", 1, "--tokens", 1200, "--device", "cpu")
 LOOSE = ("--kl", 100, "--agreement", 0, "--loss", 1)
 
 
-def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str, real_default: Method) -> None:
+def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str) -> None:
     passed = run.json("verify", "--model", model_folder, *SMALL, *LOOSE)
     assert passed["passed"] is True
     assert passed["label"] == "auto over primed at ratio 0.05"
@@ -25,7 +24,7 @@ def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str,
 
 
 def test_a_verdict_on_a_librarys_own_passages_is_kept_and_spares_the_note(
-    run: Run, model_folder: str, corpus_file: Path, tmp_path: Path, real_default: Method
+    run: Run, model_folder: str, corpus_file: Path, tmp_path: Path
 ) -> None:
     store, about = tmp_path / "s", ("--model", model_folder)
     run.json("warm", "run", corpus_file, "--store", store, *about)

@@ -16,7 +16,11 @@ from qcfuse_rag.cli.job_record import RECORD_NAME, job_lock
 from qcfuse_rag.cli.library import KV_FOLDER
 from qcfuse_rag.retrieval.index import PassageIndex
 from tests.support.cli import Run
+from tests.support.engines import METHOD_OPTIONS
 from tests.support.passages import PASSAGES
+
+FRAMED = ("--base", "framed")
+"""One cache of each passage."""
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def documents(tmp_path: Path) -> Path:
 def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
     plan = run.json("warm", "plan", *options)
     assert (plan["documents"], plan["to_warm"], plan["present"]) == (3, 3, 0)
     assert not (tmp_path / "s").exists()
@@ -48,7 +52,18 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
 def test_what_does_not_fit_is_said_before_and_after(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--limit-gb", 0.0002)
+    options = (
+        documents,
+        "--store",
+        tmp_path / "s",
+        "--model",
+        model_folder,
+        "--device",
+        "cpu",
+        *FRAMED,
+        "--limit-gb",
+        0.0002,
+    )
     assert run.json("warm", "plan", *options)["left_out"] == 2
     summary = run.json("warm", "run", *options)
     assert (summary["warmed"], summary["left_out"]) == (1, 2)
@@ -115,7 +130,7 @@ def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
 ) -> None:
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     code, _, err = run("warm", "run", *options, "--ray", "auto", "--gpus-per-worker", 1)
-    assert (code, "the --dtype of who will answer" in err, err.count("\n")) == (1, True, 1)
+    assert (code, "the --dtype of the machine that answers" in err, err.count("\n")) == (1, True, 1)
     assert not (tmp_path / "s").exists(), "before anything is loaded or made"
 
 
@@ -151,7 +166,7 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_warmed(
     assert "passed over: cannot read" in run("warm", "run", documents, *options)[2]
     (documents / "many.jsonl").write_text("".join(f'{{"text": "", "source": "s{n}"}}\n' for n in range(30)))
     told = run("warm", "run", documents, *options)[2]
-    assert (told.count("passed over:"), "and 13 more: --json names them all" in told) == (20, True)
+    assert (told.count("passed over:"), "and 13 more: --json lists all" in told) == (20, True)
 
 
 def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
@@ -166,15 +181,15 @@ def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: 
     rows.write_text("\n".join(json.dumps({"text": f"Passage {i} about boats.", "source": str(i)}) for i in range(40)))
     store = tmp_path / "s"
     program = (
-        "import os, signal, sys; from qcfuse_rag.cli import job, app\n"
+        "import os, signal, sys; from qcfuse_rag.cli import job_record, app\n"
         "def advance(self, done, total):\n"
         "    self.done_tokens, self.total_tokens = done, total; self.save()\n"
         "    if done * 2 > total: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "job.JobRecord.advance = advance\n"
+        "job_record.JobRecord.advance = advance\n"
         "app.main()\n"
     )
     command = [sys.executable, "-c", program, "warm", "run", str(rows), "--store", str(store)]
-    options = ["--model", model_folder, "--device", "cpu", "--batch-tokens", "60"]
+    options = ["--model", model_folder, "--device", "cpu", "--batch-tokens", "60", *FRAMED]
     killed = subprocess.run([*command, *options], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     status = run.json("warm", "status", "--store", store)
@@ -205,7 +220,7 @@ def test_a_failed_job_says_why(run: Run, documents: Path, model_folder: str, tmp
 def test_documents_that_vanish_take_their_caches_along(
     run: Run, documents: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", *FRAMED)
     run.json("warm", "run", *options)
     (documents / "1.txt").unlink()
     run.json("warm", "run", *options)
@@ -236,13 +251,22 @@ def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_a
 def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
     """Asking counts what it retrieves; a store with room for one then keeps the most retrieved."""
     store, options = tmp_path / "s", ("--model", model_folder, "--device", "cpu")
-    run.json("warm", "run", documents, "--store", store, *options)
+    run.json("warm", "run", documents, "--store", store, *options, *FRAMED)
     asked = run.json(
-        "ask", "When does the council meet?", "--store", store, *options, "--top-k", 1, "--max-new-tokens", 1
+        "ask",
+        "When does the council meet?",
+        "--store",
+        store,
+        *options,
+        *METHOD_OPTIONS,
+        "--top-k",
+        1,
+        "--max-new-tokens",
+        1,
     )
     [source] = asked["sources"]
     run.text("store", "clear", store, "--yes")
-    run.json("warm", "run", documents, "--store", store, *options, "--limit-gb", 0.0002)
+    run.json("warm", "run", documents, "--store", store, *options, *FRAMED, "--limit-gb", 0.0002)
     missing = {name: s["missing"] for name, s in run.json("store", "sources", store)["sources"].items()}
     assert missing.pop(source) == 0
     assert list(missing.values()) == [1, 1]
@@ -255,7 +279,7 @@ def test_tenants_see_only_their_own(
     monkeypatch.setenv("QCFUSE_SECRET", "a secret of more than sixteen bytes")
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     run.json("warm", "run", documents, *options, "--tenant", "acme")
-    answer = run.json("ask", "Who?", *options, "--tenant", "acme", "--max-new-tokens", 1)
+    answer = run.json("ask", "Who?", *options, *METHOD_OPTIONS, "--tenant", "acme", "--max-new-tokens", 1)
     assert answer["report"]["fallback"] is None
     code, _, err = run("ask", "Who?", *options, "--tenant", "other", "--max-new-tokens", 1)
     assert (code, "no passages" in err) == (1, True)
@@ -266,11 +290,11 @@ def test_an_encrypted_library_needs_its_secret(
     run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
-    code, _, err = run("warm", "run", documents, *options, "--encrypt")
+    code, _, err = run("warm", "run", documents, *options, *FRAMED, "--encrypt")
     assert (code, "set QCFUSE_SECRET" in err) == (1, True)
     monkeypatch.setenv("QCFUSE_SECRET", "a secret of more than sixteen bytes")
-    run.json("warm", "run", documents, *options, "--encrypt")
-    assert run.json("ask", "Who?", *options, "--max-new-tokens", 1)["report"]["fallback"] is None
+    run.json("warm", "run", documents, *options, *FRAMED, "--encrypt")
+    assert run.json("ask", "Who?", *options, *METHOD_OPTIONS, "--max-new-tokens", 1)["report"]["fallback"] is None
     assert run.json("store", "fsck", tmp_path / "s")["sound"] == 4
     monkeypatch.delenv("QCFUSE_SECRET")
     code, _, err = run("ask", "Who?", *options)

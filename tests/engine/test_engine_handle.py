@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
 from qcfuse_rag.engine.engine_handle import ServedEngine
 from qcfuse_rag.errors import MisplacedSetting
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -25,7 +26,7 @@ def answer(served: ServedEngine) -> str:
 
 def test_closing_frees_the_model_and_asking_loads_it_again(tokenizer: PreTrainedTokenizerFast) -> None:
     def load() -> FusionEngine:
-        return FusionEngine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
+        return make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
 
     served = ServedEngine(load)
     first = answer(served)
@@ -41,16 +42,16 @@ def test_closing_frees_the_model_and_asking_loads_it_again(tokenizer: PreTrained
 def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_disk: bool) -> None:
     """Threads are not there after a fork, and SQLite's connections must not be used."""
     with open_store(tmp_path / "kv" if on_disk else None) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES, sources=["a", "b", "c"])
         served = ServedEngine.of(engine)
         expected = answer(served)
         child = os.fork()
         if not child:
             try:
-                here = engine.sources
+                here = engine.corpus.open_sources()
                 same = answer(served) == expected and here.names() == ["a", "b", "c"]
-                os._exit(0 if same and here is engine.sources else 1)
+                os._exit(0 if same and here is engine.corpus.open_sources() else 1)
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -61,7 +62,7 @@ def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_d
 
 def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as store, open_store(tmp_path) as other:
-        serving, elsewhere = FusionEngine(llama, store), FusionEngine(llama, other)
+        serving, elsewhere = make_engine(llama, store), make_engine(llama, other)
         serving.warm(PASSAGES, sources=["a", "b", "c"])
         prompt = serving.prompt(QUESTION, PASSAGES)
         near = store.tiers[0]

@@ -33,6 +33,7 @@ from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.engines import make_engine
 from tests.support.families import FAMILIES, build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -66,11 +67,11 @@ def wait_until(true: Any) -> None:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_step_of_several_requests_is_a_step_of_each(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = FusionEngine(LanguageModel.wrap(build_model(family), tokenizer), MemoryStore())
+    engine = make_engine(LanguageModel.wrap(build_model(family), tokenizer), MemoryStore())
     engine.warm(PASSAGES)
     lm = engine.lm
-    given = [engine.prefill(prompt, room=2) for prompt in prompts(engine)]
-    alone = [engine.prefill(prompt, room=2) for prompt in prompts(engine)]
+    given = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
+    alone = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]
     tokens = [int(one.logits.argmax()) for one in given]
     positions = [len(one.prompt) for one in given]
     together = forward_step(lm, tokens, positions, [one.buffer for one in given])
@@ -270,7 +271,7 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 
 @pytest.mark.parametrize("method", ["full", "qcfuse", "cacheblend"])
 def test_a_prefill_in_parts_is_the_prefill(family: LanguageModel, method: str) -> None:
-    engine, pauses = FusionEngine(family, MemoryStore()), []
+    engine, pauses = make_engine(family, MemoryStore()), []
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)

@@ -28,6 +28,7 @@ from qcfuse_rag.store.prefill_base import BLIND
 from qcfuse_rag.verification.samples import Sample, find_answers
 from tests.support import references
 from tests.support.cli import Run
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 ANSWERED = Sample(QUESTION, tuple(PASSAGES), answers=("the harbour school",), supporting=(1,))
@@ -101,7 +102,7 @@ def test_the_attention_of_every_layer_is_that_of_the_rows_a_probe_has(engine: Fu
 
 
 def test_all_families_can_be_profiled(family: LanguageModel) -> None:
-    attention = attention_by_layer(family, FusionEngine(family, MemoryStore()).prompt(QUESTION, PASSAGES))
+    attention = attention_by_layer(family, make_engine(family, MemoryStore()).prompt(QUESTION, PASSAGES))
     assert torch.allclose(attention.sum(1), torch.ones(family.n_layers), atol=1e-4)
 
 

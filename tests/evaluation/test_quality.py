@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, SamplingParams, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.quality.measure import on_methods
@@ -21,6 +21,7 @@ from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
 from tests.support.cli import Run
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -75,11 +76,11 @@ def bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer: Any) -> None:
     lm = LanguageModel.wrap(build_model(family), tokenizer, name=family)
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     chosen = configurations(["reuse", "random", "qcfuse"], [0.2, 0.6], ["blind", "framed"])
     prepare(engine, chosen, PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
-    prefilled = (engine.prefill(prompt, method=one.method, room=24) for one in chosen)
+    prefilled = (engine.prefill(prompt, method=one.method, answer_tokens=24) for one in chosen)
     together = BatchedDecoder.stack(lm, prefilled, len(chosen), len(prompt), 24)
     gold = tuple(tokenizer("the harbour school of the island", add_special_tokens=False)["input_ids"])[:20]
 
@@ -90,7 +91,9 @@ def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer:
         alone = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=one.method)
         assert ids == alone.ids
         assert together.text(ids) == alone.text.strip()
-        apart = BatchedDecoder.stack(lm, [engine.prefill(prompt, method=one.method, room=24)], 1, len(prompt), 24)
+        apart = BatchedDecoder.stack(
+            lm, [engine.prefill(prompt, method=one.method, answer_tokens=24)], 1, len(prompt), 24
+        )
         assert apart.gold_nll(gold)[0] == pytest.approx(nll, abs=1e-4)
 
 
@@ -98,7 +101,7 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
     import torch
 
     prompt, gold = engine.prompt(QUESTION, PASSAGES), tuple(range(30, 60))
-    full = engine.prefill(prompt, method=make_method("full"), room=len(gold))
+    full = engine.prefill(prompt, method=make_method("full"), answer_tokens=len(gold))
     found = BatchedDecoder.stack(engine.lm, [full], 1, len(prompt), len(gold)).gold_nll(gold)[0]
     with torch.inference_mode():
         logits = engine.lm.model(torch.tensor([[*prompt.ids, *gold]])).logits[0, len(prompt) - 1 : -1]
@@ -108,7 +111,7 @@ def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngin
 
 def test_a_sequence_ends_at_its_end_token(engine: FusionEngine) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
-    one = engine.prefill(prompt, method=make_method("full"), room=8)
+    one = engine.prefill(prompt, method=make_method("full"), answer_tokens=8)
     together = BatchedDecoder.stack(engine.lm, [one, one], 2, len(prompt), 8)
     end = min(end_tokens(engine.lm))
     together.logits[0, end] = together.logits.max() + 1
@@ -409,9 +412,7 @@ def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) 
     assert "name a dataset" in bench.fails("--methods", "full", dataset=",,")
 
 
-def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(
-    bench: Bench, real_default: Method
-) -> None:
+def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(bench: Bench) -> None:
     assert {record["method"] for record in bench("--size", 1)["records"]} == {"full", "auto"}
 
 

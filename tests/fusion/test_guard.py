@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.runners import loading_first
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.estimate import estimate_prefill
@@ -20,6 +21,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
@@ -79,7 +81,7 @@ def test_an_outlook_is_what_then_happens(engine: FusionEngine) -> None:
 def test_a_refused_prompt_is_computed_in_full_and_says_why(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), guarded(ratio=1.0)
-    done = prefill(engine.lm, engine.store, prompt, method, costs=lambda: replace(FAST, load_s=0.1))
+    done = prefill(loading_first(engine.lm, engine.store, costs=lambda: replace(FAST, load_s=0.1)), prompt, method)
     exact = engine.prefill(prompt, method=make_method("full"))
     assert torch.allclose(done.logits, exact.logits, atol=1e-4)
     assert done.report.method == "qcfuse"
@@ -93,7 +95,7 @@ def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(eng
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
     report = prefill(
-        engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES[1:]), guarded(), costs=lambda: dear
+        loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES[1:]), guarded()
     ).report
     assert report.fallback == "2 of 2 passages computed in full: absent"
     assert [lookup.hit for lookup in report.lookups if lookup.role == "chunk"] == [False, False]
@@ -102,7 +104,7 @@ def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(eng
 def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
-    report = prefill(engine.lm, engine.store, engine.prompt(QUESTION, PASSAGES), guarded(), costs=lambda: dear).report
+    report = prefill(loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES), guarded()).report
     assert str(report.fallback).startswith("computed in full, ")
     assert str(report.fallback).endswith("; 2 of 3 passages are absent")
 
@@ -112,24 +114,24 @@ def test_nothing_is_measured_for_a_prompt_of_which_nothing_is_stored(engine: Fus
         raise AssertionError("asked for costs")
 
     prompt = engine.prompt(QUESTION, PASSAGES)
-    assert prefill(engine.lm, MemoryStore(), prompt, guarded(), costs=never).report.rows == len(prompt)
+    assert prefill(loading_first(engine.lm, MemoryStore(), costs=never), prompt, guarded()).report.rows == len(prompt)
 
 
 def test_costs_are_measured_once_and_hold_for_the_engines_life(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
-    first = engine.costs()
+    first = engine.runner.costs()
     engine.prefill(engine.prompt(QUESTION, PASSAGES), method=guarded())
-    assert engine.costs() is first
+    assert engine.runner.costs() is first
     assert first.row_s > 0
     assert first.load_s > 0
 
 
 def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageModel) -> None:
-    engine = FusionEngine(llama, MemoryStore())
-    assert engine.costs().load_s == 0.0
+    engine = make_engine(llama, MemoryStore())
+    assert engine.runner.costs().load_s == 0.0
     assert measure_loading(llama, engine.store) is None
     engine.warm(PASSAGES, bases=(FRAMED,))
-    assert engine.costs().load_s > 0
+    assert engine.runner.costs().load_s > 0
 
 
 def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
@@ -158,14 +160,14 @@ def test_a_margin_must_be_above_zero() -> None:
 
 def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES, bases=(FRAMED,))
-        first = engine.costs()
+        first = engine.runner.costs()
     [path] = tmp_path.glob("costs-*.json")
     with DiskStore(tmp_path) as store:
-        assert FusionEngine(llama, store).costs() == first
+        assert make_engine(llama, store).costs() == first
         path.write_text("{")
-        assert FusionEngine(llama, store).costs() != first
+        assert make_engine(llama, store).costs() != first
     assert read_costs(path) is not None
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from qcfuse_rag.generation.batch import answer_many
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.generation.batch import shared_tokens, sharing_order
@@ -16,6 +17,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -33,7 +35,7 @@ LENGTH = 6
 @pytest.fixture(scope="module", params=FAMILIES)
 def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
     lm = LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES[:2], bases=(BLIND, FRAMED))  # the third is computed whenever it is asked for
     return engine
 
@@ -50,7 +52,7 @@ def batch(engine: FusionEngine) -> list[Prompt]:
 def test_answers_are_those_of_one_by_one(engine: FusionEngine, name: str) -> None:
     prompts, params = batch(engine), SamplingParams(max_new_tokens=LENGTH)
     alone = [engine.generate(prompt, params, method=METHODS[name]) for prompt in prompts]
-    together = engine.answer_many(prompts, params, method=METHODS[name])
+    together = answer_many(engine.runner, prompts, params, method=METHODS[name])
     assert [answer.ids for answer in together] == [answer.ids for answer in alone]
     assert [answer.text for answer in together] == [answer.text for answer in alone]
     for mine, yours in zip(together, alone, strict=True):
@@ -62,7 +64,7 @@ def test_answers_are_those_of_one_by_one(engine: FusionEngine, name: str) -> Non
 
 def test_full_prefill_is_the_models_own(engine: FusionEngine) -> None:
     prompts = batch(engine)[:4]
-    found = engine.answer_many(prompts, SamplingParams(max_new_tokens=LENGTH), method=METHODS["full"])
+    found = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=LENGTH), method=METHODS["full"])
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.ids) == references.greedy_continuation(engine.lm, prompt.ids, LENGTH)[: len(answer.ids)]
 
@@ -72,7 +74,7 @@ def test_every_beginning_is_computed_once(engine: FusionEngine) -> None:
     prompts = batch(engine)
     nodes = {(p.prefix_ids, *(s.ids for s in p.segments[: n + 1])) for p in prompts for n in range(len(p.segments) - 1)}
     ends = sum(len(prompt.segments[-1].ids) for prompt in prompts)
-    found = engine.answer_many(prompts, SamplingParams(max_new_tokens=1), method=METHODS["full"])
+    found = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=1), method=METHODS["full"])
     assert sum(answer.report.rows for answer in found) == sum(len(node[-1]) for node in nodes) + ends
     assert sum(answer.report.rows for answer in found) < 0.8 * sum(map(len, prompts))
 
@@ -83,7 +85,7 @@ def test_every_shared_chunk_is_loaded_once(engine: FusionEngine) -> None:
     method, params = METHODS["reuse"], SamplingParams(max_new_tokens=1)
     alone = engine.generate(prompts[0], params, method=method).report
     hits = engine.store.stats()[0].hits
-    found = [answer.report for answer in engine.answer_many(prompts, params, method=method)]
+    found = [answer.report for answer in answer_many(engine.runner, prompts, params, method=method)]
     assert sum(report.bytes_loaded for report in found) == alone.bytes_loaded
     assert engine.store.stats()[0].hits - hits == 3, "the head and two passages"
     assert {report.rows for report in found} == {alone.rows}
@@ -106,32 +108,32 @@ def test_one_prompt_too_long_is_told_before_any_work(engine: FusionEngine, monke
     prompts = [engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION, PASSAGES * 8)]
     done: list[tuple[int, int]] = []
     with pytest.raises(PromptTooLong, match="context window"):
-        engine.answer_many(prompts, progress=lambda *counts: done.append(counts))
+        answer_many(engine.runner, prompts, progress=lambda *counts: done.append(counts))
     assert done == []
 
 
 def test_progress_counts_answers(engine: FusionEngine) -> None:
     done: list[tuple[int, int]] = []
     prompts = batch(engine)[:3]
-    engine.answer_many(prompts, SamplingParams(max_new_tokens=1), progress=lambda *counts: done.append(counts))
+    answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=1), progress=lambda *counts: done.append(counts))
     assert done == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_sampled_answers_follow_their_seed(engine: FusionEngine) -> None:
     prompts, params = batch(engine)[:3], SamplingParams(max_new_tokens=LENGTH, temperature=1.2, seed=3)
     alone = [engine.generate(prompt, params).ids for prompt in prompts]
-    assert [answer.ids for answer in engine.answer_many(prompts, params)] == alone
+    assert [answer.ids for answer in answer_many(engine.runner, prompts, params)] == alone
 
 
 def test_no_prompts_no_answers(engine: FusionEngine) -> None:
-    assert engine.answer_many([]) == []
+    assert answer_many(engine.runner, []) == []
 
 
 def test_a_store_that_hangs_costs_each_prompt_its_limit_and_nothing_else(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama"), tokenizer)
-    engine = FusionEngine(lm, MemoryStore(), load_limit_s=0.3)
+    engine = make_engine(lm, MemoryStore(), load_limit_s=0.3)
     engine.warm(PASSAGES[:2], bases=(BLIND, FRAMED))
     params, full = SamplingParams(max_new_tokens=2), METHODS["full"]
     prompts, released = batch(engine)[:2], threading.Event()
@@ -143,7 +145,7 @@ def test_a_store_that_hangs_costs_each_prompt_its_limit_and_nothing_else(
         return get(key)
 
     monkeypatch.setattr(engine.store, "get", hanging)
-    answers = engine.answer_many(prompts, params, method=METHODS["reuse"])
+    answers = answer_many(engine.runner, prompts, params, method=METHODS["reuse"])
     released.set()
     assert [answer.ids for answer in answers] == expected
     assert all("0.3 s" in str(answer.report.fallback) for answer in answers)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCFuseError, SamplingParams, Scheduler
 from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
@@ -296,7 +297,7 @@ class TestSchemas:
 
     def test_verified_answers_follow_no_grammar(self, engine: FusionEngine) -> None:
         with pytest.raises(ValueError, match="not a grammar"):
-            engine.generate_speculative(engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))
+            generate_speculative(engine.runner, engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))
 
     def test_without_llguidance_the_fix_is_named(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())

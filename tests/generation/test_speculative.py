@@ -10,11 +10,13 @@ from itertools import product, takewhile
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -27,7 +29,7 @@ FULL = make_method("full")
 @pytest.fixture(scope="module", params=FAMILIES)
 def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
     lm = LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED))
     return engine
 
@@ -50,7 +52,7 @@ def test_the_answer_is_the_models_own_greedy_continuation(engine: FusionEngine, 
     expected = up_to_the_end(engine, references.greedy_continuation(engine.lm, prompt.ids, LENGTH))
     plain = engine.generate(prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL)
     for method, draft in product(METHODS, [1, 3, 25]):
-        found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=draft)
+        found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=draft)
         assert found.ids == expected, (method.name, draft)
         assert same(found, plain)
 
@@ -82,12 +84,12 @@ def test_the_counts_are_those_of_drafts_that_start_afresh(engine: FusionEngine, 
         compared += min(len(right) + 1, len(drafted), len(exact) - done)
         done += len(right) + 1
 
-    found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=size)
+    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=size)
     assert (found.drafted, found.compared, found.accepted, found.passes) == (total, compared, accepted, passes)
 
 
 def test_an_exact_draft_is_accepted_whole(engine: FusionEngine, prompt: Prompt) -> None:
-    found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL, draft=9)
+    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL, draft=9)
     assert found.compared == found.accepted
     assert found.agreement == 1.0
     assert found.passes == -(-(len(found.ids) - 1) // 10), "nine drafted tokens and one exact one a pass"
@@ -95,7 +97,7 @@ def test_an_exact_draft_is_accepted_whole(engine: FusionEngine, prompt: Prompt) 
 
 def test_drafts_take_fewer_passes_than_decoding(engine: FusionEngine, prompt: Prompt) -> None:
     method = make_method("random", ratio=0.9)
-    found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=LENGTH), method=method)
+    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method)
     assert 0 < found.passes <= len(found.ids) - 1
     assert 0.0 <= found.agreement <= 1.0
     assert found.accepted <= found.compared <= found.drafted
@@ -104,7 +106,7 @@ def test_drafts_take_fewer_passes_than_decoding(engine: FusionEngine, prompt: Pr
 @pytest.mark.parametrize("length", [1, 2, 3, 25, 26, 27])
 def test_the_length_limit_is_respected(engine: FusionEngine, prompt: Prompt, length: int) -> None:
     params = SamplingParams(max_new_tokens=length)
-    assert same(engine.generate_speculative(prompt, params), engine.generate(prompt, params, method=FULL))
+    assert same(generate_speculative(engine.runner, prompt, params), engine.generate(prompt, params, method=FULL))
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 7])
@@ -115,7 +117,7 @@ def test_an_end_token_ends_it_wherever_in_a_draft(
     assert engine.lm.model.generation_config is not None
     monkeypatch.setattr(engine.lm.model.generation_config, "eos_token_id", [free.ids[at], 2])
     for method in (*METHODS, FULL):
-        found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=12), method=method, draft=5)
+        found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=12), method=method, draft=5)
         assert same(found, engine.generate(prompt, SamplingParams(max_new_tokens=12), method=FULL))
         assert found.finish_reason == "end"
 
@@ -128,13 +130,13 @@ def test_a_stop_string_ends_it_and_is_cut_off(engine: FusionEngine) -> None:
         if len(text := engine.generate(prompt, SamplingParams(max_new_tokens=24), method=FULL).text) > 3
     )
     params = SamplingParams(max_new_tokens=24, stop=(free[len(free) // 2 :][:3],))
-    found = engine.generate_speculative(prompt, params, draft=6)
+    found = generate_speculative(engine.runner, prompt, params, draft=6)
     assert same(found, engine.generate(prompt, params, method=FULL))
     assert found.finish_reason == "stop"
 
 
 def test_both_prefills_are_reported_and_it_is_plain_data(engine: FusionEngine, prompt: Prompt) -> None:
-    found = engine.generate_speculative(prompt, SamplingParams(max_new_tokens=6), method=METHODS[1])
+    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=6), method=METHODS[1])
     assert (found.report.method, found.exact.method) == ("qcfuse", "full")
     assert found.report.reused_tokens > 0 == found.exact.reused_tokens
     data = json.loads(json.dumps(found.to_dict()))
@@ -144,11 +146,11 @@ def test_both_prefills_are_reported_and_it_is_plain_data(engine: FusionEngine, p
 
 def test_what_cannot_be_verified_is_refused_before_any_work(engine: FusionEngine, prompt: Prompt) -> None:
     with pytest.raises(ValueError, match=r"only greedy answers can be verified, not temperature 0\.7; set it to 0"):
-        engine.generate_speculative(prompt, SamplingParams(temperature=0.7))
+        generate_speculative(engine.runner, prompt, SamplingParams(temperature=0.7))
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
-        engine.generate_speculative(prompt, draft=0)
+        generate_speculative(engine.runner, prompt, draft=0)
     with pytest.raises(PromptTooLong, match="context window"):
-        engine.generate_speculative(prompt, SamplingParams(max_new_tokens=5000))
+        generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=5000))
 
 
 def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_the_same(
@@ -156,9 +158,9 @@ def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_the_same(
 ) -> None:
     params, released = SamplingParams(max_new_tokens=6), threading.Event()
     expected = engine.generate(prompt, params, method=FULL)
-    impatient = FusionEngine(engine.lm, engine.store, load_limit_s=0.3)
+    impatient = make_engine(engine.lm, engine.store, load_limit_s=0.3)
     monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))
-    found = impatient.generate_speculative(prompt, params, method=METHODS[0])
+    found = generate_speculative(impatient.runner, prompt, params, method=METHODS[0])
     released.set()
     assert same(found, expected)
     assert "0.3 s" in str(found.report.fallback)

@@ -14,6 +14,7 @@ from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method
 from qcfuse_rag.fusion.selectors import SelectNone
 from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, PRIMED, Base
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -35,9 +36,9 @@ def fused(name: str, **options: object) -> Method:
 
 @pytest.fixture(scope="module")
 def warmed(family: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
-    engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
+    engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
     return engine
 
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.engines import make_engine
 from tests.support.families import FAMILIES, build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -27,7 +29,7 @@ WITH_EXPERTS = ("gpt-oss-sinks", "qwen2-moe-silent-window")
 
 
 def engine_on(device: str, dtype: torch.dtype, family: str, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
-    engine = FusionEngine(LanguageModel.wrap(build_model(family).to(device, dtype), tokenizer), MemoryStore())
+    engine = make_engine(LanguageModel.wrap(build_model(family).to(device, dtype), tokenizer), MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED))
     return engine
 
@@ -65,10 +67,13 @@ def test_decode_steps_are_recorded_for_every_family(
     engine = engine_on("cuda", dtype, family, tokenizer)
     stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=1))
     position, buffer = stream.report.prompt_tokens, stream.prefilled.buffer
-    engine.step.compile(requests=(1, 2))
+    engine.runner.decodes.compile(requests=(1, 2))
     if family not in WITH_EXPERTS:
-        assert engine.step.refusal is None
-    found, expected = engine.step([5], [position], [buffer]), forward_step(engine.lm, [5], [position], [buffer])
+        assert engine.runner.decodes.refusal is None
+    found, expected = (
+        engine.runner.decodes([5], [position], [buffer]),
+        forward_step(engine.lm, [5], [position], [buffer]),
+    )
     off = {torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]  # parts of keys are added up in another order
     assert float((found - expected).norm() / expected.norm()) < off
 
@@ -82,14 +87,14 @@ def test_fused_passes_are_recorded_for_every_family(
     prompt = engine.prompt(QUESTION, PASSAGES)
     methods = [make_method("prophetkv", ratio=0.3, base=FRAMED), make_method("reuse", base=FRAMED)]
     expected = [engine.prefill(prompt, method=method) for method in methods]
-    engine.passes.compile(rows=(16, 128))
+    engine.runner.prefills.compile(rows=(16, 128))
     if family not in WITH_EXPERTS:
-        assert engine.passes.refusal is None
+        assert engine.runner.prefills.refusal is None
     for _ in range(5):  # what is not waited for shows now and then
         for method, launched in zip(methods, expected, strict=True):
-            before = engine.passes.replayed
+            before = engine.runner.prefills.replayed
             found = engine.prefill(prompt, method=method)
-            assert engine.passes.replayed > before or engine.passes.refusal is not None
+            assert engine.runner.prefills.replayed > before or engine.runner.prefills.refusal is not None
             if found.report.selected == launched.report.selected:  # near ties may go either way in half precision
                 assert float((found.logits - launched.logits).norm() / launched.logits.norm()) < 5e-2
 
@@ -116,10 +121,10 @@ def test_loading_beside_a_pass_gives_what_loading_first_gives(
     lm = LanguageModel.wrap(build_model("llama").to("cuda", torch.float16), tokenizer)
     store = MemoryStore(**held)
     store.numbers = numbers
-    engine = FusionEngine(lm, store)
+    engine = make_engine(lm, store)
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    first = prefill(lm, store, prompt, method)
+    first = prefill(loading_first(lm, store), prompt, method)
     for _ in range(20):  # a transfer that is not waited for shows now and then
         during = engine.prefill(prompt, method=method)
         assert torch.equal(first.logits, during.logits)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import DiskStore, FusionEngine, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
+from qcfuse_rag import DiskStore, KVStore, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import KVStoreTests, example_chunk, example_key
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -43,7 +44,7 @@ def test_answers_do_not_depend_on_the_tier(numbers: str, tmp_path: Path, tokeniz
     with DiskStore(tmp_path, numbers=numbers) as disk:
         host = TieredStore(MemoryStore(pinned=True, numbers=numbers), disk)
         device = TieredStore(MemoryStore(device="cuda:0", numbers=numbers), host)
-        engines = [FusionEngine(lm, store) for store in (disk, host, device)]
+        engines = [make_engine(lm, store) for store in (disk, host, device)]
         engines[2].warm(PASSAGES)
         prompt = engines[0].prompt(QUESTION, PASSAGES)
         logits = [engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).logits for engine in engines]

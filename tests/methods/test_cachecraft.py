@@ -21,6 +21,7 @@ from qcfuse_rag.store.key import ChunkKey, hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -32,7 +33,7 @@ D = "Mondays are quiet in the harbour, and the captain of the ferry paints her o
 def captured(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose passages have met in several orders."""
     engine.warm([A, B, C, D], bases=(FRAMED,))
-    engine.capture([[A, B, C], [D, B], [B, A, D, C]])
+    engine.corpus.capture([[A, B, C], [D, B], [B, A, D, C]])
     return engine
 
 
@@ -154,9 +155,9 @@ def test_each_passage_has_as_many_tokens_mended_as_it_demands_those_that_looked_
 
 
 def test_passages_that_meet_as_they_were_captured_are_exact(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(FRAMED,))
-    engine.capture([PASSAGES, [C, A]])
+    engine.corpus.capture([PASSAGES, [C, A]])
     prompt = engine.prompt("What else?", PASSAGES)
     done = engine.prefill(prompt, method=make_method("cachecraft"))
     assert [lookup.note for lookup in chunk_lookups(done.report)[1:]] == ["variant-0, exact"] * 2

@@ -12,13 +12,14 @@ from torch import Tensor
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.adapters import add_differences
 from qcfuse_rag.methods.kamera import StoredPatches
-from qcfuse_rag.store.chunk import compress
+from qcfuse_rag.store.chunk import to_format
 from qcfuse_rag.store.context_distance import attention_mass, context_distance, context_overlap, kendall_distance
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from qcfuse_rag.store.variant_slots import Slot, filled_slots, slot_key
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -83,8 +84,8 @@ def test_distance_counts_what_is_gone_what_is_new_and_what_changed_places() -> N
 
 def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_written_in() -> None:
     for numbers in ("model", "int8"):
-        chunk = compress(example_chunk(1, n_tokens=30), numbers)
-        patch = compress(example_chunk(2, n_tokens=30), "rank4")
+        chunk = to_format(example_chunk(1, n_tokens=30), numbers)
+        patch = to_format(example_chunk(2, n_tokens=30), "rank4")
         total = add_differences(chunk, [(0.25, patch), (2.0, example_chunk(3, n_tokens=30))], first_layer=1)
         assert total.numbers == "model"
         assert total.names() == example_chunk().names()
@@ -101,9 +102,9 @@ def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_writte
 
 
 def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    engine.capture([PASSAGES], keep=("patch",), rank=64)
+    engine.corpus.capture([PASSAGES], keep=("patch",), rank=64)
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kamera"))
@@ -119,7 +120,7 @@ def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: Languag
 def test_a_patch_is_the_truncated_singular_value_decomposition_of_what_the_context_changes(
     engine: FusionEngine,
 ) -> None:
-    engine.capture([PASSAGES], keep=("patch",), rank=4)
+    engine.corpus.capture([PASSAGES], keep=("patch",), rank=4)
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("kamera"))
@@ -138,7 +139,7 @@ def test_a_patch_is_the_truncated_singular_value_decomposition_of_what_the_conte
 
 def test_a_patch_of_another_context_is_left_alone(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, "Something else."])
-    engine.capture([PASSAGES[:2]], keep=("patch",))
+    engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
     stale = engine.prompt(QUESTION, ["Something else.", PASSAGES[1]])
     assert notes(engine, stale) == [None, "no patch fits, best overlap 0.00"]
     patched, plain = (engine.prefill(stale, method=make_method(name)) for name in ("kamera", "reuse"))
@@ -148,7 +149,7 @@ def test_a_patch_of_another_context_is_left_alone(engine: FusionEngine) -> None:
 
 def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.capture([PASSAGES], keep=("patch",))
+    engine.corpus.capture([PASSAGES], keep=("patch",))
     [kept] = filled_slots(
         engine.store,
         "patch",
@@ -167,7 +168,9 @@ def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: Fus
 
 def test_of_patches_that_fit_alike_the_one_with_the_fewest_strangers_is_taken(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.capture([[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]], keep=("patch",))
+    engine.corpus.capture(
+        [[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]], keep=("patch",)
+    )
     assert notes(engine, engine.prompt(QUESTION, PASSAGES))[-1] == "patch-1, overlap 1.00"
     assert notes(engine, engine.prompt(QUESTION, [PASSAGES[0], PASSAGES[2]]))[-1] == "patch-0, overlap 1.00"
     turned = engine.prompt(QUESTION, [PASSAGES[1], PASSAGES[0], PASSAGES[2]])
@@ -176,21 +179,21 @@ def test_of_patches_that_fit_alike_the_one_with_the_fewest_strangers_is_taken(en
 
 def test_a_conversation_in_front_is_no_context_a_patch_was_born_in(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.capture([PASSAGES], keep=("patch",))
+    engine.corpus.capture([PASSAGES], keep=("patch",))
     prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello.")])
     assert notes(engine, prompt) == ["no patch is for what stands in front"] * 3
 
 
 def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: FusionEngine) -> None:
     from qcfuse_rag.errors import CorruptEntry
-    from qcfuse_rag.store.chunk import Blocks, HeldBlocks
+    from qcfuse_rag.store.chunk import Blocks, TensorBlocks
 
-    class Damaged(HeldBlocks):
+    class Damaged(TensorBlocks):
         def __getitem__(self, name: str) -> Tensor:
             raise CorruptEntry(f"checksum of block {name} differs")
 
     engine.warm(PASSAGES)
-    engine.capture([PASSAGES[:2]], keep=("patch",))
+    engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
     [kept] = filled_slots(
         engine.store,
         "patch",

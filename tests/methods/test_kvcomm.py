@@ -15,6 +15,7 @@ from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.variant_slots import Slot, filled_slots
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -39,7 +40,7 @@ def last(engine: FusionEngine, prompt: Prompt, **options: float) -> Lookup:
 def two_anchors(engine: FusionEngine) -> FusionEngine:
     """Return an engine whose last passage was captured behind two others, and not behind the second of them."""
     engine.warm([*PASSAGES, *OTHERS])
-    engine.capture([[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]], keep=("difference",), variants=20)
+    engine.corpus.capture([[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]], keep=("difference",), variants=20)
     return engine
 
 
@@ -50,9 +51,9 @@ def test_published_defaults() -> None:
 
 
 def test_the_difference_of_this_very_context_gives_full_prefill(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
-    engine.capture([PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    engine.corpus.capture([PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES)
     logits, table = references.plain_forward(family, prompt.ids)
     done = engine.prefill(prompt, method=make_method("kvcomm"))
@@ -74,7 +75,7 @@ def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -
 
 def test_a_single_anchor_is_added_wherever_it_was_born(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
-    engine.capture([[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
+    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
     assert last(engine, prompt).note == "1 of 1 anchors, entropy 0.00 bits"
 

@@ -12,6 +12,7 @@ from qcfuse_rag.methods.cacheblend import GradualFilter
 from qcfuse_rag.store.prefill_base import BLIND
 from tests.methods.test_methods import attention_of_question
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import Observed, Table
 
@@ -20,7 +21,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def warmed(llama: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(llama, MemoryStore())
+    engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND,))
     return engine
 

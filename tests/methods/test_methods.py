@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Method, Prompt, choose_method, make_method
+from qcfuse_rag import METHODS, FusionEngine, LanguageModel, MemoryStore, Prompt, choose_method, make_method
 from qcfuse_rag.errors import UnknownMethod
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.probes import QuestionProbe
@@ -28,14 +28,15 @@ from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED, PRIMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 
 @pytest.fixture
 def warmed(llama: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(llama, MemoryStore())
+    engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED))
-    engine.capture([PASSAGES], keep=("difference",))
+    engine.corpus.capture([PASSAGES], keep=("difference",))
     return engine
 
 
@@ -204,9 +205,9 @@ def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngin
         assert report.bytes_loaded == per_token * (report.context_tokens + len(prompt.prefix_ids))
 
 
-def test_choosing_by_name(real_default: Method) -> None:
+def test_choosing_by_name() -> None:
     default = choose_method()
-    assert default == real_default
+    assert default == make_method("auto")
     assert (default.name, default.ratio, default.base) == ("auto", 0.05, PRIMED)
     assert choose_method(base="framed").base is FRAMED
     assert choose_method(ratio=0.3).ratio == 0.3

@@ -20,6 +20,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 TOLERANCE = 1e-4
@@ -49,7 +50,7 @@ def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, P
     """Return an engine that keeps an answer, the prompt it answered, and one in which it is the second passage."""
     engine.warm(PASSAGES, bases=(FRAMED,))
     old = engine.prompt(QUESTION, PASSAGES)
-    assert engine.put_generated(answering(engine, old)).reason is None
+    assert engine.corpus.put_generated(answering(engine, old)).reason is None
     return engine, old, engine.prompt(OTHER, [PASSAGES[0], ANSWER, PASSAGES[2]])
 
 
@@ -96,9 +97,9 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 def test_what_is_kept_is_what_the_models_own_forward_makes_behind_the_old_prompt(
     family: LanguageModel, answering: Answering
 ) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     old = engine.prompt(QUESTION, PASSAGES)
-    kept = engine.put_generated(answering(engine, old))
+    kept = engine.corpus.put_generated(answering(engine, old))
     chunk, ids, start = stored(engine), engine.prompts.chunk_ids(ANSWER), 7
     assert chunk is not None
     assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "nothing of prompt or question"
@@ -116,7 +117,7 @@ def test_only_exact_answers_are_kept(engine: FusionEngine, answering: Answering)
     engine.warm(PASSAGES)
     old = engine.prompt(QUESTION, PASSAGES)
     for method in ("reuse", "qcfuse", "relaxkv"):
-        kept = engine.put_generated(answering(engine, old, method))
+        kept = engine.corpus.put_generated(answering(engine, old, method))
         assert kept.reason == f"an answer of method {method} need not be exact; ask with method full"
         assert kept.key is None
     assert stored(engine) is None
@@ -124,7 +125,7 @@ def test_only_exact_answers_are_kept(engine: FusionEngine, answering: Answering)
 
 def test_an_answer_goes_with_any_document_it_was_given_over(engine: FusionEngine, answering: Answering) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    assert engine.put_generated(answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key is not None
+    assert engine.corpus.put_generated(answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key is not None
     engine.forget("mill")
     assert stored(engine) is not None
     engine.forget("paint")
@@ -136,11 +137,11 @@ def test_an_answer_of_other_tokens_is_not_kept_and_one_that_ends_otherwise_is(
 ) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
     stream = answering(engine, old)
-    assert "0 of" in str(engine.put_generated(stream, "Somewhere else.").reason)
-    assert "are as generated" in str(engine.put_generated(stream, ANSWER.replace("old", "new")).reason)
-    assert "are as generated" in str(engine.put_generated(stream, ANSWER + " It has no roof any more.").reason)
+    assert "0 of" in str(engine.corpus.put_generated(stream, "Somewhere else.").reason)
+    assert "are as generated" in str(engine.corpus.put_generated(stream, ANSWER.replace("old", "new")).reason)
+    assert "are as generated" in str(engine.corpus.put_generated(stream, ANSWER + " It has no roof any more.").reason)
     begun = ANSWER[: ANSWER.index(" old") + 2]
-    assert engine.put_generated(stream, begun).reason is None
+    assert engine.corpus.put_generated(stream, begun).reason is None
     chunk, ids = stored(engine, begun), engine.prompts.chunk_ids(begun)
     assert chunk is not None
     values = references.alone_at(engine.lm, ids, 0, before=old.ids)[-1][1]
@@ -155,10 +156,10 @@ def test_an_answer_that_was_cut_off_is_kept_with_its_last_token_computed(
     assert stream.generation is not None
     ids = stream.generation.ids[:-1]
     short = engine.lm.tokenizer.decode(ids[:6])
-    prefilled, tokens = engine.prefill(old, method=make_method("full"), room=6), iter(ids)
+    prefilled, tokens = engine.prefill(old, method=make_method("full"), answer_tokens=6), iter(ids)
     told: Any = lambda logits: next(tokens)  # noqa: E731
-    cut = TextStream(engine.lm, prefilled, SamplingParams(6), sampler=told)
-    kept = engine.put_generated(cut)
+    cut = TextStream(engine.runner, prefilled, SamplingParams(6), sampler=told)
+    kept = engine.corpus.put_generated(cut)
     assert cut.result().finish_reason == "length"
     assert kept.computed == len(engine.prompts.chunk_ids(short)) - 5
     assert stored(engine, short) is not None

@@ -13,6 +13,7 @@ import pytest
 from qcfuse_rag import FusionEngine, QCFuseError, RayWorkers, open_store
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED, PRIMED
 from tests.support.cli import Run
+from tests.support.engines import METHOD
 from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
@@ -45,12 +46,12 @@ def test_500_chunks_with_a_worker_killed_are_the_local_jobs_500_chunks(
             killed = kill_a_worker()
 
     options: dict[str, Any] = {"sources": [f"doc {n % 50}" for n in range(500)], "bases": [FRAMED], "batch_tokens": 500}
-    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", verdict="ignore") as here:
+    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", method=METHOD, verdict="ignore") as here:
         local = here.warm(CHUNKS, **options)
-        known_here = sorted(here.sources.names())
-    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as there:
+        known_here = sorted(here.corpus.open_sources().names())
+    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", method=METHOD, verdict="ignore") as there:
         spread = there.warm(CHUNKS, **options, workers=workers, progress=kill_halfway)
-        known_there = sorted(there.sources.names())
+        known_there = sorted(there.corpus.open_sources().names())
         again = there.warm(CHUNKS, **options, workers=workers)
         report = there.generate(there.prompt(QUESTION, CHUNKS[:3])).report
         assert there.forget("doc 0") == 10, "the manifest knows what the workers wrote"
@@ -69,9 +70,9 @@ def test_500_chunks_with_a_worker_killed_are_the_local_jobs_500_chunks(
 def test_what_is_made_of_others_is_made_after_them(cluster: str, model: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"bases": [FRAMED, PRIMED, ENRICHED], "batch_tokens": 300}
     workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster)
-    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", verdict="ignore") as here:
+    with FusionEngine.load(model, store=tmp_path / "local", device="cpu", method=METHOD, verdict="ignore") as here:
         here.warm(CHUNKS[:12], **options)
-    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as there:
+    with FusionEngine.load(model, store=tmp_path / "ray", device="cpu", method=METHOD, verdict="ignore") as there:
         there.warm(CHUNKS[:12], **options, workers=workers)
     assert entries(tmp_path / "local") == entries(tmp_path / "ray")
 
@@ -80,9 +81,9 @@ def test_a_shared_bucket(cluster: str, model: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"
     workers = RayWorkers(model, {"remote": url}, address=cluster)
     store = open_store(tmp_path / "mine", remote=url)
-    with FusionEngine.load(model, store=store, device="cpu", verdict="ignore") as engine:
+    with FusionEngine.load(model, store=store, device="cpu", method=METHOD, verdict="ignore") as engine:
         assert engine.warm(CHUNKS[:20], bases=[FRAMED], workers=workers).warmed == 20
-    with FusionEngine.load(model, store=open_store(remote=url), device="cpu", verdict="ignore") as other:
+    with FusionEngine.load(model, store=open_store(remote=url), device="cpu", method=METHOD, verdict="ignore") as other:
         assert other.generate(other.prompt(QUESTION, CHUNKS[:3])).report.fallback is None
     store.close()
 
@@ -90,7 +91,7 @@ def test_a_shared_bucket(cluster: str, model: str, tmp_path: Path) -> None:
 def test_a_worker_with_another_model_says_so(cluster: str, model: str, tmp_path: Path) -> None:
     workers = RayWorkers(model, {"folder": str(tmp_path / "ray")}, address=cluster, dtype="bfloat16")
     with (
-        FusionEngine.load(model, store=tmp_path / "ray", device="cpu", verdict="ignore") as engine,
+        FusionEngine.load(model, store=tmp_path / "ray", device="cpu", method=METHOD, verdict="ignore") as engine,
         pytest.raises(QCFuseError, match="same dtype"),
     ):
         engine.warm(CHUNKS[:4], workers=workers)

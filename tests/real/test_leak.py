@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import LanguageModel, MemoryStore, make_method
 from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.store.prefill_base import ENRICHED
+from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.real
 
@@ -26,7 +27,7 @@ def likelihoods(lm: LanguageModel, secret: str, *, access: dict[str, str | None]
     Log-likelihoods of `Password: <word>` as the answer, when two passages are in the prompt: one about something else
     and the notice, which does not name the password.
     """
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     engine.warm(
         [OTHER, NOTICE, f"Password: {secret}. " * 4],
         sources=["ferry", "notice", "safe"],
@@ -39,7 +40,7 @@ def likelihoods(lm: LanguageModel, secret: str, *, access: dict[str, str | None]
     found = []
     for word in WORDS:
         gold = lm.tokenizer.backend_tokenizer.encode(f"Password: {word}", add_special_tokens=False).ids
-        prefilled = engine.prefill(prompt, method=make_method("reuse", base=ENRICHED), room=len(gold))
+        prefilled = engine.prefill(prompt, method=make_method("reuse", base=ENRICHED), answer_tokens=len(gold))
         assert not prefilled.report.missing
         side = BatchedDecoder.stack(lm, iter([prefilled]), 1, len(prompt), len(gold))
         found.append(-len(gold) * side.gold_nll(gold)[0])

@@ -13,13 +13,14 @@ from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
 def engine(smollm2: LanguageModel) -> FusionEngine:
-    engine = FusionEngine(smollm2, MemoryStore())
+    engine = make_engine(smollm2, MemoryStore())
     engine.warm(passages(), bases=(BLIND, FRAMED))
     return engine
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from qcfuse_rag.runtime.loading.loading import Loading
 from torch import Tensor
 
+from qcfuse_rag.runtime.runner import ModelRunner
+from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import prefill
@@ -28,6 +29,7 @@ from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 Watch = Callable[[str], None]
@@ -77,7 +79,7 @@ def store() -> WatchedStore:
 
 @pytest.fixture
 def engine(llama: LanguageModel, store: WatchedStore) -> FusionEngine:
-    engine = FusionEngine(llama, store, load_limit_s=20.0)
+    engine = make_engine(llama, store, load_limit_s=20.0)
     engine.warm(PASSAGES)
     return engine
 
@@ -94,8 +96,8 @@ def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageM
         engine = FusionEngine(llama, store, method=method)
         engine.warm(PASSAGES)
         prompt = engine.prompt(QUESTION, PASSAGES)
-        first = prefill(llama, store, prompt, method)
-        during = prefill(llama, store, prompt, method, loading=Loading(llama))
+        first = prefill(loading_first(llama, store), prompt, method)
+        during = prefill(ModelRunner(llama, store), prompt, method)
     assert torch.equal(first.logits, during.logits)
     assert first.report.selected == during.report.selected
     assert first.report.lookups == during.report.lookups
@@ -107,10 +109,10 @@ def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageM
 
 
 def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
-    engine = FusionEngine(family, MemoryStore())
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("qcfuse", ratio=0.3, base=FRAMED)
-    first = prefill(family, engine.store, prompt, method)
+    first = prefill(loading_first(family, engine.store), prompt, method)
     assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
 
 
@@ -125,7 +127,7 @@ def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEn
 
     prompt = engine.prompt(QUESTION, PASSAGES)
     method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=Telling())
-    expected = prefill(engine.lm, store, prompt, method)
+    expected = prefill(loading_first(engine.lm, store), prompt, method)
     chosen.clear()
     last = f"key.{engine.lm.n_layers - 1}"
     store.before = lambda name: came_first.append(chosen.wait(10)) if name == last else None
@@ -146,7 +148,7 @@ def test_the_last_layers_are_read_while_the_first_are_computed(engine: FusionEng
             came_first.append(computed.wait(10))
 
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("reuse", base=FRAMED)
-    expected = prefill(engine.lm, store, prompt, method).logits
+    expected = prefill(loading_first(engine.lm, store), prompt, method).logits
     store.before = before
     hook = engine.lm.model.get_decoder().layers[0].register_forward_hook(lambda *_: computed.set())
     try:
@@ -186,7 +188,7 @@ def test_damage_found_late_is_computed_reported_and_discarded(
     assert done.report.fallback == "1 of 3 passages computed in full: checksum differs"
     assert FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids) not in store
     store.before = None
-    assert torch.equal(done.logits, prefill(engine.lm, store, prompt, make_method(method, base=FRAMED)).logits)
+    assert torch.equal(done.logits, prefill(loading_first(engine.lm, store), prompt, make_method(method, base=FRAMED)).logits)
 
 
 def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
@@ -209,7 +211,7 @@ def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(
 def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     llama: LanguageModel, store: WatchedStore, where: str
 ) -> None:
-    engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
+    engine, released = make_engine(llama, store, load_limit_s=0.5), threading.Event()
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     stuck = {"ranking": "ranking", "first layer": "key.0", "last layer": f"key.{llama.n_layers - 1}"}.get(where)
@@ -235,9 +237,9 @@ def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
 
 
 def test_the_default_methods_guard_waits_no_longer_either(
-    llama: LanguageModel, store: WatchedStore, real_default: Method, monkeypatch: pytest.MonkeyPatch
+    llama: LanguageModel, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, released = FusionEngine(llama, store, load_limit_s=0.5), threading.Event()
+    engine, released = make_engine(llama, store, method=make_method("auto"), load_limit_s=0.5), threading.Event()
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     monkeypatch.setattr(WatchedStore, "__contains__", lambda store, key: released.wait(30))
@@ -252,7 +254,7 @@ def test_the_default_methods_guard_waits_no_longer_either(
 
 
 def test_what_is_slow_after_damage_has_what_is_left_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
-    impatient, damaged = FusionEngine(engine.lm, store, load_limit_s=3.0), []
+    impatient, damaged = make_engine(engine.lm, store, load_limit_s=3.0), []
 
     def before(name: str) -> None:
         if damaged or name == "key.0":  # of the head and three passages
@@ -277,7 +279,10 @@ def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: Fusi
     read: list[tuple[str, str]] = []
     store.before = lambda name: read.append((name, threading.current_thread().name))
     text = "\n\n".join([*PASSAGES, QUESTION])
-    for prompt in (engine.prompt(QUESTION, PASSAGES), engine.prompt_from_text(text)):  # passages apart, and found in a text
+    for prompt in (
+        engine.prompt(QUESTION, PASSAGES),
+        engine.prompt_from_text(text),
+    ):  # passages apart, and found in a text
         read.clear()
         done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
         hits = sum(lookup.hit for lookup in done.report.lookups)
@@ -290,7 +295,7 @@ def test_so_is_what_cachecraft_reads_instead_of_a_probe(engine: FusionEngine, st
     """The scores of captured passages lie beside their keys and values."""
     another = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
     engine.warm([another])
-    engine.capture([PASSAGES])
+    engine.corpus.capture([PASSAGES])
     prompt = engine.prompt(QUESTION, [PASSAGES[0], another, PASSAGES[2]])
     readers: list[str] = []
     store.before = lambda name: readers.append(threading.current_thread().name) if name == "inter" else None
@@ -300,7 +305,7 @@ def test_so_is_what_cachecraft_reads_instead_of_a_probe(engine: FusionEngine, st
 
 
 def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: WatchedStore) -> None:
-    engine, released = FusionEngine(llama, store, load_limit_s=0.2), threading.Event()
+    engine, released = make_engine(llama, store, load_limit_s=0.2), threading.Event()
     engine.warm(PASSAGES)
     store.before = lambda name: released.wait(30) if name == "key.1" else None  # type: ignore[func-returns-value]
     gc.collect()
@@ -333,7 +338,7 @@ def test_what_fails_while_computing_leaves_no_thread_behind(engine: FusionEngine
 
 def test_a_limit_that_leaves_no_time_is_refused(llama: LanguageModel) -> None:
     with pytest.raises(ValueError, match="must be positive or None"):
-        FusionEngine(llama, MemoryStore(), load_limit_s=0)
+        make_engine(llama, MemoryStore(), load_limit_s=0)
 
 
 def test_within_hands_on_what_a_call_returns_and_raises() -> None:
@@ -379,5 +384,5 @@ def test_methods_that_steer_a_pass_wait_for_all_layers(engine: FusionEngine) -> 
     steering: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
     prompt = engine.prompt(QUESTION, PASSAGES)
     for method in steering:
-        first = prefill(engine.lm, engine.store, prompt, method)
+        first = prefill(loading_first(engine.lm, engine.store), prompt, method)
         assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)

@@ -22,6 +22,7 @@ from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import PREPARING, EngineBackend, Event
 from qcfuse_rag.server.request import ChatRequest
 from tests.support.cli import Run
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.serving import ASKED, JSON, ask, client, error
@@ -32,7 +33,7 @@ from tests.support.tool_templates import LOOK_UP, teach
 def engine() -> FusionEngine:
     tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), "hermes")
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     engine.warm(PASSAGES)
     return engine
 

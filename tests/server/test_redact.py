@@ -12,6 +12,7 @@ from qcfuse_rag.server.backend import EngineBackend
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 from tests.support.serving import ask, client
 
@@ -33,7 +34,7 @@ class Troubled(MemoryStore):
 async def test_clients_are_told_the_reason_and_the_log_the_rest(
     llama: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = EngineBackend(ServedEngine.of(FusionEngine(llama, Troubled())), "tiny")
+    backend = EngineBackend(ServedEngine.of(make_engine(llama, Troubled())), "tiny")
     async with client(make_app(backend)) as http:
         response = await ask(http)
     backend.close()
@@ -60,7 +61,7 @@ async def test_clients_are_not_told_where_a_manifest_is(
     def away(text: str) -> None:
         raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
 
-    monkeypatch.setattr(engine.located, "find", away)
+    monkeypatch.setattr(engine.corpus.signatures, "find", away)
     backend = EngineBackend(ServedEngine.of(engine), "tiny")
     async with client(make_app(backend)) as http:
         response = await ask(http, documents=None)

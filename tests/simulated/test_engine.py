@@ -32,6 +32,7 @@ from tests.simulated.device import Device
 from tests.simulated.order import Stream
 from tests.simulated.tensor import DeviceTensor
 from tests.support.damage import damaged
+from tests.support.engines import make_engine
 from tests.support.families import FAMILIES, build_model
 from tests.support.recorders import leanest_alone
 
@@ -52,7 +53,7 @@ def engine_on(
     """Return an engine over a tiny model, on the device or on the CPU; its weights are the same everywhere."""
     model = build_model(family, num_hidden_layers=layers)
     lm = LanguageModel.wrap(model if device is None else moved(model, device), tokenizer)
-    return FusionEngine(lm, MemoryStore() if store is None else store)
+    return make_engine(lm, MemoryStore() if store is None else store)
 
 
 def engines(device: Device, tokenizer: PreTrainedTokenizerFast, *about: Any, **given: Any) -> list[FusionEngine]:
@@ -125,14 +126,14 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
         monkeypatch.setattr(f"qcfuse_rag.runtime.graphs.decode_graphs.{short}", 1)
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 40))
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
-    there.passes.compile(rows=(16, 48))
-    there.step.compile(requests=(1,))
-    assert (there.passes.refusal, there.step.refusal) == (None, None)
+    there.runner.prefills.compile(rows=(16, 48))
+    there.runner.decodes.compile(requests=(1,))
+    assert (there.runner.prefills.refusal, there.runner.decodes.refusal) == (None, None)
     assert min(device.launched[kernel] for kernel in ("normalize", "rotate", "gate")) > 0
     for prompt in (here.prompt(QUESTION, PASSAGES), here.prompt("Who?", PASSAGES[::-1])):
-        before = there.passes.replayed
+        before = there.runner.prefills.replayed
         assert_same(there.prefill(prompt, method=PROPHETKV), here.prefill(prompt, method=PROPHETKV))
-        assert there.passes.replayed == before + 2, "the probe's, and the rows'"
+        assert there.runner.prefills.replayed == before + 2, "the probe's, and the rows'"
     graphs, greedy = device.launched["graph"], SamplingParams(max_new_tokens=3)
     assert there.generate(prompt, greedy, method=REUSE).ids == here.generate(prompt, greedy, method=REUSE).ids
     assert device.launched["graph"] - graphs == there.lm.n_layers + 2, "a pass layer by layer, and two steps"
@@ -143,8 +144,8 @@ def test_recorded_steps_of_the_leanest_layers_are_the_models(
 ) -> None:
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
-    there.step.compile(requests=(2,))
-    assert there.step.refusal is None
+    there.runner.decodes.compile(requests=(2,))
+    assert there.runner.decodes.refusal is None
     assert min(device.launched[kernel] for kernel in ("project", "project_gated", "rotate")) > 0
     graphs, greedy, prompt = device.launched["graph"], SamplingParams(max_new_tokens=3), here.prompt("Who?", PASSAGES)
     assert there.generate(prompt, greedy, method=REUSE).ids == here.generate(prompt, greedy, method=REUSE).ids
@@ -154,16 +155,16 @@ def test_recorded_steps_of_the_leanest_layers_are_the_models(
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     """Prefills, recorded or not, beside one another's decode steps, in the scheduler's thread."""
     here, there = engines(device, tokenizer, store=MemoryStore(pinned=True))
-    there.passes.compile(rows=(48,))
-    there.step.compile(requests=(2,))
-    replayed, graphs = there.passes.replayed, device.launched["graph"]
+    there.runner.prefills.compile(rows=(48,))
+    there.runner.decodes.compile(requests=(2,))
+    replayed, graphs = there.runner.prefills.replayed, device.launched["graph"]
     greedy = SamplingParams(max_new_tokens=4)
     prompts = [here.prompt(QUESTION, passages) for passages in (PASSAGES, PASSAGES[::-1], PASSAGES[:1])]
     with Scheduler(there, SchedulerSettings(active=2, waiting=4)) as scheduler:
         answers = [scheduler.submit(prompt, greedy, method=PROPHETKV) for prompt in prompts]
         found = [answer.result(timeout=120).ids for answer in answers]
     assert found == [here.generate(prompt, greedy, method=PROPHETKV).ids for prompt in prompts]
-    passes = there.passes.replayed - replayed
+    passes = there.runner.prefills.replayed - replayed
     assert passes > 0
     assert device.launched["graph"] - graphs > passes * there.lm.n_layers, "steps, too"
 
@@ -183,7 +184,7 @@ def test_damage_in_the_midst_of_a_recorded_pass_costs_nothing_but_time(
 ) -> None:
     store = DamagedLate(pinned=True)
     here, there = engines(device, tokenizer, store=store)
-    there.passes.compile(rows=(48,))
+    there.runner.prefills.compile(rows=(48,))
     store.harmed = True
     prompt, graphs = here.prompt(QUESTION, PASSAGES), device.launched["graph"]
     found = there.prefill(prompt, method=PROPHETKV)

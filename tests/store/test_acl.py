@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.ingestion.neighbours import nearest_chunks, permitted_neighbours
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.documents.acl import may_remember, tags_of
+from qcfuse_rag.store.documents.acl import may_be_built_on, tags_of
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 OPEN, BOARD, STAFF = frozenset({""}), frozenset({"board"}), frozenset({"staff"})
@@ -29,7 +30,7 @@ SECRET = "The code of the vault is four nine one seven."
 @pytest.fixture
 def engine(llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
     with DiskStore(tmp_path / "kv") as store:
-        yield FusionEngine(llama, store)
+        yield make_engine(llama, store)
 
 
 def enriched(engine: FusionEngine, text: str) -> ChunkKV:
@@ -39,7 +40,7 @@ def enriched(engine: FusionEngine, text: str) -> ChunkKV:
 
 
 def key_of(engine: FusionEngine, text: str) -> ChunkKey:
-    return engine.keys(engine.prompts.chunk_ids(text), [ENRICHED])[0]
+    return engine.corpus.keys(engine.prompts.chunk_ids(text), [ENRICHED])[0]
 
 
 def same(one: ChunkKV, other: ChunkKV) -> bool:
@@ -48,13 +49,13 @@ def same(one: ChunkKV, other: ChunkKV) -> bool:
 
 
 def test_who_may_be_remembered_by_whom() -> None:
-    assert may_remember(BOARD, BOARD)
-    assert may_remember(BOARD, OPEN)
-    assert may_remember(BOARD, BOARD | STAFF)
-    assert not may_remember(BOARD, frozenset()), "nobody knows who may read what no document has"
-    assert not may_remember(BOARD | STAFF, BOARD), "the staff reads the passage too"
-    assert not may_remember(OPEN, BOARD)
-    assert not may_remember(frozenset(), BOARD)
+    assert may_be_built_on(BOARD, BOARD)
+    assert may_be_built_on(BOARD, OPEN)
+    assert may_be_built_on(BOARD, BOARD | STAFF)
+    assert not may_be_built_on(BOARD, frozenset()), "nobody knows who may read what no document has"
+    assert not may_be_built_on(BOARD | STAFF, BOARD), "the staff reads the passage too"
+    assert not may_be_built_on(OPEN, BOARD)
+    assert not may_be_built_on(frozenset(), BOARD)
 
 
 def test_neighbours_are_searched_among_those_that_may_be_remembered() -> None:
@@ -79,7 +80,7 @@ def test_a_forbidden_neighbour_leaves_no_trace(llama: LanguageModel) -> None:
     """The cache beside a secret is, bit for bit, the cache of a world without it."""
     texts, sources = [*PASSAGES, SECRET], ["a", "a", "b", "vault"]
     neighbours = [[3, 1], [0, 3], [3, 0], [0, 1]]
-    guarded, without, open_ = (FusionEngine(llama, MemoryStore()) for _ in range(3))
+    guarded, without, open_ = (make_engine(llama, MemoryStore()) for _ in range(3))
     guarded.warm(
         texts, sources=sources, bases=(ENRICHED,), neighbours=neighbours, access={"vault": "board"}, batch_tokens=1
     )
@@ -96,7 +97,7 @@ def test_a_document_that_is_restricted_later_takes_with_it_what_remembers_it(eng
     engine.warm(
         [*PASSAGES, SECRET], sources=["a", "a", "b", "vault"], bases=(ENRICHED,), neighbours=[[3], [0], [0], [0]]
     )
-    assert engine.sources.restrict("vault", "board") == 1
+    assert engine.corpus.open_sources().restrict("vault", "board") == 1
     assert key_of(engine, PASSAGES[0]) not in engine.store
     assert key_of(engine, PASSAGES[1]) in engine.store
     assert key_of(engine, SECRET) in engine.store, "its own readers may see what it remembers"
@@ -106,7 +107,7 @@ def test_a_passage_with_new_readers_is_enriched_anew(engine: FusionEngine) -> No
     """A passage of the board has met its secret; when the staff gets the same text, that cache must not serve it."""
     shared, tags = PASSAGES[0], {"vault": "board", "minutes": "board"}
     engine.warm([shared, SECRET], sources=["minutes", "vault"], bases=(ENRICHED,), neighbours=[[1], [0]], access=tags)
-    before = enriched(engine, shared).held()
+    before = enriched(engine, shared).copied()
     assert len(before.context or ()) == 1
     engine.warm([shared], sources=["handbook"], bases=(ENRICHED,), neighbours=[[]], access={"handbook": "staff"})
     assert not same(enriched(engine, shared), before)
@@ -129,7 +130,7 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
 ) -> None:
     """Its entry is written when the passage is gone already, by a server in another thread, say."""
     with DiskStore(tmp_path / "kv") as store, DiskStore(tmp_path / "kv") as beside:
-        engine, server = FusionEngine(llama, store), FusionEngine(llama, beside)
+        engine, server = make_engine(llama, store), make_engine(llama, beside)
         engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], bases=(FRAMED,))
         framed, put = {entry.address for entry in store.entries()}, store.put
 
@@ -144,7 +145,7 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
         if how == "enriched":
             engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
         else:
-            engine.capture([[SECRET, PASSAGES[0]]])
+            engine.corpus.capture([[SECRET, PASSAGES[0]]])
         assert {entry.address for entry in store.entries()} <= framed
 
 
@@ -154,7 +155,7 @@ def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(eng
     engine.warm([PASSAGES[0], SECRET], sources=["a", "vault"], bases=(FRAMED,))
     ids, secret = (engine.prompts.chunk_ids(text) for text in (PASSAGES[0], SECRET))
     if how == "enriched":
-        job = engine.warm_job([ids], bases=(ENRICHED,), neighbours=[[1]], others=[secret])
+        job = engine.corpus.warm_job([ids], bases=(ENRICHED,), neighbours=[[1]], others=[secret])
         engine.forget("vault")
         job.run()
         assert key_of(engine, PASSAGES[0]) not in engine.store
@@ -165,7 +166,7 @@ def test_a_passage_that_was_forgotten_before_its_turn_came_is_not_remembered(eng
         yield [SECRET, PASSAGES[0]]
 
     before = sum(1 for _ in engine.store.entries())
-    summary = engine.capture(groups(), keep=("variant",) if how == "captured" else ("difference",))
+    summary = engine.corpus.capture(groups(), keep=("variant",) if how == "captured" else ("difference",))
     assert summary.failed == ((0, "a passage was forgotten meanwhile"),)
     assert sum(1 for _ in engine.store.entries()) == before - 1, "the secret's own"
 
@@ -174,21 +175,21 @@ def test_a_capture_that_met_a_secret_is_not_kept(engine: FusionEngine) -> None:
     sources = ["a", "vault"]
     engine.warm([PASSAGES[0], SECRET], sources=sources, bases=(FRAMED,), access={"vault": "board"})
     before = sum(1 for _ in engine.store.entries())
-    engine.capture([[SECRET, PASSAGES[0]]])
+    engine.corpus.capture([[SECRET, PASSAGES[0]]])
     assert sum(1 for _ in engine.store.entries()) == before
-    engine.capture([[PASSAGES[0], SECRET]])
+    engine.corpus.capture([[PASSAGES[0], SECRET]])
     assert sum(1 for _ in engine.store.entries()) == before + 1, "the other way round is allowed"
 
 
 def test_access_outlives_the_process_and_naming_nobody_keeps_it(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path / "kv") as store:
-        FusionEngine(llama, store).warm([SECRET], sources=["vault"], access={"vault": "board"})
+        make_engine(llama, store).warm([SECRET], sources=["vault"], access={"vault": "board"})
     with DiskStore(tmp_path / "kv") as store:
-        again = FusionEngine(llama, store)
+        again = make_engine(llama, store)
         again.warm([SECRET, PASSAGES[0]], sources=["vault", "a"], bases=(ENRICHED,), neighbours=[[1], [0]])
         assert enriched(again, PASSAGES[0]).context == ()
         again.warm([SECRET], sources=["vault"], access={"vault": None})
-        assert not again.sources.restricted
+        assert not again.corpus.open_sources().has_restricted()
 
 
 def test_a_document_that_is_deleted_and_added_again_is_as_restricted_as_before(engine: FusionEngine) -> None:
@@ -203,7 +204,7 @@ def test_what_no_document_has_is_remembered_by_nobody_once_there_are_tags(engine
     engine.warm([PASSAGES[0]], sources=["a"], access={"vault": "board"})
     engine.warm([PASSAGES[0]], sources=["a"], bases=(ENRICHED,), neighbours=[[1]], others=[SECRET])
     assert enriched(engine, PASSAGES[0]).context == ()
-    engine.capture([[SECRET, PASSAGES[0]]])
+    engine.corpus.capture([[SECRET, PASSAGES[0]]])
     assert not any("variant" in engine.store.open(e.address)[0].base for e in engine.store.entries())  # type: ignore[index,union-attr]
 
 
@@ -212,20 +213,20 @@ def test_an_answer_over_a_restricted_passage_is_not_kept(engine: FusionEngine) -
     stream = engine.stream(
         engine.prompt("Which code?", [SECRET]), SamplingParams(max_new_tokens=4), method=make_method("full")
     )
-    kept = engine.put_generated(stream)
+    kept = engine.corpus.put_generated(stream)
     assert kept.key is None
     assert "not all who may read it" in str(kept.reason)
 
 
 def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["a"] * 3, bases=(ENRICHED,))
-    engine.sources.close()
+    engine.corpus.open_sources().close()
     sources = Sources(engine.store)
     sources._database.executescript("DROP VIEW readers; DROP TABLE access; DROP INDEX derived_by_passage;")
     sources._database.execute("ALTER TABLE derived DROP COLUMN passage")
     sources.close()
     reopened = Sources(engine.store)
-    assert reopened.readers(engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), [FRAMED])[0]) == OPEN
+    assert reopened.readers(engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), [FRAMED])[0]) == OPEN
     assert reopened.restrict("a", "board") == 3, "whose caches these are is not known, so they go"
     reopened.close()
 
@@ -240,8 +241,8 @@ def test_the_manifest_decides_as_the_rule_does(
     first = texts.index(SECRET)
     engine.warm(texts, sources=sources, bases=(ENRICHED,), neighbours=[[first] if t != SECRET else [] for t in texts])
     for _, source, tag in pairs:
-        engine.sources.restrict(source, tag or None)
-    assert (key_of(engine, PASSAGES[0]) in engine.store) == may_remember(own, other)
+        engine.corpus.open_sources().restrict(source, tag or None)
+    assert (key_of(engine, PASSAGES[0]) in engine.store) == may_be_built_on(own, other)
 
 
 def test_a_document_has_the_tag_of_whichever_piece_has_one() -> None:

@@ -10,9 +10,10 @@ import torch
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TenantStore, TieredStore, make_method
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.hints import MOST_HINTS, PATIENCE_STEPS, Hints
+from qcfuse_rag.store.backends.hints import MAX_HINTS, OVERDUE_STEPS, Hints
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 SIZE = example_chunk().nbytes
@@ -51,12 +52,12 @@ def test_hinted_passages_are_in_memory_when_their_turn_comes(
 ) -> None:
     """A chain of questions whose last step was known at its first: under LRU alone its passages are gone by then."""
     far = DiskStore(tmp_path)
-    FusionEngine(llama, far).warm([*PASSAGES, *OTHERS])
+    make_engine(llama, far).warm([*PASSAGES, *OTHERS])
     room = sum(entry.size_bytes for entry in far.entries()) // 2
-    with FusionEngine(llama, TieredStore(MemoryStore(room), far)) as engine:
+    with make_engine(llama, TieredStore(MemoryStore(room), far)) as engine:
         engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE)
         if hinted:
-            engine.hint_next(PASSAGES, steps=4, method=REUSE)
+            engine.corpus.hint_next(PASSAGES, steps=4, method=REUSE)
         for step in range(3):
             engine.prefill(engine.prompt(QUESTION, OTHERS[3 * step : 3 * step + 3]), method=REUSE)
         before = engine.store.tiers[0].stats()[0].hits
@@ -126,9 +127,9 @@ def test_hints_never_keep_a_store_from_taking_what_it_is_given() -> None:
 
 def test_hinting_passages_that_are_not_stored_is_harmless(llama: LanguageModel, tmp_path: Path) -> None:
     for store in (MemoryStore(), DiskStore(tmp_path), TieredStore(MemoryStore(), MemoryStore())):
-        engine = FusionEngine(llama, store)
-        engine.hint_next([*PASSAGES, ""], steps=2)
-        engine.hint_next(PASSAGES, method=make_method("full"))
+        engine = make_engine(llama, store)
+        engine.corpus.hint_next([*PASSAGES, ""], steps=2)
+        engine.corpus.hint_next(PASSAGES, method=make_method("full"))
         engine.warm(PASSAGES)
         assert not engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE).report.missing
 
@@ -137,7 +138,7 @@ def test_a_hint_changes_no_answer(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     before = engine.prefill(prompt, method=REUSE).logits
-    engine.hint_next(PASSAGES)
+    engine.corpus.hint_next(PASSAGES)
     assert torch.equal(engine.prefill(prompt, method=REUSE).logits, before)
 
 
@@ -159,7 +160,7 @@ def test_what_did_not_come_in_time_goes_before_what_is_to_come_and_is_forgotten_
         hints.advance()
     order = sorted(["soon", "late", "later", "never"], key=hints.urgency)
     assert order == ["never", "late", "later", "soon"]
-    for _ in range(PATIENCE_STEPS + 20):
+    for _ in range(OVERDUE_STEPS + 20):
         hints.advance()
     assert len(hints) == 0
 
@@ -178,12 +179,12 @@ def test_hints_are_bounded_and_the_least_urgent_go() -> None:
     for steps, address in enumerate("abcd", start=1):
         hints.add([address], steps)
     assert ["a" in hints, "b" in hints, "c" in hints, "d" in hints] == [True, True, True, False]
-    assert Hints()._most == MOST_HINTS
+    assert Hints()._most == MAX_HINTS
 
 
 def test_a_hint_looks_ahead(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="at least 1 step ahead, got 0"):
-        engine.hint_next(PASSAGES, steps=0)
+        engine.corpus.hint_next(PASSAGES, steps=0)
 
 
 def test_threads_may_share_hints() -> None:

@@ -17,12 +17,20 @@ from hypothesis import strategies as st
 
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method, open_store
 from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.store.chunk import RANKING, ChunkKV, compress
-from qcfuse_rag.store.documents.passage_match import ANCHOR, PIECES, Found, Traits, locate, traits
+from qcfuse_rag.store.chunk import RANKING, ChunkKV, to_format
+from qcfuse_rag.store.documents.passage_match import (
+    ANCHOR,
+    PIECES,
+    PassageMatch,
+    PassageSignature,
+    find_passages,
+    passage_signature,
+)
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.store.slice import cut
+from qcfuse_rag.store.slice import slice_chunk
 from tests.support import references
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 SEED = 7
@@ -30,32 +38,32 @@ QCFUSE, ALL = make_method("qcfuse", ratio=0.3, base=FRAMED), make_method("random
 LINES = "Opening hours\n\n  Monday\t9-12\n  Tuesday\tclosed\n\nThe harbour office is in the old customs house."
 
 
-def by_anchor(passages: list[str]) -> dict[int, list[Traits]]:
-    known: dict[int, list[Traits]] = {}
+def by_anchor(passages: list[str]) -> dict[int, list[PassageSignature]]:
+    known: dict[int, list[PassageSignature]] = {}
     for passage in passages:
-        one = traits(passage, SEED)
+        one = passage_signature(passage, SEED)
         if one is not None:
             known.setdefault(one.anchor, []).append(one)
     return known
 
 
-def find(text: str, passages: list[str]) -> list[Found]:
+def find(text: str, passages: list[str]) -> list[PassageMatch]:
     known = by_anchor(passages)
-    return locate(text, SEED, lambda anchor: known.get(anchor, []))
+    return find_passages(text, SEED, lambda anchor: known.get(anchor, []))
 
 
-def find_by_words(text: str, passages: list[str]) -> list[Found]:
+def find_by_words(text: str, passages: list[str]) -> list[PassageMatch]:
     """Find passages by comparing all their words at every place; of equally long ones the first given."""
     atoms = [piece for piece in PIECES.finditer(text) if piece[1] is None]
     said = [piece[0] for piece in atoms]
     wanted = [[piece[0] for piece in PIECES.finditer(passage) if piece[1] is None] for passage in passages]
-    found, at = list[Found](), 0
+    found, at = list[PassageMatch](), 0
     while at < len(said):
         fits = [i for i, one in enumerate(wanted) if len(one) >= ANCHOR and said[at : at + len(one)] == one]
         if fits:
             longest = max(fits, key=lambda i: len(wanted[i]))
             last = at + len(wanted[longest])
-            found.append(Found(atoms[at].start(), atoms[last - 1].end(), passages[longest]))
+            found.append(PassageMatch(atoms[at].start(), atoms[last - 1].end(), passages[longest]))
             at = last
         else:
             at += 1
@@ -104,7 +112,7 @@ def test_pages_that_begin_alike_are_not_tried_one_by_one() -> None:
     passages = [f"{HEADS[0]} {number} " + "x " * (number % 3) for number in range(300)]
     known, asked, named = by_anchor(passages), list[int](), list[str]()
 
-    def of(anchor: int) -> list[Traits]:
+    def of(anchor: int) -> list[PassageSignature]:
         asked.append(anchor)
         return known.get(anchor, [])
 
@@ -113,15 +121,15 @@ def test_pages_that_begin_alike_are_not_tried_one_by_one() -> None:
         return digest
 
     text = f"{HEADS[0]} none.\n" * 5 + passages[7]
-    assert [found.text for found in locate(text, SEED, of, name)] == [passages[7]]
+    assert [found.text for found in find_passages(text, SEED, of, name)] == [passages[7]]
     assert len(named) <= 6 * 3, "one for each length at each place"
     assert [asked.count(anchor) for anchor in known] == [1]
 
 
 def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
     own, other = (
-        traits(PASSAGES[0], SEED),
-        traits("Die Fähre 'Möwe' \\n läuft\tum 7 Uhr aus; 海港 liegt im Norden.\n", SEED),
+        passage_signature(PASSAGES[0], SEED),
+        passage_signature("Die Fähre 'Möwe' \\n läuft\tum 7 Uhr aus; 海港 liegt im Norden.\n", SEED),
     )
     assert own is not None
     assert other is not None
@@ -132,7 +140,7 @@ def test_what_passages_are_known_by_is_what_stores_have_kept() -> None:
 @given(passage=texts, before=st.sampled_from(["", "Context:\n", "- ", "['"]), behind=st.sampled_from(["", "\n", "']"]))
 def test_a_passage_is_found_wherever_it_stands(passage: str, before: str, behind: str) -> None:
     found = find(f"{before} {passage.strip()} {behind}", [passage])
-    assert [one.text for one in found] == ([] if traits(passage, SEED) is None else [passage])
+    assert [one.text for one in found] == ([] if passage_signature(passage, SEED) is None else [passage])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def test_of_passages_that_begin_alike_the_longest_is_found() -> None:
 
 
 def test_short_passages_are_not_looked_for() -> None:
-    assert traits("Yes, at noon.", SEED) is None
+    assert passage_signature("Yes, at noon.", SEED) is None
 
 
 @pytest.fixture
@@ -272,7 +280,7 @@ def test_what_is_forgotten_is_not_recognised_any_more(engine: FusionEngine) -> N
 
 def test_what_another_process_warms_is_recognised(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as mine, open_store(tmp_path) as theirs:
-        here, there = FusionEngine(llama, mine), FusionEngine(llama, theirs)
+        here, there = make_engine(llama, mine), make_engine(llama, theirs)
         assert here.prompt_from_text(flat(PASSAGES)).chunks == ()
         there.warm(PASSAGES)
         assert len(here.prompt_from_text(flat(PASSAGES)).chunks) == 3
@@ -301,7 +309,7 @@ def test_texts_are_read_while_a_slow_store_forgets(llama: LanguageModel, tmp_pat
 def test_two_wordings_over_one_store_do_not_take_each_others_passages(llama: LanguageModel, tmp_path: Path) -> None:
     other = PromptTemplate(chunk="- {text}\n")
     with DiskStore(tmp_path) as store:
-        mine, theirs = FusionEngine(llama, store, method=QCFUSE), FusionEngine(llama, store, template=other)
+        mine, theirs = FusionEngine(llama, store, method=QCFUSE), make_engine(llama, store, template=other)
         mine.warm(PASSAGES, sources=["a", "b", "c"])
         theirs.warm(PASSAGES, sources=["x", "y", "z"])
         theirs.forget("x")
@@ -310,7 +318,7 @@ def test_two_wordings_over_one_store_do_not_take_each_others_passages(llama: Lan
 
 def test_no_text_is_kept(llama: LanguageModel, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         engine.warm(PASSAGES, sources=["a", "b", "c"])
         engine.prompt_from_text(flat(PASSAGES))
         engine.close()
@@ -328,17 +336,17 @@ def test_passages_of_other_models_and_tenants_are_not_recognised(llama: Language
 
     other = LanguageModel.wrap(build_model("llama", seed=3), llama.tokenizer)
     with open_store(tmp_path) as store:
-        FusionEngine(llama, store).warm(PASSAGES)
-        assert FusionEngine(other, store).prompt_from_text(flat(PASSAGES)).chunks == ()
+        make_engine(llama, store).warm(PASSAGES)
+        assert make_engine(other, store).prompt_from_text(flat(PASSAGES)).chunks == ()
     with open_store(tmp_path, tenant="acme", secret=b"s" * 32) as theirs:
-        assert FusionEngine(llama, theirs).prompt_from_text(flat(PASSAGES)).chunks == ()
+        assert make_engine(llama, theirs).prompt_from_text(flat(PASSAGES)).chunks == ()
 
 
 def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
         engine = FusionEngine(llama, store, method=QCFUSE)
         engine.warm(PASSAGES)
-        engine.sources.close()
+        engine.corpus.open_sources().close()
         prompt = engine.prompt_from_text(flat(PASSAGES))
         done = engine.prefill(prompt)
     assert torch.allclose(done.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
@@ -350,19 +358,19 @@ def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: Langua
 def test_a_cut_chunk_is_that_part_of_the_whole(
     llama: LanguageModel, tmp_path: Path, numbers: str, on_disk: bool
 ) -> None:
-    engine = FusionEngine(llama, MemoryStore())
+    engine = make_engine(llama, MemoryStore())
     engine.warm(PASSAGES[:1], bases=(BLIND,))
-    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), (BLIND,))
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), (BLIND,))
     whole = engine.store.get(key)
     assert isinstance(whole, ChunkKV)
-    whole = compress(whole, numbers)
+    whole = to_format(whole, numbers)
     if on_disk:
         store = DiskStore(tmp_path)
         store.put(key, whole)
         found = store.get(key)
         assert isinstance(found, ChunkKV)
         whole = found
-    part = cut(whole, 5, 29)
+    part = slice_chunk(whole, 5, 29)
     assert part.n_tokens == 24
     for layer in range(whole.n_layers):
         for mine, theirs in zip(part.layer(layer), whole.layer(layer, 5, 29), strict=True):
@@ -373,4 +381,4 @@ def test_a_cut_chunk_is_that_part_of_the_whole(
         assert part.blocks[RANKING][layer].tolist() == order
     assert part.anchors(0.5)[0].tolist() == sorted(part.blocks[RANKING][0, :12].tolist())
     with pytest.raises(ValueError, match="has none from 30 to 30"):
-        cut(whole, 30, 30)
+        slice_chunk(whole, 30, 30)

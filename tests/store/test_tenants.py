@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, open_store
+from qcfuse_rag import DiskStore, LanguageModel, MemoryStore, open_store
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.admin import lookup
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.key import tenant_prefix
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.test_tiered_store import PATIENCE_S, Watched
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 SECRET = bytes(range(32))
@@ -190,7 +191,7 @@ def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
         assert_same(alice.get(KEY), example_chunk())
     with open_store(tmp_path, tenant="bob", **options) as bob:  # type: ignore[arg-type]
         assert bob.get(KEY) == Miss("absent")
-    with DiskStore(tmp_path, seal=Seal(SECRET)) as disk:
+    with DiskStore(tmp_path, seal=StoreCipher(SECRET)) as disk:
         [entry] = disk.entries()
         found = disk.open(entry.address)
         assert not isinstance(found, Miss)
@@ -223,13 +224,13 @@ def test_a_tenant_is_not_told_where_anothers_entry_is(alice: TenantStore, bob: T
 def test_a_tenant_does_not_count_what_others_have_or_restrict(
     shared: DiskStore, alice: TenantStore, bob: TenantStore, llama: LanguageModel
 ) -> None:
-    one, other = FusionEngine(llama, alice), FusionEngine(llama, bob)
+    one, other = make_engine(llama, alice), make_engine(llama, bob)
     one.warm(PASSAGES[:1], sources=["a"])
     asking = [("user", "Hello!")]
     before = one.prompt_from_text(asking).note
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
     assert one.prompt_from_text(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
-    assert (one.sources.restricted, other.sources.restricted) == (False, True)
+    assert (one.sources.has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 
 def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:

@@ -15,6 +15,7 @@ from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
 from qcfuse_rag.store.testing import FINGERPRINT, example_chunk
 from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, slot_to_write, worth_by_use
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 FRAME, IDS = (1, 2), (3, 4, 5, 6, 7)
@@ -95,7 +96,7 @@ def test_the_least_used_of_the_five_oldest_gives_way() -> None:
 
 
 def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine, llama: LanguageModel) -> None:
-    summary = engine.capture([PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
+    summary = engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[1]], PASSAGES[:1], []])
     assert (summary.groups, summary.captured, summary.present, summary.failed) == (4, 3, 0, ())
     one, other = filled(engine, PASSAGES[1])
     hashes = [hash_ids(engine.prompts.chunk_ids(text)) for text in PASSAGES]
@@ -109,19 +110,19 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
 
 
 def test_what_is_kept_already_is_not_computed_again(engine: FusionEngine) -> None:
-    engine.capture([PASSAGES])
-    again = engine.capture([PASSAGES, PASSAGES[:2]])
+    engine.corpus.capture([PASSAGES])
+    again = engine.corpus.capture([PASSAGES, PASSAGES[:2]])
     assert (again.captured, again.present, again.tokens) == (0, 3, 0)
-    with_patches = engine.capture([PASSAGES], keep=("variant", "patch"))
+    with_patches = engine.corpus.capture([PASSAGES], keep=("variant", "patch"))
     assert (with_patches.captured, with_patches.present) == (2, 2)
-    assert engine.capture([PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
+    assert engine.corpus.capture([PASSAGES], keep=("patch",), rank=16).captured == 2, "of another rank"
 
 
 def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(engine: FusionEngine) -> None:
-    engine.capture([[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
+    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]], [PASSAGES[1], PASSAGES[2]]], variants=2)
     oldest, _ = filled(engine, PASSAGES[2])
     engine.store.get(oldest.key)
-    engine.capture([PASSAGES], variants=2)
+    engine.corpus.capture([PASSAGES], variants=2)
     kept, newest = filled(engine, PASSAGES[2])
     assert kept.context == oldest.context
     assert len(newest.context) == 2
@@ -129,7 +130,7 @@ def test_no_more_contexts_are_kept_than_there_are_slots_and_the_used_ones_stay(e
 
 
 def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine: FusionEngine) -> None:
-    engine.capture([PASSAGES], keep=("variant", "difference", "patch"), rank=64)
+    engine.corpus.capture([PASSAGES], keep=("variant", "difference", "patch"), rank=64)
     ids = engine.prompts.chunk_ids(PASSAGES[2])
     framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
@@ -146,7 +147,7 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
 
 
 def test_a_group_beyond_the_window_is_told_of_and_the_others_are_captured(engine: FusionEngine) -> None:
-    summary = engine.capture([[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
+    summary = engine.corpus.capture([[PASSAGES[0] * 20, PASSAGES[1] * 20], PASSAGES[:2]])
     assert summary.captured == 1
     [(index, reason)] = summary.failed
     assert index == 0
@@ -160,8 +161,8 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
 
             return Miss("absent")
 
-    engine = FusionEngine(llama, Forgetful())
-    summary = engine.capture([PASSAGES[:2]], keep=("patch",))
+    engine = make_engine(llama, Forgetful())
+    summary = engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
     assert summary.captured == 0
     assert "no difference to it can" in summary.failed[0][1]
 
@@ -177,12 +178,12 @@ def test_no_difference_is_kept_where_there_is_no_room_for_what_it_is_to(llama: L
 )
 def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        engine.capture([PASSAGES], **wrong)  # type: ignore[arg-type]
+        engine.corpus.capture([PASSAGES], **wrong)  # type: ignore[arg-type]
 
 
 def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     shared: KVStore = MemoryStore()
-    one, other = (FusionEngine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
+    one, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
     one.capture([PASSAGES])
     assert len(filled(one, PASSAGES[1])) == 1
     assert filled(other, PASSAGES[1]) == []
@@ -193,7 +194,7 @@ def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
 
 def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    engine.capture([PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
+    engine.corpus.capture([PASSAGES, PASSAGES[1:]], keep=("variant", "patch"))
     assert [len(filled(engine, text)) for text in PASSAGES] == [0, 1, 2]
     engine.forget("ferry")
     assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[1], "patch") == []
@@ -205,7 +206,7 @@ def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engi
 
 def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, PASSAGES[0]], sources=["ferry", "paint", "mill", "copy"])
-    engine.capture([PASSAGES])
+    engine.corpus.capture([PASSAGES])
     engine.forget("ferry")
     assert len(filled(engine, PASSAGES[1])) == 1
     engine.forget("copy")
@@ -214,7 +215,7 @@ def test_a_passage_that_another_document_has_too_keeps_what_was_born_behind_it(e
 
 def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[BLIND], sources=["ferry", "paint", "mill"])
-    engine.capture([PASSAGES], keep=("patch",))
+    engine.corpus.capture([PASSAGES], keep=("patch",))
     framed = FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(PASSAGES[2]))
     assert framed in engine.store
     engine.forget("mill")
@@ -224,8 +225,8 @@ def test_a_passage_warmed_only_to_differ_from_it_goes_with_its_document(engine: 
 
 def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-    engine.capture([[PASSAGES[0], PASSAGES[2]]], variants=1)
-    engine.capture([[PASSAGES[1], PASSAGES[2]]], variants=1)
+    engine.corpus.capture([[PASSAGES[0], PASSAGES[2]]], variants=1)
+    engine.corpus.capture([[PASSAGES[1], PASSAGES[2]]], variants=1)
     engine.forget("ferry")
     assert len(filled(engine, PASSAGES[2])) == 1
     engine.forget("paint")
@@ -235,22 +236,22 @@ def test_a_slot_written_anew_goes_with_its_new_context_and_not_with_the_old(engi
 def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
     for _ in range(2):
         engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
-        assert engine.capture([PASSAGES]).captured == 2
+        assert engine.corpus.capture([PASSAGES]).captured == 2
         engine.forget("ferry")
-    assert engine.sources.collect() == 0
+    assert engine.corpus.open_sources().collect() == 0
 
 
 def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:
     base = ENRICHED
     engine.warm(PASSAGES, bases=[base], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
     engine.forget("paint")
-    enriched = [engine.keys(engine.prompts.chunk_ids(text), [base])[0] in engine.store for text in PASSAGES]
-    framed = [engine.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] in engine.store for text in PASSAGES]
+    enriched = [engine.corpus.keys(engine.prompts.chunk_ids(text), [base])[0] in engine.store for text in PASSAGES]
+    framed = [engine.corpus.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] in engine.store for text in PASSAGES]
     assert enriched == [False, False, True], "the ferry's remembers the paint"
     assert framed == [True, False, True]
     left = [PASSAGES[0], PASSAGES[2]]
     assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
-    assert engine.sources.collect() == 0
+    assert engine.corpus.open_sources().collect() == 0
     engine.forget("mill")
     assert len(list(engine.store.entries())) == 2, "the head and the ferry's framed cache"
 
@@ -258,11 +259,11 @@ def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(
 def test_a_changed_document_does_too(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[ENRICHED], neighbours=[[1], [2], []], sources=["ferry", "paint", "mill"])
     engine.warm(["The paint is blue."], sources=["paint"], bases=[ENRICHED], neighbours=[[]])
-    assert engine.keys(engine.prompts.chunk_ids(PASSAGES[0]), [ENRICHED])[0] not in engine.store
+    assert engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), [ENRICHED])[0] not in engine.store
 
 
 def test_a_forgotten_document_takes_along_what_was_captured_beside_another_ranking(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=[BLIND.ranked("kvzip")], sources=["ferry", "paint", "mill"])
-    engine.capture([PASSAGES])
+    engine.corpus.capture([PASSAGES])
     engine.forget("ferry")
     assert filled(engine, PASSAGES[1]) == filled(engine, PASSAGES[2]) == []

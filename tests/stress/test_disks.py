@@ -30,6 +30,7 @@ from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.3, base=FRAMED)
@@ -51,7 +52,7 @@ def ask(engine: FusionEngine, texts: list[str] = PASSAGES, method: Method = QCFU
 
 def answers_in_full(engine: FusionEngine, tally: Tally, reason: str, texts: list[str] = PASSAGES) -> None:
     """Check that a question is answered as without a store, and that the report gives the reason."""
-    done, expected = ask(engine, texts), ask(FusionEngine(engine.lm, MemoryStore()), texts, make_method("full"))
+    done, expected = ask(engine, texts), ask(make_engine(engine.lm, MemoryStore()), texts, make_method("full"))
     tally.trials += 1
     tally.reads += sum(lookup.hit for lookup in done.report.lookups)
     if done.report.reused_tokens == 0:
@@ -66,7 +67,7 @@ def answers_in_full(engine: FusionEngine, tally: Tally, reason: str, texts: list
 def answers_from_store(engine: FusionEngine, tally: Tally, texts: list[str] = PASSAGES) -> None:
     """Check that a question is answered from what is stored, as it would be anywhere else."""
     done = ask(engine, texts)
-    elsewhere = FusionEngine(engine.lm, MemoryStore())
+    elsewhere = make_engine(engine.lm, MemoryStore())
     warm(elsewhere, texts)
     tally.trials += 1
     tally.reads += sum(lookup.hit for lookup in done.report.lookups)
@@ -95,7 +96,7 @@ def fill(place: Path, leaving: int = 0) -> Path:
 def test_a_full_disk(llama: LanguageModel, tmp_path: Path) -> None:
     tally = Tally("a full disk")
     with tmpfs(tmp_path / "disk", "12m") as place, DiskStore(place / "kv") as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         ballast = fill(place)
         with pytest.raises(StoreError, match=r"cannot write to .*(No space left|disk is full|disk I/O error)"):
             warm(engine)
@@ -114,7 +115,7 @@ def test_a_disk_that_fills_up_at_any_moment(llama: LanguageModel, tmp_path: Path
     """Space runs out in the index, in its journal or in an entry: wherever, it works again once there is some."""
     tally, rng = Tally("a disk that fills up while passages are warmed"), random.Random(0)
     with tmpfs(tmp_path / "disk", "12m") as place, DiskStore(place / "kv") as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         for _ in range(sized(15, 300)):
             ballast = fill(place, leaving=4096 * rng.randrange(60))
             try:
@@ -143,7 +144,7 @@ def test_a_disk_that_becomes_read_only(llama: LanguageModel, tmp_path: Path) -> 
     tally = Tally("a disk that becomes read-only, with the store open")
     with disk(tmp_path) as ext4:
         store = DiskStore(ext4.place / "kv")
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         warm(engine)
         ext4.give_up_writing()
         for _ in range(20):  # uses are counted and cannot be written
@@ -153,13 +154,13 @@ def test_a_disk_that_becomes_read_only(llama: LanguageModel, tmp_path: Path) -> 
             warm(engine, OTHERS)
         assert not store.health()[0].ok
         with DiskStore(ext4.place / "kv") as again:
-            answers_from_store(FusionEngine(llama, again), tally)
+            answers_from_store(make_engine(llama, again), tally)
         engine.close()
         ext4.unmount()
         ext4.mount()
         with DiskStore(ext4.place / "kv") as after:
-            warm(FusionEngine(llama, after), OTHERS)
-            answers_from_store(FusionEngine(llama, after), tally, OTHERS)
+            warm(make_engine(llama, after), OTHERS)
+            answers_from_store(make_engine(llama, after), tally, OTHERS)
             assert fsck(after).clean
     tally.finish()
 
@@ -169,10 +170,10 @@ def test_a_read_only_mount(llama: LanguageModel, tmp_path: Path) -> None:
     tally = Tally("a read-only mount")
     with tmpfs(tmp_path / "disk", "4m") as place:
         with DiskStore(place / "kv") as store:
-            warm(FusionEngine(llama, store))
+            warm(make_engine(llama, store))
         remount(place, "ro")
         with DiskStore(place / "kv") as store:
-            engine = FusionEngine(llama, store)
+            engine = make_engine(llama, store)
             assert any("Read-only" in problem for problem in store.health()[0].problems)
             answers_from_store(engine, tally)
             answers_in_full(engine, tally, "absent", OTHERS)
@@ -182,8 +183,8 @@ def test_a_read_only_mount(llama: LanguageModel, tmp_path: Path) -> None:
             DiskStore(place / "new")
         remount(place, "rw")
         with DiskStore(place / "kv") as store:
-            warm(FusionEngine(llama, store), OTHERS)
-            answers_from_store(FusionEngine(llama, store), tally, OTHERS)
+            warm(make_engine(llama, store), OTHERS)
+            answers_from_store(make_engine(llama, store), tally, OTHERS)
     tally.finish()
 
 
@@ -194,17 +195,17 @@ def test_passages_are_found_in_a_text_where_nothing_can_be_written(
 ) -> None:
     """As a library is that was warmed elsewhere and is mounted to be served from."""
     with tmpfs(tmp_path / "disk", "4m") as place:
-        with FusionEngine(llama, DiskStore(place / "kv")) as engine:
+        with make_engine(llama, DiskStore(place / "kv")) as engine:
             engine.warm(PASSAGES, sources=["a.md", "b.md", "c.md"], bases=(FRAMED,))
         if how == "full":
             fill(place)
         else:
             remount(place, "ro")
-        with FusionEngine(llama, DiskStore(place / "kv")) as engine:
+        with make_engine(llama, DiskStore(place / "kv")) as engine:
             prompt = engine.prompt_from_text("\n\n".join([*PASSAGES, QUESTION]))
             report = engine.prefill(prompt, method=make_method("reuse", base=FRAMED)).report
             assert [lookup.hit for lookup in report.lookups] == [True] * len(PASSAGES)
-            assert engine.sources.names() == ["a.md", "b.md", "c.md"]
+            assert engine.corpus.open_sources().names() == ["a.md", "b.md", "c.md"]
             again = engine.warm(PASSAGES, sources=["a.md", "b.md", "c.md"], bases=(FRAMED,))
             assert (again.present, again.warmed) == (len(PASSAGES), 0), "nothing need be written"
             with pytest.raises(StoreError, match="cannot write"):
@@ -217,7 +218,7 @@ def test_damage_that_cannot_be_put_away(llama: LanguageModel, tmp_path: Path) ->
     tally = Tally("damaged entries on a read-only mount")
     with tmpfs(tmp_path / "disk", "4m") as place:
         with DiskStore(place / "kv") as store:
-            warm(FusionEngine(llama, store))
+            warm(make_engine(llama, store))
             for _, path in store.files.entries():
                 data = bytearray(path.read_bytes())
                 data[-1] ^= 1
@@ -225,7 +226,7 @@ def test_damage_that_cannot_be_put_away(llama: LanguageModel, tmp_path: Path) ->
         remount(place, "ro")
         with DiskStore(place / "kv") as store:
             for _ in range(3):
-                answers_in_full(FusionEngine(llama, store), tally, "checksum of block value.3 differs")
+                answers_in_full(make_engine(llama, store), tally, "checksum of block value.3 differs")
     tally.finish()
 
 
@@ -236,13 +237,13 @@ def test_sectors_that_cannot_be_read(llama: LanguageModel, tmp_path: Path, after
     tally = Tally("sectors that cannot be read")
     with disk(tmp_path) as ext4:
         with DiskStore(ext4.place / "kv") as store:
-            warm(FusionEngine(llama, store))
+            warm(make_engine(llama, store))
         ext4.unmount()
         ext4.mount()
         with DiskStore(ext4.place / "kv") as store:
             paths = [path for _, path in store.files.entries()]
             ext4.lose_sectors(paths, after_pages)
-            answers_in_full(FusionEngine(llama, store), tally, "cannot be read")
+            answers_in_full(make_engine(llama, store), tally, "cannot be read")
     tally.finish()
 
 
@@ -252,14 +253,14 @@ def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
     remote = open_remote(f"unix://{tmp_path}/nobody.sock")
     stores: list[KVStore] = [remote, TieredStore(MemoryStore(), remote)]
     for store in stores:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         for _ in range(3):
             answers_in_full(engine, tally, "remote redis cannot be reached")
         with pytest.raises(StoreError, match="remote redis cannot be reached"):
             warm(engine)
         assert not store.health()[-1].ok
     with open_store(tmp_path / "kv", disk_bytes=1 << 20, remote=f"unix://{tmp_path}/nobody.sock") as store:
-        engine = FusionEngine(llama, store)
+        engine = make_engine(llama, store)
         answers_in_full(engine, tally, "remote redis cannot be reached")
         with pytest.raises(StoreError, match="chunks are in the disk tier only: remote redis cannot be reached"):
             warm(engine)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import DiskStore, LanguageModel, MemoryStore
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -23,6 +23,7 @@ from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import chunk_of, files_of, wrong_bytes
 from tests.stress.victim import NUMBERS, churn, killed_after, warming
+from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES
 
 LIMIT_BYTES = 700_000
@@ -71,7 +72,7 @@ def test_kill_while_warming(tmp_path: Path, llama: LanguageModel) -> None:
             tally.errors.append("the process failed before it was killed")
         recovers(tmp_path, limit, expected, next(iter(expected)), tally)
     with DiskStore(tmp_path, 10 * limit) as store:
-        summary = FusionEngine(llama, store).warm(TEXTS, batch_tokens=1)
+        summary = make_engine(llama, store).warm(TEXTS, batch_tokens=1)
         assert summary.warmed > 0
         assert summary.warmed + summary.present == len(TEXTS)
     tally.finish()
@@ -79,9 +80,9 @@ def test_kill_while_warming(tmp_path: Path, llama: LanguageModel) -> None:
 
 def warmed(lm: LanguageModel) -> dict[ChunkKey, ChunkKV]:
     """Return what warming must store, computed where nothing is killed."""
-    engine = FusionEngine(lm, MemoryStore())
+    engine = make_engine(lm, MemoryStore())
     engine.warm(TEXTS, batch_tokens=1)
-    keys = [engine.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] for text in TEXTS]
+    keys = [engine.corpus.keys(engine.prompts.chunk_ids(text), [FRAMED])[0] for text in TEXTS]
     found = {key: engine.store.get(key) for key in keys}
     return {key: chunk for key, chunk in found.items() if isinstance(chunk, ChunkKV)}
 
@@ -103,16 +104,16 @@ def recovers(folder: Path, limit: int, expected: dict[ChunkKey, ChunkKV], one: C
                 check(found.reason == "absent", f"a chunk is gone: {found.reason}")
             else:
                 tally.reads += 1
-                tally.wrong_bytes += wrong_bytes(found, compress(chunk, found.numbers))
+                tally.wrong_bytes += wrong_bytes(found, to_format(chunk, found.numbers))
         first, again = fsck(store), fsck(store)
         tally.note("bytes taken back", first.reclaimed_bytes)
         check(not first.damaged, f"damaged: {first.damaged}")
         check(again.clean, f"not clean after fsck: {again}")
         check(not list((folder / "tmp").iterdir()), "files left in tmp")
         sizes = sum(size for path, size in files_of(folder).items() if path.suffix == ".kv")
-        check(sizes == store.room.index.size(), f"files take {sizes:,}, the index says {store.room.index.size():,}")
+        check(sizes == store.quota.index.size(), f"files take {sizes:,}, the index says {store.quota.index.size():,}")
         check(sizes <= limit, f"{sizes:,} bytes of {limit:,} after fsck")
         store.put(one, expected[one])
         found = store.get(one)
         tally.reads += 1
-        tally.wrong_bytes += wrong_bytes(found, compress(expected[one], found.numbers))
+        tally.wrong_bytes += wrong_bytes(found, to_format(expected[one], found.numbers))

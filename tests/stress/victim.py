@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel
+from qcfuse_rag import DiskStore, LanguageModel
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, wrong_bytes
+from tests.support.engines import make_engine
 
 NUMBERS = 24
 DOINGS = ("starting", "open", "put", "get", "discard", "quarantine", "pin", "fsck", "gc", "rebuild", "warm", "failed")
@@ -102,7 +103,7 @@ def warming(lm: LanguageModel, folder: Path, limit_bytes: int, texts: list[str])
             with DiskStore(folder, limit_bytes) as store:
                 for part in (texts[:half], texts[half:]):
                     record.doing("warm")
-                    FusionEngine(lm, store).warm(part, batch_tokens=1)  # alone, so that the same bytes come of it
+                    make_engine(lm, store).warm(part, batch_tokens=1)  # alone, so that the same bytes come of it
 
     return work
 

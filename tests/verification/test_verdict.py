@@ -21,6 +21,7 @@ from qcfuse_rag.monitoring.in_flight import InFlight
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.cases import passage_cases
 from qcfuse_rag.verification.checks import VerifyLimits, verify
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -37,7 +38,7 @@ def long_llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 
 @pytest.fixture
 def engine(long_llama: LanguageModel) -> FusionEngine:
-    return FusionEngine(long_llama, MemoryStore())
+    return make_engine(long_llama, MemoryStore())
 
 
 def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verdict:
@@ -92,7 +93,7 @@ def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: F
 @pytest.fixture
 def kept(long_llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
     """Return an engine over a store in a folder."""
-    with FusionEngine(long_llama, DiskStore(tmp_path)) as engine:
+    with make_engine(long_llama, DiskStore(tmp_path)) as engine:
         yield engine
 
 

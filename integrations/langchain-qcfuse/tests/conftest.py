@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from langchain_qcfuse import ChatQCFuse
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import LanguageModel, MemoryStore
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.passages import PASSAGES
 
@@ -19,5 +20,5 @@ def lm() -> LanguageModel:
 
 @pytest.fixture
 def chat(lm: LanguageModel) -> Iterator[ChatQCFuse]:
-    with FusionEngine(lm, MemoryStore()) as engine:
+    with make_engine(lm, MemoryStore()) as engine:
         yield ChatQCFuse.from_engine(engine, max_tokens=12)

@@ -23,8 +23,9 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langgraph.graph import END, START, StateGraph
 
 from langchain_qcfuse import ChatQCFuse, QCFusePrefetch, QCFuseVectorStore
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag import LanguageModel, MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.engines import make_engine
 from tests.support.langchain_documents import EMBED
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -119,7 +120,7 @@ async def test_a_retriever_that_prefetches(
 
 @pytest.mark.parametrize("how", ["warmed", "added", "made of documents"])
 def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, how: str) -> None:
-    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()))
+    chat = ChatQCFuse.from_engine(make_engine(lm, MemoryStore()))
     given = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
     if how == "made of documents":
         store = QCFuseVectorStore.from_documents(given, EMBED, chat=chat, access_key="group")
@@ -130,7 +131,10 @@ def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, how:
     else:
         chat.warm(given, access_key="group")
     engine = chat.engine
-    readers = [engine.sources.readers(*engine.keys(engine.prompts.chunk_ids(text), (FRAMED,))) for text in PASSAGES]
+    readers = [
+        engine.corpus.open_sources().readers(*engine.corpus.keys(engine.prompts.chunk_ids(text), (FRAMED,)))
+        for text in PASSAGES
+    ]
     assert readers == [{"board"}, {""}, {""}]
 
 
@@ -199,7 +203,7 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
 
 
 def test_what_is_let_go_of_lets_go_of_the_model(lm: LanguageModel) -> None:
-    chat = ChatQCFuse.from_engine(FusionEngine(lm, MemoryStore()), max_tokens=2)
+    chat = ChatQCFuse.from_engine(make_engine(lm, MemoryStore()), max_tokens=2)
     chat.invoke("The ferry")
     engine, scheduler = weakref.ref(chat.engine), chat._serving.scheduler
     thread = scheduler._thread

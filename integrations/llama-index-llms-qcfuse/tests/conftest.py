@@ -12,7 +12,8 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM
-from qcfuse_rag import FusionEngine, LanguageModel, open_store
+from qcfuse_rag import LanguageModel, open_store
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
 from tests.support.llama_index_documents import warmed_index
 from tests.support.passages import PASSAGES
@@ -25,7 +26,7 @@ def lm() -> LanguageModel:
 
 @pytest.fixture
 def llm(lm: LanguageModel, tmp_path: Path) -> Iterator[QCFuseLLM]:
-    with FusionEngine(lm, open_store(tmp_path / "kv")) as engine:
+    with make_engine(lm, open_store(tmp_path / "kv")) as engine:
         llm = QCFuseLLM.from_engine(engine, max_new_tokens=12)
         yield llm
         llm.close()

@@ -20,8 +20,9 @@ from llama_index.core.schema import MetadataMode, TextNode
 from pydantic import BaseModel
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-from qcfuse_rag import FusionEngine, LanguageModel, PromptTemplate, QCFuseError
+from qcfuse_rag import LanguageModel, PromptTemplate, QCFuseError
 from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.llama_index_documents import LetterEmbedding, warmed_index
 from tests.support.passages import PASSAGES, QUESTION
@@ -103,11 +104,11 @@ def test_warming_twice_prefills_once(llm: QCFuseLLM) -> None:
 def test_the_pipelines_own_cache_does_not_hide_a_change(llm: QCFuseLLM) -> None:
     """IngestionPipeline skips a transform it has seen; another model or another wording must not be skipped."""
     lm, store = llm.engine.lm, llm.engine.store
-    other_model = FusionEngine(LanguageModel.wrap(build_model("llama", seed=1), lm.tokenizer), store)
+    other_model = make_engine(LanguageModel.wrap(build_model("llama", seed=1), lm.tokenizer), store)
     wording = PromptTemplate(messages=(("user", "Read.\n\n{context}{question}"),))
     pipeline = IngestionPipeline(transformations=[])
     warmed = []
-    for engine in (llm.engine, llm.engine, other_model, FusionEngine(lm, store, template=wording)):
+    for engine in (llm.engine, llm.engine, other_model, make_engine(lm, store, template=wording)):
         warmup = QCFuseWarmup(QCFuseLLM.from_engine(engine))
         pipeline.transformations = [warmup]
         pipeline.run(documents=[Document(text=text, id_=text[:9]) for text in PASSAGES])

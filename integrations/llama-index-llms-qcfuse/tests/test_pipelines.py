@@ -12,7 +12,8 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseVectorStore, QCFuseWarmup, forget_missing
-from qcfuse_rag import FusionEngine, MemoryStore, QCFuseError
+from qcfuse_rag import MemoryStore, QCFuseError
+from tests.support.engines import make_engine
 from tests.support.library import FERRY, HARBOUR, HULL, MILL, stored
 from tests.support.llama_index_documents import EMBED, document, splitter
 
@@ -47,7 +48,7 @@ def test_a_changed_document_takes_its_stale_passages_along_and_no_others(llm: QC
     assert stored(llm.engine) == {HULL, MILL, HARBOUR}, "b still has the hull"
     ingestion.run(a=[HARBOUR], b=[MILL])
     assert stored(llm.engine) == {MILL, HARBOUR}
-    assert llm.engine.sources.names() == ["a", "b"]
+    assert llm.engine.corpus.open_sources().names() == ["a", "b"]
 
 
 def test_the_transform_prefills_only_what_is_new_in_a_changed_document(llm: QCFuseLLM) -> None:
@@ -62,10 +63,14 @@ def test_the_transform_prefills_only_what_is_new_in_a_changed_document(llm: QCFu
 def test_the_same_documents_twice_change_nothing(llm: QCFuseLLM, way: str) -> None:
     ingestion = Ingestion(llm, way)
     ingestion.run(a=[FERRY, HULL], b=[MILL])
-    before = {name: llm.engine.sources.addresses(name) for name in llm.engine.sources.names()}
+    before = {
+        name: llm.engine.corpus.open_sources().addresses(name) for name in llm.engine.corpus.open_sources().names()
+    }
     entries = {entry.address for entry in llm.engine.store.entries()}
     ingestion.run(a=[FERRY, HULL], b=[MILL])
-    assert {name: llm.engine.sources.addresses(name) for name in llm.engine.sources.names()} == before
+    assert {
+        name: llm.engine.corpus.open_sources().addresses(name) for name in llm.engine.corpus.open_sources().names()
+    } == before
     assert {entry.address for entry in llm.engine.store.entries()} == entries
 
 
@@ -92,7 +97,7 @@ def test_a_persisted_pipeline_warms_a_store_that_is_new(llm: QCFuseLLM, way: str
     first = Ingestion(llm, way)
     first.run(a=[FERRY])
     first.pipeline.persist(str(tmp_path))
-    with FusionEngine(llm.engine.lm, MemoryStore()) as engine:
+    with make_engine(llm.engine.lm, MemoryStore()) as engine:
         other = QCFuseLLM.from_engine(engine)
         second = Ingestion(other, way)
         second.pipeline.cache = type(second.pipeline.cache).from_persist_path(str(tmp_path / "llama_cache"))
@@ -117,7 +122,7 @@ def test_a_pipeline_that_deletes_takes_caches_along(llm: QCFuseLLM) -> None:
     ingestion.run(a=[FERRY, HULL], b=[HULL, MILL])
     ingestion.run(b=[HULL, MILL])
     assert stored(llm.engine) == {HULL, MILL}
-    assert llm.engine.sources.names() == ["b"]
+    assert llm.engine.corpus.open_sources().names() == ["b"]
 
 
 async def test_an_asynchronous_pipeline_takes_caches_along(llm: QCFuseLLM) -> None:

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
+from qcfuse_rag import LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.model_views import ModuleProxy
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone
@@ -96,13 +97,13 @@ def test_more_requests_than_were_recorded_are_computed_as_ever(tokenizer: PreTra
 def test_answers_are_the_same_with_recorded_steps(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompts = [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?")]
     params, method = SamplingParams(max_new_tokens=4), make_method("qcfuse", ratio=0.3, base=FRAMED)
     expected = [engine.generate(prompt, params, method=method).ids for prompt in prompts]
-    engine.step = DecodeRunner(engine.lm, recorder)
-    engine.step.compile(requests=(2,))
+    engine.runner.decodes = DecodeRunner(engine.lm, recorder)
+    engine.runner.decodes.compile(requests=(2,))
     before = recorder.replayed
     assert [engine.generate(prompt, params, method=method).ids for prompt in prompts] == expected
     with Scheduler(engine) as scheduler:

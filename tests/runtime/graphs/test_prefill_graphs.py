@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from qcfuse_rag.generation.speculative import generate_speculative
+from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -30,6 +32,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.damage import damaged
+from tests.support.engines import make_engine
 from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
@@ -131,14 +134,14 @@ def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
 @pytest.fixture(scope="module")
 def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
     """An engine with recorded passes, and what counts how many of their layers are computed."""
-    engine, recorder = FusionEngine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
+    engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
-    engine.passes = PrefillRunner(engine.lm, recorder)
+    engine.runner.prefills = PrefillRunner(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
         patched.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model])
-        engine.passes.compile(rows=(16, 64))
-    assert engine.passes.refusal is None
+        engine.runner.prefills.compile(rows=(16, 64))
+    assert engine.runner.prefills.refusal is None
     return engine, recorder
 
 
@@ -150,7 +153,7 @@ def test_answers_are_the_same_with_recorded_passes(
     engine, recorder = recorded
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
-    expected, before = prefill(engine.lm, engine.store, prompt, chosen), recorder.replayed
+    expected, before = prefill(loading_first(engine.lm, engine.store), prompt, chosen), recorder.replayed
     found = engine.prefill(prompt, method=chosen)
     assert (recorder.replayed > before) == (method != "full")
     assert found.report.selected == expected.report.selected
@@ -163,7 +166,7 @@ def test_a_verified_answers_draft_begins_with_recorded_passes(
 ) -> None:
     engine, recorder = recorded
     prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
-    found = engine.generate_speculative(prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
+    found = generate_speculative(engine.runner, prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
     assert recorder.replayed > before
     assert found.ids == engine.generate(prompt, params, method=make_method("full")).ids
 
@@ -195,7 +198,7 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
     recorded: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, recorder = recorded
-    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
 
@@ -206,7 +209,7 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
     found = engine.prefill(prompt, method=method)
     assert recorder.replayed > before
     assert [lookup.hit for lookup in found.report.lookups] == [True, True, False]
-    expected = prefill(engine.lm, engine.store, prompt, method)
+    expected = prefill(loading_first(engine.lm, engine.store), prompt, method)
     assert found.report.lookups == expected.report.lookups
     assert torch.allclose(found.logits, expected.logits, **CLOSE)
 
@@ -227,7 +230,9 @@ def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokeniz
             waits.set()
             assert goes_on.wait(60)
 
-    first = threading.Thread(target=lambda: found.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer))))
+    first = threading.Thread(
+        target=lambda: found.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer)))
+    )
     first.start()
     assert waits.wait(60)
     before = recorder.replayed

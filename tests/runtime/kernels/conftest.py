@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.runtime.kernels.passages import PASSAGES, Nearby
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.recorders import DEVICE
 
@@ -33,7 +34,7 @@ def warmed(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -
     family, numbers = getattr(request, "param", ("llama", "model"))
     store = MemoryStore()
     store.numbers = numbers
-    engine = FusionEngine(LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer), store)
+    engine = make_engine(LanguageModel.wrap(build_model(family).to(DEVICE), tokenizer), store)
     engine.warm(PASSAGES, bases=(FRAMED,))
     return engine
 
@@ -51,11 +52,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fusion.state.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.fusion.state.kernels_place", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.runner.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.kernels_place", lambda *given: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby())
+        monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: Nearby())
     monkeypatch.setattr("qcfuse_rag.runtime.decode_step.kernels_run_on", lambda *given: True)
     for name, module, function in COUNTED:
         at = f"qcfuse_rag.runtime.kernels.{module}"

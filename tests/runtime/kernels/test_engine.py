@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.damage import damaged
+from tests.support.engines import make_engine
 from tests.support.families import build_model
 
 pytest.importorskip("triton")
 
-from qcfuse_rag.runtime.loading.loading import Loading
 
 from qcfuse_rag.engine import first_passes as warming
 from qcfuse_rag.fusion.state import FusedPrompt
@@ -43,16 +43,16 @@ def test_the_engine_answers_alike_with_and_without_kernels(
 ) -> None:
     engine, lm = warmed, warmed.lm
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    ours = engine.prefill(prompt, method=method, room=4)
+    ours = engine.prefill(prompt, method=method, answer_tokens=4)
     assert set(with_kernels) == {"attention", "score", "place"}
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
     assert set(with_kernels) == {"by table", "append"}
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: None)
-    for module in ("runtime.kernels.support", "fusion.state", "runtime.decode_step"):
+    monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: None)
+    for module in ("runtime.kernels.support", "runtime.runner", "runtime.decode_step"):
         monkeypatch.setattr(f"qcfuse_rag.{module}.kernels_run_on", lambda *given: False)
     with_kernels.clear()
-    theirs = engine.prefill(prompt, method=method, room=4)
+    theirs = engine.prefill(prompt, method=method, answer_tokens=4)
     assert not with_kernels
     assert ours.report.selected == theirs.report.selected
     assert ours.report.bytes_loaded == theirs.report.bytes_loaded or engine.store.stats()[0].numbers != "model"
@@ -67,26 +67,26 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
     """None before it is, which would have the first layer wait for the last, and at first a few."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.loading.Loading.transfer", lambda loading: Nearby(at_once=at_once))
+    monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
-    assembly = FusedPrompt.empty(lm, prompt, len(prompt))
-    assembly.load(warmed.store, FRAMED, loading=Loading(lm))
+    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
+    fused.load(FRAMED)
     for thread in threading.enumerate():
         if thread.name == "qcfuse-loading":
             thread.join(60)
-    assert assembly.arriving.wait_for_layer is not None
-    assembly.arriving.wait_for_layer(0)
+    assert fused.loading_buffer.wait_for_layer is not None
+    fused.loading_buffer.wait_for_layer(0)
     assert len(launched) == 1, "keys and values together"
-    assembly.arriving.wait_for_layer(lm.n_layers - 1)
+    fused.loading_buffer.wait_for_layer(lm.n_layers - 1)
     assert lm.n_layers == 4
     assert len(launched) == (3 if at_once else 4), "one layer, one more, then two"
 
 
 def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine, with_kernels: list[str]) -> None:
-    other = FusionEngine(warmed.lm, MemoryStore())
+    other = make_engine(warmed.lm, MemoryStore())
     other.warm(PASSAGES[:1], bases=(FRAMED,))
     assert set(with_kernels) == {"attention", "score"}
-    [key] = other.keys(other.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
+    [key] = other.corpus.keys(other.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
     ours, theirs = other.store.get(key), warmed.store.get(key)
     assert isinstance(ours, ChunkKV)
     assert isinstance(theirs, ChunkKV)
@@ -97,7 +97,7 @@ def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine
 def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_kernels: list[str]) -> None:
     """Nothing of the chunk is placed; what the store lacks is computed."""
     engine = warmed
-    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
 
@@ -112,13 +112,13 @@ def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_k
 
 def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels: list[str]) -> None:
     engine = warmed
-    [key] = engine.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
     assert isinstance(chunk, ChunkKV)
     tensors = {name: chunk.blocks[name] for name in chunk.names()}
     tensors["key.0"] = tensors["key.0"][:, :1].contiguous()
     engine.store.discard(key)
-    engine.store.put(key, replace(chunk, blocks=HeldBlocks(tensors)))
+    engine.store.put(key, replace(chunk, blocks=TensorBlocks(tensors)))
     done = engine.prefill(engine.prompt(QUESTION, PASSAGES), method=make_method("reuse", base=FRAMED))
     assert "not go into" in str([lookup.reason for lookup in done.report.lookups])
     assert done.logits.isfinite().all()
@@ -141,7 +141,7 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
     model = build_model("llama", num_hidden_layers=2, max_position_embeddings=2048)
     lm = LanguageModel.wrap(model.to(DEVICE, torch.float16), tokenizer)
-    warming.run_first_passes(lm, FusionEngine(lm, MemoryStore()).prompts)
+    warming.run_first_passes(lm, make_engine(lm, MemoryStore()).prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
     launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
     assert launched == {*all_ways, (launch.TALL.rows, False)}

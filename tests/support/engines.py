@@ -1,0 +1,21 @@
+"""Engines with a method that the tests name: it reads one cache of each passage and always fuses.
+
+The default method reads two caches of a passage and refuses to fuse prompts as short as most tests', so counts would be
+twice what a test is about, and depend on the machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcfuse_rag import FusionEngine, KVStore, LanguageModel, make_method
+from qcfuse_rag.store.prefill_base import FRAMED
+
+METHOD = make_method("qcfuse", ratio=0.15, base=FRAMED)
+METHOD_OPTIONS = ("--method", "qcfuse", "--ratio", "0.15")
+"""The same method on the command line."""
+
+
+def make_engine(lm: LanguageModel, store: KVStore, **options: Any) -> FusionEngine:
+    """Return an engine with `METHOD`, unless the options name another."""
+    return FusionEngine(lm, store, **{"method": METHOD, **options})
