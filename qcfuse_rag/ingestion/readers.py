@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.ingestion.split import TextSplitting
 
 TEXT_ENDINGS = {".txt", ".text", ".md", ".markdown", ".rst"}
 JSON_LINES = {".jsonl", ".ndjson"}
@@ -177,3 +177,25 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
             raise QCFuseError(f"{path}, line {number}: half a character, written as an escape, is no text")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages
+
+
+PAGE_BREAK = "\f"
+
+
+class TextSplitting:
+    """Splits text at its own structure.
+
+    Args:
+        tokenizer: measures passages.
+        max_tokens: most tokens of a passage.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        backend = tokenizer.backend_tokenizer
+        self._plain = TextSplitter.from_huggingface_tokenizer(backend, max_tokens)
+        self._markdown = MarkdownSplitter.from_huggingface_tokenizer(backend, max_tokens)
+
+    def split(self, text: str, *, markdown: bool) -> list[str]:
+        """Return the passages of a text; the page breaks of extracted PDF count as blank lines."""
+        splitter = self._markdown if markdown else self._plain
+        return list(splitter.chunks(text.replace(PAGE_BREAK, "\n\n")))

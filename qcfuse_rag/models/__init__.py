@@ -1,5 +1,5 @@
-"""A transformers model and the facts that reuse depends on.
+"""Load a transformers model and measure the properties that cache reuse depends on.
 
 In: a model name, a folder or a GGUF file.
-Out: a checked model, its measured rotations, windows and fingerprint.
+Out: a checked model, its rotations, its sliding windows and its fingerprint.
 """

@@ -1,4 +1,4 @@
-"""Which models reuse can be right for, decided by what a model does rather than by its name."""
+"""Check whether cache reuse is correct for a model, by the model's properties rather than its name."""
 
 from __future__ import annotations
 
@@ -13,114 +13,118 @@ from qcfuse_rag.errors import UnsupportedModel
 
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 WITHOUT_KEYS = "dummy"
-"""What transformers calls a layer that keeps no keys and values: it uses those of another, or has no attention."""
+"""Transformers' type of a layer without keys and values: it uses another layer's, or it has no attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextWindow:
-    """How many tokens a prompt and its answer may have together, and why it is that many."""
+    """The largest number of tokens of a prompt and its answer together, and the reason for that number."""
 
     tokens: int
     reason: str
 
 
 def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
-    """Check what can be told from the configuration, before anything is run.
+    """Check a model by its configuration, before anything is run.
 
     Returns:
         The usable context window: the model's own, or less where its RoPE changes beyond some length.
 
     Raises:
-        UnsupportedModel: naming the property that makes reuse wrong.
+        UnsupportedModel: if reuse would be wrong; the message names the property.
     """
     config = model.config.get_text_config()
     if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
-        raise UnsupportedModel("an adapter is attached, which the identity of stored caches would miss; merge it first")
+        raise UnsupportedModel(
+            "an adapter is attached, which the fingerprint of stored caches does not cover; merge it first"
+        )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UnsupportedModel("the model is spread over several devices; load it on one")
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
     kinds = {kind for kind, _ in _layers(config)}
     if WITHOUT_KEYS in kinds:
-        raise UnsupportedModel("some layers keep no keys and values of their own, so there is nothing of them to store")
+        raise UnsupportedModel(
+            "some layers keep no keys and values of their own, so there is nothing to store for them"
+        )
     other = sorted(kinds - SUPPORTED_LAYERS)
     if other:
         raise UnsupportedModel(
-            f"layers of type {', '.join(other)} keep a state that depends on everything before, so a chunk's part "
-            "cannot be cut out and moved; only full and sliding attention can"
+            f"layers of type {', '.join(other)} keep a state that depends on the whole preceding text, so a chunk's "
+            "part cannot be cut out and moved; only full and sliding attention are supported"
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedModel("tokens attend to later tokens, so a chunk's keys depend on what follows it")
     if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{type(model).__name__} does not take attention functions from outside")
+        raise UnsupportedModel(f"{type(model).__name__} does not accept attention functions from outside")
     if not isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList):
         raise UnsupportedModel(f"{type(model).__name__} does not keep its layers in a list named `layers`")
     window = int(config.max_position_embeddings)
     if _rope_parameter(config, "llama_4_scaling_beta"):
         original = _rope_parameter(config, "original_max_position_embeddings")
-        return ContextWindow(int(original or window), "beyond this length queries are scaled by where they stand")
+        return ContextWindow(int(original or window), "beyond this length queries are scaled by their position")
     for kind in _rope_types(config):
         if kind == "dynamic":
             raise UnsupportedModel("dynamic RoPE changes its frequencies with the prompt's length; set another type")
         if kind == "longrope":
-            beside = getattr(config, "original_max_position_embeddings", window)
-            original = _rope_parameter(config, "original_max_position_embeddings") or beside
+            outside = getattr(config, "original_max_position_embeddings", window)
+            original = _rope_parameter(config, "original_max_position_embeddings") or outside
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
     return ContextWindow(window, "the model's own limit")
 
 
 def refuse_mismatched_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the model knows the tokens of the tokenizer's vocabulary.
+    """Check that the model has an embedding for each token of the tokenizer's vocabulary.
 
-    Those that were added to it may be more: many a model has one to pad with, which no prompt holds.
+    Added tokens may exceed the embeddings: many models add a padding token, which no prompt contains.
 
     Raises:
-        UnsupportedModel: if it does not, so that some text would be read beyond the embeddings' end.
+        UnsupportedModel: if the vocabulary is larger than the embeddings.
     """
     tokens = tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False)
-    known = model.get_input_embeddings().weight.shape[0]
-    if tokens > known:
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    if tokens > embeddings:
         raise UnsupportedModel(
-            f"the tokenizer has {tokens:,} tokens and the model embeddings of {known:,}: they are not of one model"
+            f"the tokenizer has {tokens:,} tokens and the model {embeddings:,} embeddings: they are not of one model"
         )
 
 
 def stock_attention_name(model: PreTrainedModel) -> str:
-    """Return the name of the attention of transformers' own that computes all that a model asks for.
+    """Return the name of the transformers attention that computes everything a model needs.
 
-    Torch's caps no scores, and transformers 5.17 takes it for Gemma 2 all the same.
+    `sdpa` cannot cap scores, but transformers 5.17 offers it for Gemma 2, which caps them.
     """
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return "sdpa" if getattr(model, "_supports_sdpa", False) and not capped else "eager"
 
 
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return the sliding window in tokens that the configuration has for each layer, or None."""
+    """Return each layer's sliding window in tokens from the configuration; None for full attention."""
     return tuple(
         int(settings["sliding_window"]) if kind == "sliding_attention" else None for kind, settings in _layers(config)
     )
 
 
 def _layers(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """Return each layer's type, and what transformers would make its cache with."""
+    """Return each layer's type and the arguments of its transformers cache layer."""
     kinds, settings = get_layer_types_and_kwargs(config)
-    # Before transformers 5.19 one setting is for all; before 5.23 the last layers are left out if they keep nothing.
-    each = settings if isinstance(settings, list) else [settings] * len(kinds)
-    layers = list(zip(kinds, each, strict=True))
+    # Before transformers 5.19 all layers share one setting; before 5.23 the list lacks last layers that keep nothing.
+    settings_per_layer = settings if isinstance(settings, list) else [settings] * len(kinds)
+    layers = list(zip(kinds, settings_per_layer, strict=True))
     return layers + [(WITHOUT_KEYS, {})] * (int(config.num_hidden_layers) - len(layers))
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Return the RoPE types in use."""
+    """Return the RoPE types that the layers use."""
     return {str(parameters.get("rope_type", "default")) for parameters in _rope_parameters(config)}
 
 
 def _rope_parameter(config: PreTrainedConfig, name: str) -> float | None:
-    """Return the smallest value of a RoPE parameter, or None if none is given."""
-    return min((one[name] for one in _rope_parameters(config) if one.get(name)), default=None)
+    """Return the smallest value of a RoPE parameter, or None if it is not set."""
+    return min((parameters[name] for parameters in _rope_parameters(config) if parameters.get(name)), default=None)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return RoPE's settings; models with several layer types nest one dictionary per type."""
+    """Return the RoPE settings; models with several layer types nest one dictionary per type."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    return [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    return [nested for nested in parameters.values() if isinstance(nested, dict)] or [parameters]

@@ -1,4 +1,4 @@
-"""Identity of a model: everything that stored keys and values depend on."""
+"""The fingerprint of a model: hashes of everything that stored keys and values depend on."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import xxhash
 
 from qcfuse_rag.models.rope import LayerRope
 
-if TYPE_CHECKING:  # a store knows models by their fingerprints, and is opened where there is none
+if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Fields of a configuration that say where a model came from or how it is run, not what it computes.
+# Configuration fields that say where a model came from or how it runs, not what it computes.
 NOT_IDENTITY = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Named hashes of what a model's keys and values depend on.
+    """Hashes of everything that a model's keys and values depend on.
 
     Attributes:
-        weights: hash of the name, shape and bytes of every parameter and every buffer that is saved with the model.
-        config: hash of the configuration, less the fields that do not change results.
+        weights: hash of the name, shape and bytes of every parameter and every saved buffer.
+        config: hash of the configuration without the fields that do not change results.
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
-        dtype: dtype keys and values are computed and stored in, such as `bfloat16`.
+        dtype: dtype of computed keys and values, such as `bfloat16`.
     """
 
     weights: str
@@ -40,7 +40,7 @@ class Fingerprint:
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits over all fields."""
+        """Hash of all fields, 32 hexadecimal digits."""
         return digest(json.dumps(self.fields(), sort_keys=True).encode())
 
     def fields(self) -> dict[str, str]:
@@ -48,22 +48,22 @@ class Fingerprint:
         return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype")}
 
     def differences(self, other: dict[str, str]) -> list[str]:
-        """Name the fields in which a stored fingerprint differs from this one."""
+        """Return the names of the fields in which a stored fingerprint differs."""
         return [name for name, value in self.fields().items() if other.get(name) != value]
 
 
 def digest(data: bytes) -> str:
-    """Return 32 hexadecimal digits of BLAKE2b; collisions, even wanted ones, are out of reach."""
+    """Return the BLAKE2b hash of bytes, 32 hexadecimal digits; collisions cannot be constructed."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def fingerprint_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ropes: tuple[LayerRope, ...]
 ) -> Fingerprint:
-    """Hash a loaded model. Reads every weight once: about 0.1 s per GB of memory.
+    """Hash a loaded model. Reads every weight once, in about 0.1 s per GB of memory.
 
-    Taken from the weights in memory, not from file names, so that a fine-tune under an old name, a merged adapter or
-    another quantisation is another model.
+    The weights in memory count, not the file names: a fine-tune under an old name, a merged adapter or another
+    quantisation is another model.
     """
     return Fingerprint(
         weights=_hash_weights(model),
@@ -75,7 +75,7 @@ def fingerprint_model(
 
 
 def _hash_weights(model: PreTrainedModel) -> str:
-    # xxHash, an order of magnitude faster than a cryptographic hash: the weights are the user's own.
+    # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
     for name, tensor in sorted(model.state_dict().items()):
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,13 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
-from qcfuse_rag.models.gguf_header import header_read_once
 
 LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
+
+CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
+"""Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
+
+_GGUF_LOCK = threading.Lock()
 
 
 def load_pretrained(
@@ -24,37 +31,37 @@ def load_pretrained(
 
     Args:
         name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
-        device: such as `cpu` or `cuda:0`; a GPU if there is one.
-        dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
+        device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
+        dtype: such as `bfloat16`; None is float32 on a CPU and the checkpoint's own on a GPU.
 
     Raises:
-        ModelNotFound: if nothing of that name can be read or fetched, or not all of it.
-        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is none that can be used here: an
-            adapter alone, no text decoder, or one that brings its own code, which is never run.
-        QCFuseError: if there is no such device.
+        ModelNotFound: if the model cannot be read or fetched completely.
+        UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
+            decoder, or brings its own code, which is never run.
+        QCFuseError: if the device does not exist.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    wanted: Any = dtype_of(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
+    torch_dtype: Any = _parse_dtype(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     _check_device(device)
     source, options = _source(name)
     try:
-        with header_read_once() if options else nullcontext():
+        with cached_gguf_header() if options else nullcontext():
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-            # Every model has an eager attention; ours takes its place. Naming one keeps GGUF from choosing its own.
-            model, read = AutoModelForCausalLM.from_pretrained(
+            # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
+            model, info = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=wanted,
+                dtype=torch_dtype,
                 attn_implementation="eager",
                 trust_remote_code=False,
                 output_loading_info=True,
                 **options,
             )
     except LOADING_ERRORS as error:
-        raise _refusal(name, error) from error
-    if read["missing_keys"]:  # they would be drawn at random, anew with each loading
+        raise _load_error(name, error) from error
+    if info["missing_keys"]:  # transformers would fill them with random numbers
         raise ModelNotFound(
-            f"{name!r} is not complete: {len(read['missing_keys'])} weights are missing, such as "
-            f"{min(read['missing_keys'])}; save or fetch it again"
+            f"{name!r} is not complete: {len(info['missing_keys'])} weights are missing, such as "
+            f"{min(info['missing_keys'])}; save or fetch it again"
         )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
@@ -69,23 +76,23 @@ def _check_device(device: str) -> None:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone.
+    """Load only the tokenizer of a model.
 
     Raises:
-        ModelNotFound: if nothing of that name can be read or fetched.
+        ModelNotFound: if the tokenizer cannot be read or fetched.
     """
     source, options = _source(name)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except LOADING_ERRORS as error:
-        raise _refusal(f"the tokenizer of {name}", error) from error
+        raise _load_error(f"the tokenizer of {name}", error) from error
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of that name.
+def _parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype with a name such as `bfloat16`.
 
     Raises:
-        ValueError: if it is not a floating-point dtype.
+        ValueError: if the name is not a floating-point dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -94,6 +101,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _source(name: str) -> tuple[str, dict[str, Any]]:
+    """Return the name or path that transformers loads from, and the options for it."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -108,23 +116,48 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     return name, {}
 
 
-def _refusal(name: str, error: BaseException) -> QCFuseError:
-    said = str(error)
-    if "trust_remote_code" in said:
+def _load_error(name: str, error: BaseException) -> QCFuseError:
+    """Return the error to raise for a failed load, by the message of transformers."""
+    message = str(error)
+    if "trust_remote_code" in message:
         return UnsupportedModel(f"{name!r} brings its own code, which is never run; take a model transformers knows")
-    if "Unrecognized configuration class" in said:
+    if "Unrecognized configuration class" in message:
         return UnsupportedModel(f"{name!r} is no text decoder that transformers loads by AutoModelForCausalLM")
-    if "ignore_mismatched_sizes" in said:
+    if "ignore_mismatched_sizes" in message:
         return ModelNotFound(f"the weights of {name!r} have other shapes than its configuration asks for")
-    return ModelNotFound(f"cannot load {name!r}: {_in_a_line(said) or type(error).__name__}")
+    return ModelNotFound(f"cannot load {name!r}: {_summary_line(message) or type(error).__name__}")
 
 
-def _in_a_line(said: str) -> str:
-    first, *rest = said.strip().splitlines() or [""]
-    # Some say no more in the first line than that the reason follows.
+def _summary_line(message: str) -> str:
+    """Return the first line of a message, and two more if it ends with a colon."""
+    first, *rest = message.strip().splitlines() or [""]
     return " ".join([first.strip(), *(line.strip() for line in rest[:2])]) if first.endswith((":", ": ")) else first
 
 
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def cached_gguf_header() -> Iterator[None]:
+    """Cache what `gguf` reads until the block ends; blocks of other threads wait.
+
+    transformers (5.15 to 5.23) reads a GGUF header three times, for the configuration, the tokenizer and the weights,
+    each time with the whole vocabulary, and lists the tensor names once for each module of the model. That takes longer
+    than reading the weights.
+
+    Other threads that read with `gguf` meanwhile get the cached results too. `GGUFReader` is a function until the block
+    ends: code that derives from it or calls `isinstance` with it must not be imported or run meanwhile.
+    """
+    import gguf
+
+    with _GGUF_LOCK:
+        originals = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
+        try:
+            for name, function in originals.items():
+                setattr(gguf, name, lru_cache(maxsize=1)(function))
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(gguf, name, function)

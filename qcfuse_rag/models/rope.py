@@ -1,9 +1,9 @@
-"""Rotary position embedding (RoPE): rotating keys as a model does.
+"""Rotary position embedding (RoPE): rotate keys as a model does.
 
-Stored keys are *unrotated*: as they would be at position 0. RoPE is a rotation by an angle linear in the position, so
-one rotation moves a stored key to any place in a prompt. Where a model scales its keys as well (yarn), the factor is
-the same at every position and stays inside the stored key (source: Su et al., RoFormer, arXiv 2104.09864, eq. 34).
-How a model rotates is measured, see `models.rope_probe`.
+Stored keys are *unrotated*: as they would be at position 0. RoPE rotates by an angle linear in the position, so one
+rotation moves a stored key to any position in a prompt (Su et al., RoFormer, arXiv 2104.09864, eq. 34). If a model also
+scales its keys (yarn), the factor is the same at every position and stays inside the stored key. `models.rope_probe`
+measures a model's rotation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRope:
-    """How one layer rotates its keys.
+    """The rotation of one layer's keys.
 
     Attributes:
-        inv_freq: `[rot_dim // 2]` float32, radians per position of each channel pair; None for a layer without RoPE.
+        inv_freq: `[rot_dim // 2]` float32, radians per position for each channel pair; None for a layer without RoPE.
         interleaved: True if channels (2i, 2i + 1) form a pair, False if (i, i + rot_dim / 2) do.
     """
 
@@ -35,7 +35,7 @@ class LayerRope:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Sizes of one layer's cache: `kv_heads`, `key_dim` and `value_dim` channels per head."""
+    """The shape of one layer's cache: number of heads, and key and value channels per head."""
 
     kv_heads: int
     key_dim: int
@@ -43,7 +43,7 @@ class KVShape:
 
 
 def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the rotation at each position.
+    """Return the cosine and sine of the rotation angle at each position.
 
     Args:
         inv_freq: `[rot_dim // 2]` float32.
@@ -57,34 +57,34 @@ def angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 AngleTables = dict[tuple[int, int, int], tuple[Tensor, Tensor]]
-"""Cosines and sines by the identity of a rotation's frequencies, which layers mostly share, and by positions."""
+"""Cosines and sines, by the identity of the `inv_freq` tensor, which most layers share, and by start and stop."""
 
 
 def angles_from(
     tables: AngleTables, rope: LayerRope, start: int, stop: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what `angles` does at positions `start <= p < stop`, computed once for all layers that rotate alike.
+    """Return `angles` at positions `start <= p < stop`, computed once for all layers with the same rotation.
 
     Args:
-        tables: while the model is held; added to.
-        rope: of a layer that rotates.
+        tables: the computed angles; extended here. Valid as long as the model exists.
+        rope: rotation of a layer that has one.
         start: first position.
         stop: position after the last.
-        device: where to.
+        device: device of the result.
     """
     assert rope.inv_freq is not None
-    name = (id(rope.inv_freq), start, stop)
-    if name not in tables:
-        tables[name] = angles(rope.inv_freq.to(device), torch.arange(start, stop, device=device))
-    return tables[name]
+    table = (id(rope.inv_freq), start, stop)
+    if table not in tables:
+        tables[table] = angles(rope.inv_freq.to(device), torch.arange(start, stop, device=device))
+    return tables[table]
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate keys by the given angles.
 
     Args:
-        keys: `[..., T, D]`, any float dtype; computed in float32, returned in the input dtype.
-        cos: `[T, rot_dim // 2]` float32, with `rot_dim <= D`; channels past `rot_dim` are left alone.
+        keys: `[..., T, D]`, any float dtype; the computation is in float32, the result in the input dtype.
+        cos: `[T, rot_dim // 2]` float32, with `rot_dim <= D`; channels past `rot_dim` stay unchanged.
         sin: same shape as `cos`.
         interleaved: channel pairing, see `LayerRope`.
 
@@ -104,11 +104,11 @@ def rotate(keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tens
 
 
 def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> None:
-    """Copy keys and rotate them like `rotate`; in place where all is float32, while they are in the processor's cache.
+    """Copy keys and rotate them like `rotate`; float32 keys are rotated in place while they are in the CPU cache.
 
     Args:
-        out: `[..., T, D]`, any strides; apart from `keys`.
-        keys: `[..., T, D]` on the same device, repeated for the dimensions of `out` it lacks.
+        out: `[..., T, D]`, any strides; must not overlap `keys`.
+        keys: `[..., T, D]` on the same device, broadcast to `out`.
         cos: `[T, rot_dim // 2]` float32.
         sin: same shape as `cos`.
         interleaved: channel pairing, see `LayerRope`.
@@ -119,7 +119,7 @@ def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, *, interlea
     out.copy_(keys)
     half = cos.shape[-1]
     pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if interleaved else (slice(half), slice(half, 2 * half))
-    first, second = (out[..., one] for one in pairs)
+    first, second = (out[..., channels] for channels in pairs)
     unrotated = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).addcmul_(unrotated, sin)

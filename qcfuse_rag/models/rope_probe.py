@@ -1,7 +1,7 @@
-"""How each layer of a model rotates its keys, measured.
+"""Measure how each layer of a model rotates its keys.
 
-Which layers rotate, with which frequencies, and which channels are paired is not looked up: a token that sees only
-itself has the same hidden states at every position, so the keys of one token at two positions differ by the rotation
+The configuration is not trusted for which layers rotate, with which frequencies, and which channels are paired. A token
+that sees only itself has the same hidden states at every position. So its keys at two positions differ by the rotation
 alone, at every layer (see `models.rope`).
 """
 
@@ -20,7 +20,7 @@ PROBE_POSITIONS = (0, 1, 37, 911)
 
 @torch.inference_mode()
 def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[LayerRope, ...], tuple[KVShape, ...]]:
-    """Find each layer's rotation and cache sizes by running one token at four positions.
+    """Measure each layer's rotation and cache shape by running one token at four positions.
 
     Args:
         model: a decoder-only model as transformers loads it, with its own attention.
@@ -46,8 +46,8 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
         values = layer.values[:, :, 0]
         if float((values - values[:1]).abs().max()) > _tolerance(keys) * float(values.abs().max()):
             raise UnsupportedModel(
-                f"what layer {index} keeps beside its keys depends on where a token stands, as with learned positions "
-                "or latent attention, so it could not be placed anywhere else; take a model with rotary positions"
+                f"the values of layer {index} depend on the token's position, as with learned positions or latent "
+                "attention, so they cannot be placed anywhere else; take a model with rotary positions"
             )
         ropes.append(_match(keys, positions, candidates, index))
         shapes.append(KVShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
@@ -55,17 +55,17 @@ def measure_rope(model: PreTrainedModel, max_position: int) -> tuple[tuple[Layer
 
 
 def _candidates(model: PreTrainedModel) -> list[LayerRope]:
-    """List every rotation the model's rotary modules could mean: each frequency table, in both pairings."""
-    found: list[LayerRope] = []
+    """Return every possible rotation: each frequency table of the model's rotary modules, in both pairings."""
+    candidates: list[LayerRope] = []
     for name, table in model.named_buffers():
         if name.endswith("inv_freq") and not name.endswith("original_inv_freq"):
             frequencies = table.detach().to(torch.float32)
-            found += [LayerRope(frequencies, interleaved) for interleaved in (False, True)]
-    return found
+            candidates += [LayerRope(frequencies, interleaved) for interleaved in (False, True)]
+    return candidates
 
 
 def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: int) -> LayerRope:
-    """Return the candidate under which the keys at position 0 become those at the other positions."""
+    """Return the candidate that rotates the keys at position 0 to the keys at the other positions."""
     at_zero = keys[:, :1].expand_as(keys).to(torch.float32)
     size = at_zero.abs().amax().clamp_min(1e-12)
     best, best_error = candidates[0], float("inf")
@@ -80,8 +80,8 @@ def _match(keys: Tensor, positions: Tensor, candidates: list[LayerRope], layer: 
             best, best_error = rope, error
     if best_error > _tolerance(keys):
         raise UnsupportedModel(
-            f"layer {layer} does not move its keys by a rotation this library knows (closest one is off by "
-            f"{best_error:.1%}), so stored keys could not be placed anywhere else"
+            f"layer {layer} does not move its keys by a rotation this library knows (the closest is off by "
+            f"{best_error:.1%}), so stored keys cannot be placed anywhere else"
         )
     return best
 

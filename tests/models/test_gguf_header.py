@@ -11,11 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
-from qcfuse_rag.models.gguf_header import REMEMBERED, header_read_once
-from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.load import CACHED_GGUF_FUNCTIONS, cached_gguf_header, load_pretrained
 from tests.support.passages import QUESTION
 
-OWN = {name: getattr(gguf, name) for name in REMEMBERED}
+OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF, but no more than that")
     with pytest.raises(ModelNotFound, match=r"broken\.gguf"):
         load_pretrained(str(tmp_path / "broken.gguf"), device="cpu")
-    assert {name: getattr(gguf, name) for name in REMEMBERED} == OWN
-    with header_read_once():
+    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
+    with cached_gguf_header():
         assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2) is gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
-    assert {name: getattr(gguf, name) for name in REMEMBERED} == OWN
+    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN

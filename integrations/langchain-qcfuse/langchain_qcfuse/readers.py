@@ -1,4 +1,4 @@
-"""Read what a vector store that already exists would show the model, so that it can be warmed."""
+"""Read the passages of an existing vector store, to warm them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from langchain_qcfuse.sources import SOURCE_KEY, source_of
+from langchain_qcfuse.documents import SOURCE_KEY, passage_of
 from qcfuse_rag import QCFuseError
 
 
 def read_vector_store(path: str | Path, source_key: str | None = SOURCE_KEY) -> Iterator[tuple[str, str]]:
-    """Read the passages of a vector store that `InMemoryVectorStore.dump` wrote; no embedding model is needed.
+    """Read the passages of a file that `InMemoryVectorStore.dump` wrote; no embedding model is needed.
 
     Args:
-        path: of the JSON file.
-        source_key: metadata key that says what a passage is from; its id where it does not. None: always the id, as in
-            `QCFuseVectorStore`; needed if that is to delete what is warmed from here.
+        path: path of the JSON file.
+        source_key: metadata key of a passage's source; without that key the id is the source. None: always the id, as
+            in `QCFuseVectorStore`, which can then delete the passages that are warmed from here.
 
     Returns:
-        For every document its source and its text.
+        The source and the text of every document.
 
     Raises:
-        QCFuseError: if it is no such file. Pickled stores, such as those of FAISS, are not read, since reading a pickle
-            can run any program.
+        QCFuseError: if it is not such a file. Pickled stores, such as FAISS's, are not read: reading a pickle can run
+            any program.
     """
     try:
         entries = InMemoryVectorStore.load(str(path), cast(Embeddings, None)).store  # embeds nothing
@@ -37,4 +37,5 @@ def read_vector_store(path: str | Path, source_key: str | None = SOURCE_KEY) -> 
             f"{path} is not a JSON file that `InMemoryVectorStore.dump` wrote ({error}). Pickles, such as FAISS's, are "
             "not read: load such a store yourself and give its documents to `ChatQCFuse.warm`"
         ) from error
-    return ((source_of(document, source_key) or "", document.page_content) for document in documents)
+    passages = (passage_of(document, source_key) for document in documents)
+    return ((passage.source or "", passage.text) for passage in passages)
