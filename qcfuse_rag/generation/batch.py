@@ -7,6 +7,7 @@ The first of them loads or computes the prefix, and the others reuse it. One pre
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import check_window, prefill
@@ -25,25 +26,25 @@ def answer_many(
     method: Method,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Generation]:
-    """Answer prompts as if one by one, doing the work for common beginnings once.
+    """Answer each prompt as if alone, but load or compute common prefixes once.
 
-    Stored chunks are fused whatever the method's guard would say: prompts share what is placed, not what is exact. Full
-    prefill shares exact keys and values, methods over stored caches share the loading and placing of chunks; what a
-    method recomputes depends on the question and is computed for each prompt. Reports say what was done for each
-    prompt: rows that another prompt computed count as reused, bytes that another prompt loaded are not counted.
+    The method's guard is ignored, and stored chunks are always fused, because prompts share placed chunks, not exact
+    ones. Full prefill shares exact keys and values. Methods over stored caches share the loading and placing of chunks;
+    the recomputed rows depend on the question, so every prompt computes its own. In a prompt's report, rows that
+    another prompt computed count as reused, and bytes that another prompt loaded do not count.
 
     Args:
         runner: the model and the store.
         prompts: in any order.
-        params: how to choose tokens; greedy by default.
-        method: what to reuse and what to recompute.
-        progress: called with answers `(done, total)` after each.
+        params: sampling settings; greedy by default.
+        method: decides what to reuse and what to recompute.
+        progress: called with `(done, total)` after each answer.
 
     Returns:
-        An answer for each prompt, in the order of the prompts.
+        The answers, in the order of the prompts.
 
     Raises:
-        PromptTooLong: if any prompt and its answer exceed the context window; then none was answered.
+        PromptTooLong: if any prompt and its answer exceed the context window; then no prompt is answered.
     """
     params = params or SamplingParams()
     for prompt in prompts:
@@ -52,9 +53,9 @@ def answer_many(
     unguarded = method.unguarded
     answers: dict[int, Generation] = {}
     shared = SharedPrefix()
-    for turn, index in enumerate(order):
+    for index, next_index in zip_longest(order, order[1:]):
         prompt = prompts[index]
-        shared.keep = sum(shared_tokens(prompt, prompts[following]) for following in order[turn + 1 : turn + 2])
+        shared.keep = 0 if next_index is None else shared_tokens(prompt, prompts[next_index])
         runner.store.advance()
         prefilled = prefill(runner, prompt, unguarded, answer_tokens=params.max_new_tokens, shared=shared)
         answers[index] = TextStream(runner, prefilled, params).result()

@@ -66,17 +66,17 @@ class TextStream(Iterator[str]):
 
     To abandon the answer, stop iterating; nothing runs in the background.
 
-    Attributes:
-        report: of the prefill; available at once.
-        generation: the finished answer; None until the last piece was read.
-        prefilled: keys and values of prompt and answer; they take memory as long as the stream exists.
-
     Args:
         runner: the model; computes the decode steps.
         prefilled: the prompt.
         params: how to choose tokens and when to stop.
         cancel: ends the answer before its next token when set.
         sampler: replaces the sampler that `params` describes.
+
+    Attributes:
+        report: of the prefill; available at once.
+        generation: the finished answer; None until the last piece was read.
+        prefilled: keys and values of prompt and answer; they take memory as long as the stream exists.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Fused prefills as Prometheus metrics."""
+"""Export fused prefills as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
 class Metrics:
     """An observer of an engine: `engine.observe(Metrics())`.
 
-    Give a registry to one of these only, and that to as many engines as there are; labels are the method and the stage,
-    whose number is bounded, never anything of a question or a document.
+    One instance per registry serves any number of engines. The labels, such as method and stage, have a bounded number
+    of values and contain nothing of a question or a document.
 
     Args:
-        registry: where to register; the process's own by default.
+        registry: that the metrics are registered in; the process's default registry if not given.
 
     Raises:
-        ValueError: if the registry has them already.
+        ValueError: if the registry contains the metrics already.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        about: dict[str, Any] = {"registry": registry}
-        self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **about)
-        self._fallbacks = Counter("qcfuse_fallbacks", "Prompts not fused as asked, with a reason", ["method"], **about)
-        self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **about)
-        self._tokens = Counter("qcfuse_prompt_tokens", "Tokens of prompts, by what became of them", ["fate"], **about)
-        self._bytes = Counter("qcfuse_loaded_bytes", "Bytes read from the store", **about)
+        shared: dict[str, Any] = {"registry": registry}
+        self._requests = Counter("qcfuse_prefills", "Prompts brought to their first token", ["method"], **shared)
+        self._fallbacks = Counter("qcfuse_fallbacks", "Prompts not fused as asked, with a reason", ["method"], **shared)
+        self._lookups = Counter("qcfuse_lookups", "Passages looked up", ["outcome"], **shared)
+        self._tokens = Counter("qcfuse_prompt_tokens", "Tokens of prompts, by what became of them", ["fate"], **shared)
+        self._bytes = Counter("qcfuse_loaded_bytes", "Bytes read from the store", **shared)
         self._seconds = Histogram(
-            "qcfuse_stage_seconds", "Time to first token, by stage", ["stage"], buckets=SECONDS, **about
+            "qcfuse_stage_seconds", "Time to first token, by stage", ["stage"], buckets=SECONDS, **shared
         )
         self._work = Histogram(
-            "qcfuse_work_ratio", "Rows computed as a share of full prefill's", ["method"], buckets=SHARES, **about
+            "qcfuse_work_ratio", "Rows computed as a share of full prefill's", ["method"], buckets=SHARES, **shared
         )
 
     def __call__(self, report: FusionReport) -> None:

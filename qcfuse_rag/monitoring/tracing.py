@@ -1,4 +1,4 @@
-"""Fused prefills as OpenTelemetry spans: one for the whole, one for each stage, in the trace of whoever asked."""
+"""Export fused prefills as OpenTelemetry spans: one for the prefill and one for each stage, in the caller's trace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NANOSECONDS = 1_000_000_000
 class Spans:
     """An observer of an engine: `engine.observe(Spans())`.
 
-    A span ends when the report is made. Stages are laid one behind the other, though loading goes on beside the others:
-    what is shown of it is the waiting. A fallback is an event, not an error: the answer is right.
+    The prefill's span ends when its report is made. The stages' spans follow each other. Loading overlaps the other
+    stages, so its span shows only the time spent waiting for it. A fallback is an event, not an error, because the
+    answer is still right.
 
     Args:
-        provider: of tracers; the process's own if None.
+        provider: of tracers; the process's provider if None.
     """
 
     def __init__(self, provider: TracerProvider | None = None) -> None:
@@ -31,22 +32,22 @@ class Spans:
     def __call__(self, report: FusionReport) -> None:
         """Record one prefill."""
         end = time.time_ns()
-        taken = {stage: int(seconds * NANOSECONDS) for stage, seconds in report.timings.stages.items()}
-        start = end - sum(taken.values())
-        whole = self._tracer.start_span("qcfuse.prefill", start_time=start, attributes=attributes(report))
+        durations = {stage: int(seconds * NANOSECONDS) for stage, seconds in report.timings.stages.items()}
+        start = end - sum(durations.values())
+        prefill_span = self._tracer.start_span("qcfuse.prefill", start_time=start, attributes=attributes(report))
         if report.fallback is not None:
-            whole.add_event("qcfuse.fallback", {"reason": report.fallback}, timestamp=end)
-        inside = trace.set_span_in_context(whole)
-        for stage, duration in taken.items():
-            span = self._tracer.start_span(f"qcfuse.{stage}", context=inside, start_time=start)
+            prefill_span.add_event("qcfuse.fallback", {"reason": report.fallback}, timestamp=end)
+        context = trace.set_span_in_context(prefill_span)
+        for stage, duration in durations.items():
+            stage_span = self._tracer.start_span(f"qcfuse.{stage}", context=context, start_time=start)
             start += duration
-            span.end(start)
-        whole.set_status(Status(StatusCode.OK))
-        whole.end(end)
+            stage_span.end(start)
+        prefill_span.set_status(Status(StatusCode.OK))
+        prefill_span.end(end)
 
 
 def attributes(report: FusionReport) -> dict[str, str | int | float]:
-    """Return what a span says of a prefill; nothing of what was asked."""
+    """Return the attributes of a prefill's span, with nothing of the question or the passages."""
     chunks = [lookup for lookup in report.lookups if lookup.role == "chunk"]
     return {
         "qcfuse.method": report.method,

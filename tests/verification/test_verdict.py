@@ -17,7 +17,7 @@ from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, Shad
 from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, method_digest, require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.monitoring.in_flight import InFlight
+from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.cases import passage_cases
 from qcfuse_rag.verification.checks import VerifyLimits, verify
@@ -195,10 +195,10 @@ def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngin
 
 
 @pytest.mark.parametrize(
-    ("answer", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
+    ("on_drift", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
 )
-def test_sustained_drift_is_answered(served: FusionEngine, answer: str, ratio: float | None, in_full: bool) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, answer=answer, most_waiting=10))  # type: ignore[arg-type]
+def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio: float | None, in_full: bool) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, on_drift=on_drift, most_waiting=10))  # type: ignore[arg-type]
     ask(served, 2)
     assert shadow.wait(30)
     drift = shadow.drift()
@@ -210,7 +210,7 @@ def test_sustained_drift_is_answered(served: FusionEngine, answer: str, ratio: f
 
 
 def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, answer="raise", most_waiting=10))
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise", most_waiting=10))
     for _ in range(4):
         ask(served, 1)
         assert shadow.wait(30)
@@ -218,7 +218,7 @@ def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -
 
 
 def test_no_drift_changes_nothing(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, answer="full"))
+    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, on_drift="full"))
     ask(served, 2)
     assert shadow.wait(30)
     assert not shadow.drift().sustained
@@ -227,7 +227,7 @@ def test_no_drift_changes_nothing(served: FusionEngine) -> None:
 
 def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
     shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
-    with served._activity.track():
+    with served._in_flight.track():
         ask(served, 4)
         time.sleep(0.05)
         assert shadow.drift().compared == 0
@@ -265,15 +265,15 @@ def test_closing_ends_the_thread(served: FusionEngine) -> None:
     assert not any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"window": 0}, {"most_waiting": 0}, {"answer": "panic"}])
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"window": 0}, {"most_waiting": 0}, {"on_drift": "panic"}])
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="must be"):
         ShadowSettings(**wrong)  # type: ignore[arg-type]
 
 
 def test_activity_knows_when_nothing_goes_on() -> None:
-    activity = InFlight()
-    assert activity.idle(0)
-    with activity.track():
-        assert not activity.idle(0.01)
-    assert activity.idle(0)
+    in_flight = InFlight()
+    assert in_flight.wait_idle(0)
+    with in_flight.track():
+        assert not in_flight.wait_idle(0.01)
+    assert in_flight.wait_idle(0)
