@@ -12,6 +12,15 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--families`, which chooses the models of tests that ask for `family`."""
+    parser.addoption(
+        "--families",
+        default="main",
+        help="Families of models that tests run on: main (6), all (22), or names between commas.",
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_kernels() -> Iterator[None]:
     """Have kernels interpreted in less time."""

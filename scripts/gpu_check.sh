@@ -43,7 +43,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | 
 python3 -c 'import torch, transformers, triton; print(torch.__version__, transformers.__version__, triton.__version__)' \
   | tee -a "$OUT/device.txt"
 workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
-tests() { timeout "$1" python3 -m pytest $workers "${@:2}" -q -p no:cacheprovider -o addopts="--import-mode=importlib"; }
+tests() { timeout "$1" python3 -m pytest $workers "${@:2}" -q -p no:cacheprovider -o addopts="--import-mode=importlib" --families=all; }
 export -f tests
 export workers
 step 80 recorded bash -c 'tests 75 tests/runtime/graphs/test_decode_graphs.py tests/runtime/graphs/test_prefill_graphs.py'

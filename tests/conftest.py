@@ -11,10 +11,34 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.support.cli import Run
 from tests.support.engines import make_engine
-from tests.support.families import FAMILIES, build_model, build_tokenizer
+from tests.support.families import build_model, build_tokenizer, chosen_families
 from tests.support.passages import PASSAGES, QUESTION
 
+TESTS = Path(__file__).parent
+MARKED_FOLDERS = {
+    "interpreter": ("runtime/kernels", "runtime/graphs", "runtime/fused_layers", "simulated"),
+    "stress": ("stress",),
+    "real": ("real",),
+    "gpu": ("gpu",),
+}
+"""Folders whose tests all have a marker; see `markers` in pyproject.toml."""
+
 torch.set_num_threads(1)  # tiny models: threads would only wait for one another
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that ask for `family` or `family_name` once for each family that `--families` chooses."""
+    if "family_name" in metafunc.fixturenames:
+        metafunc.parametrize("family_name", chosen_families(metafunc.config.getoption("families")), scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder."""
+    for item in items:
+        folder = item.path.parent
+        for marker, folders in MARKED_FOLDERS.items():
+            if any(folder.is_relative_to(TESTS / name) for name in folders):
+                item.add_marker(marker)
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +46,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(lambda: [*PASSAGES, QUESTION])
 
 
-@pytest.fixture(scope="session", params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+@pytest.fixture(scope="session")
+def family(family_name: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     """Return a tiny model of each family in turn."""
-    return LanguageModel.wrap(build_model(request.param), tokenizer, name=request.param)
+    return LanguageModel.wrap(build_model(family_name), tokenizer, name=family_name)
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
-from tests.support.families import FAMILIES, build_model
+from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
 LONG = SamplingParams(max_new_tokens=60)
@@ -65,9 +65,8 @@ def wait_until(true: Any) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_step_of_several_requests_is_a_step_of_each(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    engine = make_engine(LanguageModel.wrap(build_model(family), tokenizer), MemoryStore())
+def test_a_step_of_several_requests_is_a_step_of_each(family_name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = make_engine(LanguageModel.wrap(build_model(family_name), tokenizer), MemoryStore())
     engine.warm(PASSAGES)
     lm = engine.lm
     given = [engine.prefill(prompt, answer_tokens=2) for prompt in prompts(engine)]

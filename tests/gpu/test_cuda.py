@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.fusion.pipeline import prefill
@@ -16,8 +15,9 @@ from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.engines import make_engine
-from tests.support.families import FAMILIES, build_model
+from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.runners import loading_first
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,9 +35,10 @@ def engine_on(device: str, dtype: torch.dtype, family: str, tokenizer: PreTraine
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_engine_reproduces_the_model(family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast) -> None:
-    check_exact(LanguageModel.wrap(build_model(family).to("cuda", dtype), tokenizer))
+def test_the_engine_reproduces_the_model(
+    family_name: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    check_exact(LanguageModel.wrap(build_model(family_name).to("cuda", dtype), tokenizer))
 
 
 @pytest.mark.parametrize("method", ["full", "reuse", "random", "epic", "prophetkv", "qcfuse"])
@@ -60,15 +61,14 @@ def test_decoding_on_the_device(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_decode_steps_are_recorded_for_every_family(
-    family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
+    family_name: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    engine = engine_on("cuda", dtype, family, tokenizer)
+    engine = engine_on("cuda", dtype, family_name, tokenizer)
     stream = engine.stream(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=1))
     position, buffer = stream.report.prompt_tokens, stream.prefilled.buffer
     engine.runner.decodes.compile(requests=(1, 2))
-    if family not in WITH_EXPERTS:
+    if family_name not in WITH_EXPERTS:
         assert engine.runner.decodes.refusal is None
     found, expected = (
         engine.runner.decodes([5], [position], [buffer]),
@@ -79,16 +79,15 @@ def test_decode_steps_are_recorded_for_every_family(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_fused_passes_are_recorded_for_every_family(
-    family: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
+    family_name: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    engine = engine_on("cuda", dtype, family, tokenizer)
+    engine = engine_on("cuda", dtype, family_name, tokenizer)
     prompt = engine.prompt(QUESTION, PASSAGES)
     methods = [make_method("prophetkv", ratio=0.3, base=FRAMED), make_method("reuse", base=FRAMED)]
     expected = [engine.prefill(prompt, method=method) for method in methods]
     engine.runner.prefills.compile(rows=(16, 128))
-    if family not in WITH_EXPERTS:
+    if family_name not in WITH_EXPERTS:
         assert engine.runner.prefills.refusal is None
     for _ in range(5):  # what is not waited for shows now and then
         for method, launched in zip(methods, expected, strict=True):

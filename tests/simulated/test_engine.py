@@ -33,7 +33,7 @@ from tests.simulated.order import Stream
 from tests.simulated.tensor import DeviceTensor
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
-from tests.support.families import FAMILIES, build_model
+from tests.support.families import build_model
 from tests.support.recorders import leanest_alone
 
 PASSAGES = ["The ferry is green.", "Orla keeps the paint."]
@@ -91,9 +91,10 @@ def test_every_method_computes_on_the_device(method: str, device: Device, tokeni
 
 
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_family_computes_on_the_device(family: str, device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
-    here, there = engine_on(None, tokenizer, family), engine_on(device, tokenizer, family)
+def test_every_family_computes_on_the_device(
+    family_name: str, device: Device, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    here, there = engine_on(None, tokenizer, family_name), engine_on(device, tokenizer, family_name)
     for engine in (here, there):
         assert engine.warm(PASSAGES, bases=(FRAMED,)).failed == ()
     prompt = here.prompt(QUESTION, PASSAGES)

@@ -103,6 +103,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+MAIN_FAMILIES = (
+    "cohere2-interleaved",
+    "gemma2-softcap",
+    "gemma3-two-ropes",
+    "gpt-oss-sinks",
+    "llama",
+    "qwen2-moe-silent-window",
+)
+"""Families that have every pair of features between them: tests run on these unless `--families` names others."""
+
+
+def chosen_families(option: str) -> list[str]:
+    """Return the families that pytest's option `--families` means: main, all, or names between commas.
+
+    Raises:
+        KeyError: if there is no such family.
+    """
+    names = {"main": MAIN_FAMILIES, "all": tuple(FAMILIES)}.get(option) or tuple(option.split(","))
+    return sorted({name: FAMILIES[name] for name in names})
+
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<{{ message['role'] }}>\n{{ message['content'] | trim }}</s>\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
