@@ -1,5 +1,5 @@
 """Verify a method on a model.
 
 In: an engine.
-Out: a verdict; hidden numbers, chains of variables and the user's passages are the cases.
+Out: a verdict, from cases with hidden numbers, chains of variables and the user's passages.
 """

@@ -1,4 +1,4 @@
-"""What a method is verified on: hidden numbers, chains of variables, and the user's own passages."""
+"""Build the cases of a verification: hidden numbers, chains of variables, and the user's passages."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.ingestion.neighbours import nearest, token_vectors
+from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
 from qcfuse_rag.verification.ruler import generate
 
-TOGETHER = 4
-"""Passages of a prompt made of the user's own."""
+PASSAGES_PER_CASE = 4
+"""Passages in a prompt of `passage_cases`."""
 
 OPENING_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt to compare a method with full prefill on.
+    """A prompt on which a method is compared with full prefill.
 
     Attributes:
         question: the question.
-        passages: in order.
-        expected: strings that a right answer holds; empty if only the first token is compared.
-        max_new_tokens: of the answer.
+        passages: in the order of the prompt.
+        expected: strings that a right answer contains; empty if only the first token is compared.
+        max_new_tokens: length limit of the answer.
     """
 
     question: str
@@ -33,56 +33,60 @@ class Case:
     max_new_tokens: int = 0
 
 
-def hidden(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
-    """Make RULER-style cases, see `verification.ruler`.
+def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
+    """Build RULER-style cases, see `verification.ruler`.
 
     Args:
-        engine: for its tokenizer and the wording of its prompts.
+        engine: provides the tokenizer and the prompt template.
         task: `ruler_mv`, numbers hidden in text, or `ruler_vt`, a chain of variables to follow.
-        size: how many.
+        size: number of cases.
         tokens: length of a prompt with its answer.
-        texts: to hide numbers in; the demonstration's if there are none.
+        texts: the numbers are hidden in these; the demonstration's texts if empty.
     """
     tokenizer = engine.lm.tokenizer.backend_tokenizer
 
     def count(text: str) -> int:
         return len(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    prefix_ids = len(engine.prompt("", ()))
+    overhead = len(engine.prompt("", ()))
     haystack = list(texts) or list(corpus().values())
-    made = generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=0, prefix_ids=prefix_ids)
-    return [Case(one.question, one.passages, one.answers, min(one.max_new_tokens, 64)) for one in made]
+    examples = generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=0, overhead_tokens=overhead)
+    return [
+        Case(example.question, example.passages, example.answers, min(example.max_new_tokens, 64))
+        for example in examples
+    ]
 
 
-def own(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
-    """Make cases of passages that are likely to be retrieved together.
+def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
+    """Build cases of passages that are likely to be retrieved together.
 
-    What is asked is what a passage says of its own opening words. What the right answer is nobody knows; full prefill's
-    first token is what the method's is compared with.
+    The question is about the opening words of one of the passages. There is no known answer: the method's first token
+    is compared with full prefill's.
 
     Args:
-        engine: whose embeddings say which passages are related.
+        engine: its embeddings decide which passages are related.
         texts: passages.
-        size: how many cases.
+        size: number of cases.
     """
-    kept = list(dict.fromkeys(texts))
-    related = nearest(token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in kept]), TOGETHER - 1)
-    step = max(1, len(kept) // size)
+    unique = list(dict.fromkeys(texts))
+    vectors = token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in unique])
+    related = nearest_chunks(vectors, PASSAGES_PER_CASE - 1)
+    step = max(1, len(unique) // size)
     cases = []
-    for index in range(0, len(kept), step)[:size]:
-        opening = " ".join(kept[index].split()[:OPENING_WORDS])
-        passages = [kept[other] for other in reversed(related[index])] + [kept[index]]
+    for index in range(0, len(unique), step)[:size]:
+        opening = " ".join(unique[index].split()[:OPENING_WORDS])
+        passages = [unique[neighbour] for neighbour in reversed(related[index])] + [unique[index]]
         cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages)))
     return cases
 
 
 def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
-    """Return how far gold answers are substrings of the answer, upper and lower case alike.
+    """Score an answer by the gold answers that are its substrings; case does not matter.
 
     Args:
         answer: the answer.
         gold: gold answers.
-        needs_all: return the share of them that is found, RULER's `string_match_all`; else 1 if any is.
+        needs_all: return the share of gold answers in the answer, RULER's `string_match_all`; else 1 if any of them is.
     """
-    found = [one.strip().lower() in answer.lower() for one in gold]
-    return sum(found) / len(found) if needs_all else float(any(found))
+    matches = [text.strip().lower() in answer.lower() for text in gold]
+    return sum(matches) / len(matches) if needs_all else float(any(matches))

@@ -1,4 +1,4 @@
-"""Verify a method on a model: exact where it must be, and near full prefill where it need not."""
+"""Verify a method on a model: check its exactness, and compare its answers with full prefill."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.cases import Case, hidden, own, string_match
+from qcfuse_rag.verification.cases import Case, passage_cases, ruler_cases, string_match
 
 UNLIMITED = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a method has to reach to pass; ours, since no paper names any.
+class VerifyLimits:
+    """Limits that a method must keep to pass. They are this project's choice; no paper states limits.
 
     Attributes:
-        kl: most mean divergence of the first token's distribution from full prefill's, in nats.
-        agreement: least share of first tokens that are full prefill's.
-        loss: most share of hidden answers that may be lost against full prefill, in points from 0 to 1.
+        kl: highest mean divergence of the first token's distribution from full prefill's, in nats.
+        agreement: lowest share of first tokens that are full prefill's.
+        loss: largest drop in the share of hidden answers found, compared with full prefill, from 0 to 1.
     """
 
     kl: float = 0.25
@@ -38,13 +38,20 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """What one prompt came to, fused and in full."""
+class Comparison:
+    """The results of one prompt, fused and by full prefill.
+
+    Attributes:
+        kl: divergence of the first token, in nats.
+        agrees: whether the first tokens are the same.
+        fused_score: share of the expected strings in the fused answer.
+        full_score: share of the expected strings in full prefill's answer.
+    """
 
     kl: float
     agrees: bool
-    found: float
-    full_found: float
+    fused_score: float
+    full_score: float
 
 
 def verify(
@@ -54,45 +61,47 @@ def verify(
     texts: Sequence[str] = (),
     size: int = 8,
     tokens: int = 1024,
-    limits: Limits | None = None,
+    limits: VerifyLimits | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verdict:
     """Compare a method with full prefill on an engine's model; nothing is stored.
 
     Args:
-        engine: whose model and wording of the prompt are used; its store is not touched.
-        method: what is verified, without its guard: what it would refuse to fuse is fused here.
-        texts: the user's own passages; the demonstration's if there are none.
-        size: cases of each kind.
-        tokens: length of the prompts with something hidden.
-        limits: what it has to reach.
-        progress: called with cases `(done, total)`.
+        engine: provides the model and the prompt template; its store is not used.
+        method: the method; its guard is ignored, so every case is fused.
+        texts: the user's passages; the demonstration's texts if empty.
+        size: number of cases of each kind.
+        tokens: length of the RULER-style prompts.
+        limits: of the checks; the defaults if None.
+        progress: called with `(done, total)` cases.
 
     Raises:
-        QCFuseError: if what is hidden does not fit `tokens`.
+        QCFuseError: if the hidden texts do not fit `tokens`.
     """
-    held = limits or Limits()
+    limits = limits or VerifyLimits()
     exact = measure_exactness(engine.lm)
     passages = list(texts) or [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
     groups = {
-        "needle": hidden(engine, "ruler_mv", size, tokens, texts),
-        "multi-hop": hidden(engine, "ruler_vt", size, tokens),
-        "own": own(engine, passages, size),
+        "needle": ruler_cases(engine, "ruler_mv", size, tokens, texts),
+        "multi-hop": ruler_cases(engine, "ruler_vt", size, tokens),
+        "passages": passage_cases(engine, passages, size),
     }
     total, done = sum(map(len, groups.values())), 0
-    found: dict[str, list[Compared]] = {}
+    comparisons: dict[str, list[Comparison]] = {name: [] for name in groups}
     for name, cases in groups.items():
         for case in cases:
-            found.setdefault(name, []).append(_compare(engine, replace(method, guard=None), case))
+            comparisons[name].append(_compare(engine, replace(method, guard=None), case))
             done += 1
             if progress is not None:
                 progress(done, total)
-    everything = [one for group in found.values() for one in group]
+    everything = [comparison for group in comparisons.values() for comparison in group]
+    kl = fmean(comparison.kl for comparison in everything)
+    agreement = fmean(comparison.agrees for comparison in everything)
     checks = [
         Check("exactness", exact.largest, exact.tolerance, False, "largest logit error, in sd"),
-        Check("kl", fmean(one.kl for one in everything), held.kl, False, f"nats, first token, {total} prompts"),
-        Check("top-1", fmean(one.agrees for one in everything), held.agreement, True, f"first tokens, {total} prompts"),
-        *(_lost(name, found[name], held.loss) for name in ("needle", "multi-hop")),
+        Check("kl", kl, limits.kl, False, f"nats, first token, {total} prompts"),
+        Check("top-1", agreement, limits.agreement, True, f"first tokens, {total} prompts"),
+        *(_loss_check(name, comparisons[name], limits.loss) for name in ("needle", "multi-hop")),
     ]
     date = datetime.now(UTC).isoformat(timespec="seconds")
     label = f"{method.name} over {method.base.name}" if method.base else method.name
@@ -102,30 +111,31 @@ def verify(
     )
 
 
-def _compare(engine: FusionEngine, method: Method, case: Case) -> Compared:
-    """Warm a case's passages for itself, so that whatever is compared stands alone, and answer it both ways."""
+def _compare(engine: FusionEngine, method: Method, case: Case) -> Comparison:
+    """Warm a case's passages in a store of its own, and answer the case fused and by full prefill."""
     with MemoryStore(UNLIMITED, numbers=engine.store.numbers) as store:
         scratch = FusionEngine(engine.lm, store, template=engine.prompts.template, method=method)
         scratch.warm(case.passages)
         prompt = scratch.prompt(case.question, case.passages)
-        fused = scratch.prefill(prompt, room=case.max_new_tokens)
-        full = scratch.prefill(prompt, method=method.as_full_prefill, room=case.max_new_tokens)
+        fused = scratch.prefill(prompt, answer_tokens=case.max_new_tokens)
+        full = scratch.prefill(prompt, method=method.as_full_prefill, answer_tokens=case.max_new_tokens)
         agrees = int(fused.logits.argmax()) == int(full.logits.argmax())
         kl = divergence(full.logits, fused.logits)
-        return Compared(kl, agrees, *(_found(engine, one, case) for one in (fused, full)))
+        return Comparison(kl, agrees, _score(engine, fused, case), _score(engine, full, case))
 
 
-def _found(engine: FusionEngine, prefilled: Prefilled, case: Case) -> float:
+def _score(engine: FusionEngine, prefilled: Prefilled, case: Case) -> float:
     if not case.expected:
         return 0.0
     params = SamplingParams(max_new_tokens=case.max_new_tokens)
-    answer = TextStream(engine.lm, prefilled, params).result().text
+    answer = TextStream(engine.runner, prefilled, params).result().text
     return string_match(answer, case.expected, needs_all=True)
 
 
-def _lost(name: str, group: Sequence[Compared], limit: float) -> Check:
-    full, fused = fmean(one.full_found for one in group), fmean(one.found for one in group)
+def _loss_check(name: str, group: Sequence[Comparison], limit: float) -> Check:
+    full = fmean(comparison.full_score for comparison in group)
+    fused = fmean(comparison.fused_score for comparison in group)
     detail = f"share of answers lost: full prefill finds {full:.0%}, fused {fused:.0%} of {len(group)} prompts'"
     if not full:
-        detail += "; the model cannot do this at all, which says nothing of the method"
+        detail += "; the model cannot solve this task at all, so the check says nothing about the method"
     return Check(name, max(0.0, full - fused), limit, False, detail)

@@ -1,10 +1,10 @@
-"""RULER-style tasks, made on the spot: hidden numbers and chains of variables in a context of a chosen length.
+"""Generate RULER-style tasks: hidden numbers and chains of variables in a context of a chosen length.
 
 The tasks are those of RULER (Hsieh et al., arXiv 2404.06654): several numbers under one key (`mv`), several keys with
-a number each (`mq`), a chain of variables (`vt`); metric, wording and numbers of needles are its own. "RULER-style",
-because the text around the needles comes from the dataset's passages instead of essays, because the context is cut into
-passages, because the answer's beginning stands at the end of the question instead of in the model's turn, and because
-the key words are our own.
+one number each (`mq`), and a chain of variables (`vt`). Metric, wording and number of needles are RULER's. There are
+four differences: the text around the needles comes from the dataset's passages instead of essays, the context is split
+into passages, the beginning of the answer is at the end of the question instead of in the model's turn, and the key
+words are this project's.
 """
 
 from __future__ import annotations
@@ -58,57 +58,57 @@ CHAIN_QUESTION = (
 )
 
 Count = Callable[[str], int]
-"""Text -> how many tokens it has."""
+"""Returns the number of tokens of a text."""
 
 
-class _TooLong(Exception):
-    """What has to be in a question is longer than it may be; the argument is the least it needs."""
+class _TooLongError(Exception):
+    """The fixed parts of a question exceed the target length; the argument is the length they need."""
 
 
 def generate(
-    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, prefix_ids: int = 0
+    task: str, size: int, *, tokens: int, count: Count, haystack: Sequence[str], seed: int, overhead_tokens: int = 0
 ) -> list[Example]:
-    """Make questions of a task; the same arguments make the same questions.
+    """Generate questions of a task; the same arguments give the same questions.
 
     Args:
         task: one of `TASKS`.
-        size: how many questions.
-        tokens: target length of the whole prompt and the answer.
-        count: the model's tokenizer.
-        haystack: texts to hide needles in; `vt` hides its chain in a line that repeats.
-        seed: of what is drawn.
-        prefix_ids: tokens of the prompt that are neither passages nor question.
+        size: number of questions.
+        tokens: target length of the prompt with its answer.
+        count: counts tokens with the model's tokenizer.
+        haystack: texts to hide needles in; `vt` hides its chain in a repeated line instead.
+        seed: of the random choices.
+        overhead_tokens: tokens of the prompt that are neither passages nor question.
 
     Raises:
-        QCFuseError: if the needles alone are longer than the target; it says what would be long enough for all.
+        QCFuseError: if the needles alone exceed the target length; it names a length that fits every question.
     """
     sentences = [sentence for text in haystack for sentence in split_sentences(text)]
-    made: list[Example] = []
-    least = 0
+    examples: list[Example] = []
+    required_tokens = 0
     for number in range(size):
         draw = random.Random(f"{seed}/{task}/{number}")
         try:
             if task == "ruler_vt":
-                made.append(_chain(task, number, draw, tokens - prefix_ids, count))
+                examples.append(_chain(task, number, draw, tokens - overhead_tokens, count))
             else:
-                made.append(_numbers(task, number, draw, tokens - prefix_ids, count, sentences))
-        except _TooLong as error:
-            least = max(least, prefix_ids + error.args[0])
-    if least:
+                examples.append(_numbers(task, number, draw, tokens - overhead_tokens, count, sentences))
+        except _TooLongError as error:
+            required_tokens = max(required_tokens, overhead_tokens + error.args[0])
+    if required_tokens:
         raise QCFuseError(
-            f"{task} does not fit {tokens} tokens: what it hides, the question, the answer and the wording of the "
-            f"prompt need {least}; give at least that length"
+            f"{task} does not fit {tokens} tokens: hidden texts, question, answer and the prompt's template need "
+            f"{required_tokens}; give at least that length"
         )
-    return made
+    return examples
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split running text after the marks that end a sentence."""
+    """Split a text into sentences, after `.`, `!` and `?`."""
     return [part for part in re.split(r"(?<=[.!?])\s+", " ".join(text.split())) if part]
 
 
 def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:
-    """Join units into passages of at most `most_tokens` tokens, never cutting one; a longer unit stands alone."""
+    """Join units into passages of at most `most_tokens` tokens; a unit is never cut, and a longer unit is a passage."""
     passages: list[list[str]] = [[]]
     used = 0
     for unit in units:
@@ -122,14 +122,14 @@ def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: C
 
 
 def chunk_tokens(tokens: int) -> int:
-    """Return the length of a passage for a target length: 512 tokens, less where that would make few passages."""
+    """Return the passage length for a prompt length: an eighth of it, but 32 to 512 tokens."""
     return min(512, max(32, tokens // 8))
 
 
 def _numbers(
     task: str, number: int, draw: random.Random, tokens: int, count: Count, sentences: Sequence[str]
 ) -> Example:
-    """Make a question about four numbers, under one key or under four."""
+    """Generate a question about four numbers, under one key or under four."""
     if not sentences:
         raise QCFuseError("there is no text to hide numbers in")
     keys = _distinct(1 if task == "ruler_mv" else NEEDLES, lambda: f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}")
@@ -153,17 +153,16 @@ def _numbers(
 
 
 def _chain(task: str, number: int, draw: random.Random, tokens: int, count: Count) -> Example:
-    """Make a question about a chain of five variables, with a solved one as its first passage."""
+    """Generate a question about a chain of five variables, with a solved example as the first passage."""
     names = _distinct(HOPS + 1, lambda: "".join(draw.choices(string.ascii_uppercase, k=5)))
     value = str(draw.randint(10_000, 99_998))
     question = CHAIN_QUESTION.format(value=value, count=HOPS + 1)
     example = _solved_chain(draw)
     room = _room(task, tokens, count, [*_assignments(names, value), question, example])
     lines = [NOISE] * max(HOPS + 1, room // count(NOISE + "\n"))
-    for place, line in reversed(
-        list(zip(sorted(draw.sample(range(len(lines)), HOPS + 1)), _assignments(names, value), strict=True))
-    ):
-        lines.insert(place, line)
+    positions = sorted(draw.sample(range(len(lines)), HOPS + 1))
+    for position, line in reversed(list(zip(positions, _assignments(names, value), strict=True))):
+        lines.insert(position, line)
     passages = passages_of(lines, "\n", chunk_tokens(tokens), count)
     return _example(task, number, question, (example, *passages), names)
 
@@ -193,15 +192,15 @@ def _assignments(names: Sequence[str], value: str) -> list[str]:
 
 
 def _room(task: str, tokens: int, count: Count, fixed: Sequence[str]) -> int:
-    """Return the tokens left for the haystack."""
-    taken = ANSWER_TOKENS[task] + sum(count(text + "\n") for text in fixed)
-    if tokens <= taken:
-        raise _TooLong(taken + 1)
-    return tokens - taken
+    """Return the number of tokens left for the haystack."""
+    fixed_tokens = ANSWER_TOKENS[task] + sum(count(text + "\n") for text in fixed)
+    if tokens <= fixed_tokens:
+        raise _TooLongError(fixed_tokens + 1)
+    return tokens - fixed_tokens
 
 
 def _distinct(wanted: int, draw: Callable[[], str]) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < wanted:
-        found[draw()] = None
-    return list(found)
+    values: dict[str, None] = {}
+    while len(values) < wanted:
+        values[draw()] = None
+    return list(values)

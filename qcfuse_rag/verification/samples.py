@@ -1,4 +1,4 @@
-"""Questions over passages, with gold answers where they are known."""
+"""Questions over passages, with gold answers if they are known, and the search for answers in text."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from itertools import islice
 from typing import Self
 
 JUDGEMENTS = {"yes", "no"}
-"""Answers that say something about the passages and are not taken from them, though the words may stand there."""
+"""Answers that judge the passages and do not quote them, even if a passage contains the word."""
 
 
 def find_answers(text: str, answers: Iterable[str]) -> list[tuple[int, int]]:
-    """Find every place where one of the answers stands as whole words.
+    """Find all occurrences of the answers as whole words.
 
-    Case and the kind of white space do not matter. `15` does not stand in `1590`; in scripts written without spaces,
-    such as Chinese, every character may begin or end a word.
+    Case and the kind of white space do not matter. `15` does not occur in `1590`. In scripts without spaces, such as
+    Chinese, every character may begin or end a word.
 
     Args:
-        text: where to look.
-        answers: what to look for; the empty one, `yes` and `no` are never found.
+        text: the text to search.
+        answers: the strings to find; empty strings, `yes` and `no` are never found.
 
     Returns:
-        Ranges of characters, `start <= c < stop`, ascending; those of different answers may overlap.
+        Character ranges `(start, stop)` in ascending order, `stop` exclusive; ranges of different answers may overlap.
     """
-    found = set()
+    spans = set()
     for answer in answers:
         words = answer.split()
         if not words or answer.strip().lower() in JUDGEMENTS:
             continue
         pattern = r"\s+".join(re.escape(word) for word in words)
-        for match in re.finditer(f"(?=({pattern}))", text, re.IGNORECASE):  # ahead, so that occurrences may overlap
+        for match in re.finditer(f"(?=({pattern}))", text, re.IGNORECASE):  # a lookahead, so that matches may overlap
             if not _inside_word(text, match.start(1)) and not _inside_word(text, match.end(1)):
-                found.add(match.span(1))
-    return sorted(found)
+                spans.add(match.span(1))
+    return sorted(spans)
 
 
-def _inside_word(text: str, at: int) -> bool:
-    """Return whether the characters before and after a place belong to one word."""
-    return 0 < at < len(text) and _joins(text[at - 1]) and _joins(text[at])
+def _inside_word(text: str, index: int) -> bool:
+    """Return whether the characters before and after an index belong to one word."""
+    return 0 < index < len(text) and _joins_words(text[index - 1]) and _joins_words(text[index])
 
 
-def _joins(character: str) -> bool:
+def _joins_words(character: str) -> bool:
     return character.isalnum() and unicodedata.east_asian_width(character) not in "WF"
 
 
@@ -53,9 +53,9 @@ class Sample:
 
     Attributes:
         question: the question.
-        passages: what was retrieved, in order.
-        answers: strings any of which is the answer; none where it is not known.
-        supporting: indices of the passages that are known to be needed; empty where that is not known.
+        passages: the retrieved passages, in order.
+        answers: alternative right answers; empty if unknown.
+        supporting: indices of the passages that are needed; empty if unknown.
     """
 
     question: str
@@ -64,9 +64,9 @@ class Sample:
     supporting: tuple[int, ...] = ()
 
     def with_distractors(self, count: int) -> Self:
-        """Keep the passages needed, in their order, and only the first `count` of the others.
+        """Keep the needed passages and the first `count` of the others, in their order.
 
-        Where it is not known which are needed, those that an answer stands in are.
+        If it is unknown which passages are needed, the passages that contain an answer are.
         """
         needed = set(self.supporting) or {
             index for index, passage in enumerate(self.passages) if find_answers(passage, self.answers)
@@ -82,13 +82,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example(Sample):
-    """A question with gold answers, one at least; passages are in the order in which they are given to the model.
+    """A question with at least one gold answer; the passages are in the order of the prompt.
 
     Attributes:
         id: unique within the dataset.
-        dataset: its name.
-        needs_all: the answers are parts of one answer, as in RULER's tasks; else any of them is right.
-        max_new_tokens: most tokens of the generated answer.
+        dataset: name of the dataset.
+        needs_all: whether a right answer contains all answers, as in RULER's tasks; else any of them is right.
+        max_new_tokens: length limit of the generated answer.
     """
 
     id: str
@@ -98,5 +98,5 @@ class Example(Sample):
 
     @property
     def gold(self) -> str:
-        """The answer whose likelihood is measured: the first one, or all of them if all are needed."""
+        """The answer to measure the likelihood of: the first answer, or all of them joined if all are needed."""
         return ", ".join(self.answers) if self.needs_all else self.answers[0]

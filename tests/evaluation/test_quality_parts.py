@@ -137,7 +137,7 @@ def test_a_chain_is_in_order_and_no_line_is_cut() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_that_does_not_fit_says_what_was_asked_for_and_what_would_do(task: str) -> None:
     def made(tokens: int) -> int:
-        return len(generate(task, 3, tokens=tokens, prefix_ids=30, count=words, haystack=PASSAGES, seed=0))
+        return len(generate(task, 3, tokens=tokens, overhead_tokens=30, count=words, haystack=PASSAGES, seed=0))
 
     with pytest.raises(QCFuseError, match=rf"{task} does not fit 64 tokens.*give at least that length") as error:
         made(64)
@@ -230,9 +230,11 @@ def test_neighbours_are_searched_in_a_corpus(engine: FusionEngine, monkeypatch: 
     assert seen == [([*asked, other], 3)]
     assert costs["warm enriched"].chunks == 2
     otter = engine.prompts.chunk_ids(other)
-    assert not any(key in engine.store for key in engine.keys(otter, [FRAMED, ENRICHED]))
-    [key] = engine.keys(engine.prompts.chunk_ids(asked[0]), [ENRICHED])
-    assert engine.sources.made_of(key) == {engine.sources.passage(engine.keys(otter, [FRAMED])[0])}
+    assert not any(key in engine.store for key in engine.corpus.keys(otter, [FRAMED, ENRICHED]))
+    [key] = engine.corpus.keys(engine.prompts.chunk_ids(asked[0]), [ENRICHED])
+    assert engine.corpus.open_sources().derivations.origins(key) == {
+        engine.corpus.open_sources().passage_id(engine.corpus.keys(otter, [FRAMED])[0])
+    }
 
 
 def test_primed_passages_are_charged_with_the_framed_ones_that_come_first(engine: FusionEngine) -> None:

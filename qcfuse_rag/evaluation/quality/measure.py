@@ -23,7 +23,7 @@ from qcfuse_rag.evaluation.questions import BadDataset, first_passages, passage_
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.ruler import TASKS, generate
@@ -126,8 +126,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
         about = {**_about(options, engine), "conditions": conditions, "notes": notes}
     result = {"about": about, "records": records, "summary": summary}
-    write_whole(options.out, json.dumps(result, ensure_ascii=False, indent=1))
-    write_whole(options.out.with_suffix(".md"), markdown(summary, about))
+    write_atomically(options.out, json.dumps(result, ensure_ascii=False, indent=1))
+    write_atomically(options.out.with_suffix(".md"), markdown(summary, about))
     return result
 
 
@@ -190,7 +190,7 @@ def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystac
         count=count,
         haystack=haystack,
         seed=options.seed,
-        prefix_ids=len(engine.prompt("", ())),
+        overhead_tokens=len(engine.prompt("", ())),
     )
 
 
