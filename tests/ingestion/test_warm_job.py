@@ -24,7 +24,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
-from tests.support.engines import make_engine
+from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES
 
 MANY = [f"{PASSAGES[i % 3]} Number {i}." * (1 + i % 4) for i in range(12)]
@@ -193,7 +193,7 @@ def test_a_job_that_was_killed_goes_on_where_it_was(
     store = str(tmp_path / "kv")
     killed = subprocess.run([sys.executable, "-c", KILLED, model_folder, store], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    with FusionEngine.load(model_folder, store=store, device="cpu", check=False) as engine:
+    with FusionEngine.load(model_folder, store=store, device="cpu", method=METHOD, check=False) as engine:
         summary = engine.warm([f"Passage number {i} about boats." for i in range(20)])
         assert 0 < summary.present < 20
         assert summary.present + summary.warmed == 20
@@ -225,14 +225,14 @@ def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) ->
     texts = [text[-80:] for text in MANY[:6]]  # three of them fit in front of a fourth
     engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
-    old = engine.corpus.open_sources().origins_of(key)
+    old = engine.corpus.open_sources().derivations.origins(key)
     one_new = engine.warm(texts[:5], bases=(ENRICHED,), neighbours=[[1, 2, 4], [0], [0], [0], [0]])
     assert (one_new.refreshed, one_new.stalest) == (0, pytest.approx(1 / 3))
     assert one_new.warmed == 2, "the new passage, framed and enriched"
-    assert engine.corpus.open_sources().origins_of(key) == old
+    assert engine.corpus.open_sources().derivations.origins(key) == old
     two_new = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
     assert (two_new.refreshed, two_new.stalest) == (1, 0.0)
-    assert engine.corpus.open_sources().origins_of(key) != old
+    assert engine.corpus.open_sources().derivations.origins(key) != old
     again = engine.warm(texts, bases=(ENRICHED,), neighbours=[[1, 4, 5], [0], [0], [0], [0], [0]])
     assert (again.warmed, again.refreshed) == (0, 0)
 

@@ -59,7 +59,7 @@ def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: 
 
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(folder: str) -> None:
-    chat = ChatQCFuse(model=folder, max_tokens=2)
+    chat = ChatQCFuse(model=folder, max_tokens=2, method="qcfuse")
     other = chat.model_copy(update={"method": "full"})
     chat.ratio = 0.5
     for one, method in ((chat, "qcfuse"), (other, "full")):
@@ -98,7 +98,7 @@ def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: Chat
 
 
 def test_who_waits_while_the_model_is_closed_is_told(chat: ChatQCFuse) -> None:
-    scheduler, told = chat._serving.scheduler, []
+    scheduler, told = chat._current_handle().scheduler, []
 
     def ask() -> None:
         try:

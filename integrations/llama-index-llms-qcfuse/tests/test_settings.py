@@ -36,7 +36,7 @@ def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_can
 ) -> None:
     for part in (lm.model, lm.tokenizer):
         part.save_pretrained(tmp_path)
-    llm = QCFuseLLM(model=str(tmp_path), max_new_tokens=2)
+    llm = QCFuseLLM(model=str(tmp_path), max_new_tokens=2, method="qcfuse")
     other = llm.model_copy(update={"method": "full"})
     llm.ratio = 0.5
     for one, method in ((llm, "qcfuse"), (other, "full")):
