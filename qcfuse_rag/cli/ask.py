@@ -1,4 +1,4 @@
-"""`qcfuse ask`: retrieve, fuse, answer, and say what was reused."""
+"""`qcfuse ask` and `qcfuse explain`: answer a question over a library."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from pathlib import Path
 
 from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.cli.console import ERR, OUT, print_json, size
-from qcfuse_rag.cli.library import (
-    DEFAULT_EMBEDDER,
-    index_folder,
-    needing_extra,
-    open_kv,
-    require_library,
-)
-from qcfuse_rag.cli.open_engine import note_verdict, open_engine
-from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, open_library_store, require_extra, require_library
+from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.monitoring.explain import explain_html
@@ -25,55 +19,64 @@ from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 def ask_library(
     question: str,
     library: Path,
-    model: str | None,
-    embedder: str | None,
-    method: Method,
-    top_k: int,
-    max_new_tokens: int,
-    explain: Path | None,
-    device: str | None,
-    dtype: str | None,
-    tenant: str | None,
+    options: AskOptions,
     *,
+    max_new_tokens: int = 128,
+    explain: Path | None,
     as_json: bool,
 ) -> None:
-    """Answer a question over a library."""
-    with needing_extra():
+    """Retrieve passages, answer a question over them, and print the answer and what was reused.
+
+    Args:
+        question: the question.
+        library: folder of the library.
+        options: model, method and retrieval.
+        max_new_tokens: maximum tokens to generate.
+        explain: file for an HTML page that shows the recomputed tokens; None for no page.
+        as_json: print one JSON object instead of text.
+
+    Raises:
+        QCFuseError: if the library, its passages or a package is missing.
+        ValueError: if the method or one of its settings does not exist.
+    """
+    method = options.chosen_method()
+    with require_extra():
         from qcfuse_rag.retrieval.embedder import Embedder
 
     require_library(library)
+    index_name = options.embedder or DEFAULT_EMBEDDER
     if not library.is_dir():
-        PassageIndex.load(index_folder(library), embedder or DEFAULT_EMBEDDER)  # says what is missing
-    with open_kv(library, tenant=tenant) as store:
-        place = index_folder(library, store)
-        index = PassageIndex.load(place, embedder or DEFAULT_EMBEDDER)
-        embed = Embedder(embedder or default_embedder())
-        found = index.search(embed([question])[0], top_k)
-        RetrievalLog(place).note(passage.text for passage in found)
-        engine = open_engine(store, model, method, device, dtype)
-        note_verdict(engine)
-        prompt = engine.prompt(question, [passage.text for passage in found])
+        PassageIndex.load(index_folder(library), index_name)  # raises; opening the store would create the folder
+    with open_library_store(library, tenant=options.tenant) as store:
+        folder = index_folder(library, store)
+        index = PassageIndex.load(folder, index_name)
+        embed = Embedder(options.embedder or default_embedder())
+        passages = index.search(embed([question])[0], options.top_k)
+        RetrievalLog(folder).note(passage.text for passage in passages)
+        engine = open_engine(store, method, options)
+        print_verdict_note(engine)
+        prompt = engine.prompt(question, [passage.text for passage in passages])
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
         if explain is not None:
             scores = stream.prefilled.scores
-            looked = None if scores is None else scores.mean
-            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report, looked), "utf-8")
+            mean_scores = None if scores is None else scores.mean
+            explain.write_text(explain_html(engine.lm.tokenizer, prompt, stream.report, mean_scores), "utf-8")
         if as_json:
             answer = stream.result()
-            sources = list(dict.fromkeys(passage.source for passage in found))
+            sources = list(dict.fromkeys(passage.source for passage in passages))
             print_json({"question": question, "answer": answer.text, "sources": sources, **answer.to_dict()})
             return
         for piece in stream:
             OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
         OUT.print()
-        ERR.print(describe(stream.report), style="dim", highlight=False, markup=False, soft_wrap=True)
+        ERR.print(summary_line(stream.report), style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-def describe(report: FusionReport) -> str:
-    """Say in one line what a fused prefill did."""
-    head = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
+def summary_line(report: FusionReport) -> str:
+    """Return one line on a fused prefill: method, tokens computed, bytes loaded, and time to the first token."""
+    label = f"{report.method}, ratio {report.ratio:g}: " if report.base else f"{report.method}: "
     line = (
-        f"{head}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
+        f"{label}computed {report.rows:,} of {report.prompt_tokens:,} tokens ({report.work:.0%} over all layers), "
         f"loaded {size(report.bytes_loaded)}, first token after {report.timings.ttft_s:.2f} s"
     )
     return f"{line}; {report.fallback}" if report.fallback else line

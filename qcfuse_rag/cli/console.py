@@ -1,4 +1,4 @@
-"""What every command shares: output for people or as JSON, progress bars, errors in one line."""
+"""Terminal output of the commands: text or JSON, progress bars, sizes and durations."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error, so that it never mixes with results; yields `(done, total) -> None`.
+    """Show a progress bar on standard error, apart from the results on standard output.
 
     Args:
-        title: what is being done.
-        unit: what is counted.
+        title: name of the work.
+        unit: name of the counted items.
+
+    Yields:
+        Function `(done, total) -> None` that advances the bar.
     """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,} of {task.fields[all]} {task.fields[unit]}, {task.fields[rate]} a second"),
+        TextColumn("{task.completed:,} of {task.fields[all]} {task.fields[unit]}, {task.fields[rate]} per second"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=ERR) as progress:
@@ -49,20 +52,20 @@ def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def status(title: str) -> Iterator[None]:
-    """Show a spinner on standard error while something of unknown length runs."""
+    """Show a spinner on standard error while the block runs."""
     with ERR.status(title):
         yield
     ERR.print(f"[green]done[/green] {title}", highlight=False)
 
 
 def quiet_libraries() -> None:
-    """Keep other libraries' bars and notices off the terminal; to be called before they are imported."""
+    """Suppress progress bars and notices of other libraries; call this before they are imported."""
     for name, value in {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TQDM_DISABLE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
-        "KINETO_LOG_LEVEL": "99",  # of torch's profiler, which measures memory
+        "KINETO_LOG_LEVEL": "99",  # log of torch's profiler, which measures memory
     }.items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore")
@@ -70,7 +73,7 @@ def quiet_libraries() -> None:
 
 
 def size(count: float) -> str:
-    """Write bytes for people."""
+    """Format a number of bytes with three digits and a decimal unit."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(count) < 1000:
             return f"{count:.3g} {unit}"
@@ -79,7 +82,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people."""
+    """Format seconds as seconds, minutes, hours or days."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)

@@ -1,10 +1,11 @@
-"""`qcfuse demo`: LlamaIndex ingests and warms a corpus, a question is asked, methods are compared side by side."""
+"""`qcfuse demo`: ingest and warm the bundled corpus with LlamaIndex, ask a question, and compare the methods."""
 
 from __future__ import annotations
 
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from qcfuse_rag.bundled import corpus, default_embedder, default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
-from qcfuse_rag.cli.open_engine import note_profile
+from qcfuse_rag.cli.open_engine import print_profile_note
+from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
@@ -30,7 +32,7 @@ from qcfuse_rag.store.prefill_base import FRAMED
 QUESTION = "How many members does the Tidemoot have?"
 METHODS = (
     make_method("full"),
-    make_method("auto", guard=False),  # which is what answers, and fuses prompts as long as these
+    make_method("auto", guard=False),  # answers the question; without its guard it fuses prompts of this length
     make_method("reuse", base=FRAMED),
     make_method("qcfuse", ratio=0.05, base=FRAMED),
     make_method("qcfuse", ratio=0.15, base=FRAMED),
@@ -41,14 +43,14 @@ ANSWER_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One method on one prompt.
+    """Time, divergence and answer of one method on one prompt.
 
     Attributes:
         method: the method.
         ttft_s: median seconds to the first token.
-        report: of the last run.
+        report: report of the last run.
         kl: Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
-        answer: what it generated.
+        answer: generated text.
     """
 
     method: Method
@@ -58,18 +60,7 @@ class Measurement:
     answer: str
 
 
-def run_demo(
-    model: str | None,
-    embedder: str | None,
-    store: Path | None,
-    question: str | None,
-    top_k: int,
-    repeats: int,
-    device: str | None,
-    dtype: str | None,
-    *,
-    as_json: bool,
-) -> None:
+def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     """Run the demonstration and print its table or one JSON object.
 
     Raises:
@@ -89,18 +80,23 @@ def run_demo(
             "llama-index-embeddings-huggingface` in a clone of the repository"
         ) from error
 
-    asked = question or QUESTION
+    question = options.question or QUESTION
     started = time.perf_counter()
     with ExitStack() as stack:
-        folder = store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
+        folder = options.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
         with status("loading the model and checking it against its own code"):
             engine = stack.enter_context(
-                FusionEngine.load(model or default_model(), store=folder / "kv", device=device, dtype=dtype)
+                FusionEngine.load(
+                    options.model or default_model(),
+                    store=folder / "kv",
+                    device=options.device,
+                    dtype=options.dtype,
+                )
             )
             llm = QCFuseLLM.from_engine(engine, max_new_tokens=ANSWER_TOKENS)
-        note_profile(engine)
+        print_profile_note(engine)
         with status("reading and embedding the corpus with LlamaIndex"):
-            embed = HuggingFaceEmbedding(model_name=embedder or default_embedder(), device="cpu")
+            embed = HuggingFaceEmbedding(model_name=options.embedder or default_embedder(), device="cpu")
             documents = [Document(text=text, doc_id=name) for name, text in corpus().items()]
             pipeline = IngestionPipeline(transformations=[SentenceSplitter(chunk_size=512, chunk_overlap=0), embed])
             nodes = pipeline.run(documents=documents)
@@ -113,32 +109,34 @@ def run_demo(
 
         queries = index.as_query_engine(
             llm=llm,
-            similarity_top_k=top_k,
+            similarity_top_k=options.top_k,
             node_postprocessors=[QCFusePostprocessor(llm=llm)],
             response_synthesizer=QCFuseSynthesizer(llm, streaming=True),
         )
         if not as_json:
-            ERR.print(f"\n{asked}", style="bold", highlight=False, markup=False)
-        response = queries.query(asked)
-        pieces = []
+            ERR.print(f"\n{question}", style="bold", highlight=False, markup=False)
+        response = queries.query(question)
         for piece in response.response_gen:
-            pieces.append(piece)
             if not as_json:
                 OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
         if not as_json:
             OUT.print("\n")
         passages = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in response.source_nodes]
-        prompt = engine.prompt(asked, passages)
+        prompt = engine.prompt(question, passages)
         with progress_bar("measuring", "runs") as advance:
-            measured = compare(engine, prompt, METHODS, repeats, advance)
+            measured = compare(engine, prompt, METHODS, options.repeats, advance)
 
     data = to_json(engine, measured, setup_s, warmup.summary.elapsed_s)
     if as_json:
         print_json(data)
     else:
-        OUT.print(to_table(prompt, measured, repeats))
-        for m in measured:
-            OUT.print(f"  {label(m.method):12} {' '.join(m.answer.split())}", highlight=False, markup=False)
+        OUT.print(to_table(prompt, measured, options.repeats))
+        for measurement in measured:
+            OUT.print(
+                f"  {label(measurement.method):12} {' '.join(measurement.answer.split())}",
+                highlight=False,
+                markup=False,
+            )
         summary = warmup.summary
         OUT.print(
             f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "
@@ -147,32 +145,40 @@ def run_demo(
 
 
 def compare(
-    engine: FusionEngine, prompt: Prompt, methods: tuple[Method, ...], repeats: int, advance: Any
+    engine: FusionEngine, prompt: Prompt, methods: tuple[Method, ...], repeats: int, advance: Callable[[int, int], None]
 ) -> list[Measurement]:
-    """Measure methods in turn, round after round, so that a slow moment of the machine hits all of them."""
+    """Measure the methods in alternation, so that a slow phase of the machine affects all of them.
+
+    Args:
+        engine: engine with a warmed store.
+        prompt: prompt to answer.
+        methods: methods to compare; the first is full prefill, the reference of the divergences.
+        repeats: number of measurements of each method.
+        advance: called with `(done, total)` after each run.
+    """
     times: dict[Method, list[float]] = {method: [] for method in methods}
     reports: dict[Method, FusionReport] = {}
     logits: dict[Method, Tensor] = {}
     answers: dict[Method, str] = {}
     total, done = (repeats + 1) * len(methods), 0
-    for method in methods:  # the first round warms up and answers
+    for method in methods:  # the first round generates the answers and is not timed
         answers[method] = engine.generate(prompt, SamplingParams(max_new_tokens=ANSWER_TOKENS), method=method).text
         advance(done := done + 1, total)
     for _ in range(repeats):
         for method in methods:
-            prefilled = engine.prefill(prompt, method=method, room=ANSWER_TOKENS)
+            prefilled = engine.prefill(prompt, method=method, answer_tokens=ANSWER_TOKENS)
             times[method].append(prefilled.report.timings.ttft_s)
             reports[method], logits[method] = prefilled.report, prefilled.logits
             advance(done := done + 1, total)
-    oracle = logits[methods[0]]
+    reference = logits[methods[0]]
     return [
-        Measurement(m, statistics.median(times[m]), reports[m], divergence(oracle, logits[m]), answers[m].strip())
+        Measurement(m, statistics.median(times[m]), reports[m], divergence(reference, logits[m]), answers[m].strip())
         for m in methods
     ]
 
 
 def to_json(engine: FusionEngine, measured: list[Measurement], setup_s: float, warm_s: float) -> dict[str, Any]:
-    """Return the demonstration's result as plain data; seconds and fractions."""
+    """Return the result of the demonstration as JSON-compatible data, with times in seconds."""
     full = measured[0]
     return {
         "model": engine.lm.name,
@@ -197,7 +203,7 @@ def to_json(engine: FusionEngine, measured: list[Measurement], setup_s: float, w
 
 
 def to_table(prompt: Prompt, measured: list[Measurement], repeats: int) -> Table:
-    """Return the comparison as a table with a bar for each method's time."""
+    """Return the comparison as a table, with a bar for the time of each method."""
     slowest = max(m.ttft_s for m in measured)
     full = measured[0]
     table = Table(
@@ -220,5 +226,5 @@ def to_table(prompt: Prompt, measured: list[Measurement], repeats: int) -> Table
 
 
 def label(method: Method) -> str:
-    """Name a method with its ratio, if it has one to choose."""
+    """Return the name of a method, with its ratio if it has a probe."""
     return f"{method.name} {method.ratio:g}" if method.probe else method.name

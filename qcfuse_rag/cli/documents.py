@@ -1,4 +1,4 @@
-"""What documents a warming job is given: reading them, and keeping the library's index of their passages."""
+"""Read the documents of a warming job, and keep the passage index of the library up to date."""
 
 from __future__ import annotations
 
@@ -12,66 +12,75 @@ from numpy.typing import NDArray
 
 from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.cli.console import progress_bar
-from qcfuse_rag.cli.job import WarmOptions
-from qcfuse_rag.cli.library import needing_extra
+from qcfuse_rag.cli.library import require_extra
+from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import PassageIndex
 
-EMBEDDED_AT_ONCE = 256
-INDEX_SAVED_EVERY_S = 30.0
+EMBEDDING_BATCH = 256
+"""Minimum number of passages to embed together on this machine."""
+INDEX_SAVE_INTERVAL_S = 30.0
 
 
-def check_paths(options: WarmOptions, library: Path) -> None:
-    """Complain of paths before a model is loaded.
+def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = False) -> None:
+    """Check the paths and the reader of a job before a model is loaded.
 
-    A folder that is empty may be one that is not mounted: each is looked at by itself, since what is gone from one is
-    forgotten whatever the others hold.
+    Each folder is checked by itself: an empty folder may be a missing mount, and warming would forget its documents.
+
+    Args:
+        options: options of the job.
+        library: folder of the library.
+        allow_empty: accept folders without documents.
 
     Raises:
-        QCFuseError: if there is nothing to read in one of them, or no such reader.
+        QCFuseError: if a path has nothing to read, or there is no such reader.
     """
-    with needing_extra():
+    with require_extra():
         from qcfuse_rag.ingestion.readers import FILES, find_files, load_reader
 
     if options.reader != FILES:
         load_reader(options.reader)
         return
     for path in options.paths:
-        if not any(True for _ in find_files([Path(path)])) and not options.allow_empty:
+        if not any(True for _ in find_files([path])) and not allow_empty:
             hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
             raise QCFuseError(f"no text files in {path}{hint}")
 
 
 def read_documents(
-    engine: FusionEngine, options: WarmOptions, unread: list[str], workers: RayWorkers | None = None
+    engine: FusionEngine, options: CorpusOptions, unread: list[str], workers: RayWorkers | None = None
 ) -> dict[str, list[str]]:
-    """Return the passages of each document, in order; here or, where there are workers, there.
+    """Read and split the documents of a job, on Ray workers if given.
 
     Args:
-        engine: whose tokenizer measures passages.
-        options: of the job.
-        unread: gets what in folders is not read, and why.
-        workers: that read files, and find them at the same paths.
+        engine: its tokenizer measures the passages.
+        options: options of the job.
+        unread: list to which reasons are appended for files in folders that are not read.
+        workers: Ray workers, which must see the files at the same paths.
+
+    Returns:
+        Source -> its passages, in order.
 
     Raises:
-        QCFuseError: if something that was named outright cannot be read.
+        QCFuseError: if a path named by the user cannot be read.
     """
-    with needing_extra():
+    with require_extra():
         from qcfuse_rag.ingestion.readers import FILES, read_passages, skipped_files
 
-    paths = [Path(path) for path in options.paths]
     if options.reader == FILES:
-        unread.extend(skipped_files(paths))
+        unread.extend(skipped_files(options.paths))
     with progress_bar("reading documents", "files") as advance:
         if workers is not None and options.reader == FILES:
             from qcfuse_rag.cluster.read import read_on_ray
 
-            passages = read_on_ray(workers, paths, max_tokens=options.max_tokens, progress=advance, unread=unread)
+            passages = read_on_ray(
+                workers, options.paths, max_tokens=options.max_tokens, progress=advance, unread=unread
+            )
         else:
             passages = read_passages(
-                paths,
+                options.paths,
                 engine.lm.tokenizer,
                 reader=options.reader,
                 max_tokens=options.max_tokens,
@@ -82,63 +91,75 @@ def read_documents(
     return passages
 
 
-def require_passages(passages: dict[str, list[str]], options: WarmOptions) -> None:
-    """Complain of documents without any text.
+def require_passages(passages: Mapping[str, Sequence[str]], options: CorpusOptions) -> None:
+    """Require at least one passage.
 
     Raises:
-        QCFuseError: if there is no passage at all.
+        QCFuseError: if the documents contain no text.
     """
     if not any(passages.values()):
-        raise QCFuseError(f"no passages in {', '.join(options.paths)}")
+        raise QCFuseError(f"no passages in {', '.join(map(str, options.paths))}")
 
 
 def vanished_files(index: PassageIndex, options: WarmOptions, passages: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return indexed files that no longer exist in the folders named, and documents in which there is no text now.
+    """Return the sources to forget: indexed files that no longer exist in the folders, and documents without text.
 
     Args:
-        index: of the library.
-        options: of the job.
-        passages: of each document just read. A record of JSON lines may be called as a file that is elsewhere.
+        index: index of the library.
+        options: options of the job.
+        passages: passages of the documents just read; a JSON lines record may have the name of a file elsewhere.
     """
-    folders = [Path(path).resolve() for path in options.paths if Path(path).is_dir()]
+    folders = [path.resolve() for path in options.paths if path.is_dir()]
     sources = {passage.source for passage in index.passages}
-    gone = {s for s in sources if not Path(s).is_file() and any(Path(s).is_relative_to(folder) for folder in folders)}
-    return (gone | passages.keys()) - {source for source, texts in passages.items() if texts}
+    deleted = {
+        source
+        for source in sources
+        if not Path(source).is_file() and any(Path(source).is_relative_to(folder) for folder in folders)
+    }
+    return (deleted | passages.keys()) - {source for source, texts in passages.items() if texts}
 
 
 def index_passages(
     index: PassageIndex,
-    place: Path,
-    passages: dict[str, list[str]],
+    folder: Path,
+    passages: Mapping[str, list[str]],
     options: WarmOptions,
     workers: RayWorkers | None = None,
 ) -> None:
-    """Embed the passages of new and changed documents, saving the index now and then."""
-    with needing_extra():
+    """Embed the passages of new and changed documents, and save the index at intervals and at the end.
+
+    Args:
+        index: index of the library, changed in place.
+        folder: folder of the index.
+        passages: source -> its passages.
+        options: options of the job.
+        workers: Ray workers that embed; None embeds in this process.
+    """
+    with require_extra():
         from qcfuse_rag.retrieval.embedder import Embedder
 
-    at_once, name = EMBEDDED_AT_ONCE, options.embedder or default_embedder()
+    batch_size, model = EMBEDDING_BATCH, options.embedder or default_embedder()
     embed: Callable[[Sequence[str]], NDArray[np.float32]]
     if workers is None:
-        embed = Embedder(name)
+        embed = Embedder(model)
     else:
         from qcfuse_rag.cluster.read import embed_on_ray
 
-        at_once, embed = EMBEDDED_AT_ONCE * 16 * workers.count, partial(embed_on_ray, workers, name)
-    had = index.by_source()
-    changed = {source: texts for source, texts in passages.items() if had.get(source) != texts}
-    saved = time.monotonic()
+        batch_size, embed = EMBEDDING_BATCH * 16 * workers.count, partial(embed_on_ray, workers, model)
+    indexed = index.by_source()
+    changed = {source: texts for source, texts in passages.items() if indexed.get(source) != texts}
+    saved_at = time.monotonic()
     with progress_bar("indexing passages", "passages") as advance:
-        done, total = 0, sum(len(texts) for texts in changed.values())
+        done, total = 0, sum(map(len, changed.values()))
         while changed:
-            group: dict[str, list[str]] = {}
-            while changed and sum(map(len, group.values())) < at_once:
+            batch: dict[str, list[str]] = {}
+            while changed and sum(map(len, batch.values())) < batch_size:
                 source = next(iter(changed))
-                group[source] = changed.pop(source)
-            index.replace(group, embed([text for texts in group.values() for text in texts]))
-            done += sum(map(len, group.values()))
+                batch[source] = changed.pop(source)
+            index.replace(batch, embed([text for texts in batch.values() for text in texts]))
+            done += sum(map(len, batch.values()))
             advance(done, total)
-            if time.monotonic() - saved > INDEX_SAVED_EVERY_S:
-                index.save(place)
-                saved = time.monotonic()
-    index.save(place)
+            if time.monotonic() - saved_at > INDEX_SAVE_INTERVAL_S:
+                index.save(folder)
+                saved_at = time.monotonic()
+    index.save(folder)

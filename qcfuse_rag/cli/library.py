@@ -1,4 +1,4 @@
-"""A library, what the command line works on: a folder that holds caches, passages and their embeddings."""
+"""Locate and open a library: a folder with a KV store, indexed passages and the record of the last warming job."""
 
 from __future__ import annotations
 
@@ -8,51 +8,57 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.job import NAME as JOB_NAME
+from qcfuse_rag.cli.job_record import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import NAME as LOG_NAME
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
-from qcfuse_rag.store.backends.disk_settings import kept_settings
+from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.factory import open_store
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
-"""The passages of everybody, or of a tenant."""
+"""Name of a passage folder: the common folder, or the folder of one tenant."""
 INDEX_FILES = (PASSAGES, EMBEDDINGS, ABOUT, LOG_NAME)
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SECRET_VARIABLE = "QCFUSE_SECRET"
 
 
-def open_kv(
-    library: Path,
+def open_library_store(
+    folder: Path,
     *,
     numbers: str | None = None,
     limit_gb: float | None = None,
     tenant: str | None = None,
     encrypt: bool = False,
     remote: str | None = None,
+    memory_bytes: int = 2 << 30,
 ) -> KVStore:
-    """Open a library's store, or a store by itself; a secret comes from the environment variable QCFUSE_SECRET.
+    """Open all tiers of a library's store, or of a store's own folder; create the store if it does not exist.
+
+    The secret comes from the environment variable QCFUSE_SECRET.
 
     Args:
-        library: the library's folder, or the store's own.
+        folder: folder of the library or of the store.
         numbers: see `open_store`.
-        limit_gb: most bytes on disk, in units of 10^9.
-        tenant: whose view to open.
-        encrypt: encrypt a new store; one that is encrypted is opened as such anyway.
-        remote: URL of a bucket or server behind it, see `open_store`.
+        limit_gb: maximum size on disk, in units of 10^9 bytes.
+        tenant: tenant whose view to open.
+        encrypt: encrypt a new store; an existing encrypted store needs no flag.
+        remote: URL of a bucket or server behind the store, see `open_store`.
+        memory_bytes: maximum size of the memory tier.
 
     Raises:
-        StoreError: if it cannot be opened.
+        StoreError: if the store cannot be opened.
+        QCFuseError: if a secret is needed and not set.
     """
-    encrypted = encrypt or is_encrypted(library)
+    encrypted = encrypt or is_encrypted(folder)
     return open_store(
-        kv_folder(library),
+        store_folder(folder),
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+        memory_bytes=memory_bytes,
         numbers=numbers,
         secret=_secret() if encrypted or tenant is not None else None,
         tenant=tenant,
@@ -61,114 +67,121 @@ def open_kv(
     )
 
 
-def is_encrypted(library: Path) -> bool:
-    """Return whether a library's store, or a store by itself, is there and encrypted."""
-    kept = kept_settings(kv_folder(library))
-    return kept is not None and kept.encrypted
-
-
-def open_disk(folder: Path) -> DiskStore:
-    """Open the store of a library, or a store's folder itself, for looking after it.
-
-    Raises:
-        QCFuseError: if there is none.
-    """
-    place = disk_folder(folder)
-    kept = kept_settings(place)
-    return DiskStore(place, seal=Seal(_secret()) if kept is not None and kept.encrypted else None)
-
-
 @contextmanager
-def open_manifest(
+def open_store_and_sources(
     folder: Path, tenant: str | None = None, remote: str | None = None
 ) -> Iterator[tuple[KVStore, Sources]]:
-    """Open the store of a library, or a store's folder itself, with the remote behind it, and its documents.
+    """Open all tiers of an existing store together with the list of its documents.
 
     Args:
-        folder: of either.
-        tenant: whose view.
-        remote: URL of the remote, where the one that is kept lacks a password.
+        folder: folder of the library or of the store.
+        tenant: tenant whose view to open.
+        remote: URL of the remote, if the stored URL lacks a password.
 
     Raises:
-        QCFuseError: if there is none.
+        QCFuseError: if there is no store.
     """
-    place = disk_folder(folder)
-    kept = kept_settings(place)
-    encrypted = kept is not None and kept.encrypted
-    secret = _secret() if encrypted or tenant is not None else None
+    existing_store_folder(folder)
     with (
-        open_store(place, memory_bytes=1, secret=secret, tenant=tenant, encrypt=encrypted, remote=remote) as store,
+        open_library_store(folder, tenant=tenant, remote=remote, memory_bytes=1) as store,
         closing(Sources(store)) as sources,
     ):
         yield store, sources
 
 
-def disk_folder(folder: Path) -> Path:
-    """Return where a library's store is.
+def open_disk_tier(folder: Path) -> DiskStore:
+    """Open only the disk tier of an existing store, for maintenance of its files.
+
+    Args:
+        folder: folder of the library or of the store.
 
     Raises:
-        QCFuseError: if there is none.
+        QCFuseError: if there is no store.
     """
-    place = kv_folder(folder)
-    if not (place / "objects").is_dir():
+    return DiskStore(existing_store_folder(folder), seal=StoreCipher(_secret()) if is_encrypted(folder) else None)
+
+
+def is_encrypted(folder: Path) -> bool:
+    """Return whether a library's store, or the store in its own folder, exists and is encrypted."""
+    settings = read_settings(store_folder(folder))
+    return settings is not None and settings.encrypted
+
+
+def existing_store_folder(folder: Path) -> Path:
+    """Return the folder of a store that must exist.
+
+    Raises:
+        QCFuseError: if there is no store.
+    """
+    path = store_folder(folder)
+    if not (path / "objects").is_dir():
         raise QCFuseError(f"no store in {folder}; `qcfuse warm run` makes one")
-    return place
+    return path
 
 
-def kv_folder(folder: Path) -> Path:
-    """Return where a library's store is or will be; a folder that is a store itself is its own."""
+def store_folder(folder: Path) -> Path:
+    """Return the store folder of a library, whether or not it exists; a folder that is a store is returned itself."""
     return folder if _is_store(folder) else folder / KV_FOLDER
 
 
 def require_library(folder: Path) -> None:
-    """Complain of a folder that is a store itself, which has no passages to look in.
+    """Refuse a folder that is itself a store, because a store has no passages to search.
 
     Raises:
-        QCFuseError: if it is one.
+        QCFuseError: if the folder is a store.
     """
     if not _is_store(folder):
         return
-    whole = folder.resolve()
-    fix = f"say --store {whole.parent}" if whole.name == KV_FOLDER else f"move it to {whole.parent}/LIBRARY/{KV_FOLDER}"
-    raise QCFuseError(f"{folder} is a store, and this takes the library around it, where passages are: {fix}")
+    path = folder.resolve()
+    fix = f"say --store {path.parent}" if path.name == KV_FOLDER else f"move it to {path.parent}/LIBRARY/{KV_FOLDER}"
+    raise QCFuseError(f"{folder} is a store, but this command needs the library around it, with its passages: {fix}")
 
 
 def index_folder(library: Path, store: KVStore | None = None) -> Path:
-    """Return where a library's passages are; each tenant's are in a folder of their own."""
+    """Return the folder of a library's passages; each tenant has its own folder."""
     return library / (INDEX_FOLDER if store is None or not store.prefix else f"{INDEX_FOLDER}-{store.prefix[:-1]}")
 
 
 def forget_passages(library: Path, store: KVStore, source: str) -> int:
-    """Take a document out of a library's index, so that nothing finds it; return how many passages it had there."""
-    place = index_folder(library, store)
-    if not place.is_dir():
+    """Remove a document from a library's passage index.
+
+    Returns:
+        Number of passages removed.
+    """
+    folder = index_folder(library, store)
+    if not folder.is_dir():
         return 0
-    index = PassageIndex.load(place)
+    index = PassageIndex.load(folder)
     count = len(index.passages)
     index.remove({source})
     if len(index.passages) < count:
-        index.save(place)
+        index.save(folder)
     return count - len(index.passages)
 
 
 def text_folders(library: Path) -> list[Path]:
-    """Return the folders of a library that hold passages: everybody's, and each tenant's."""
-    return [one for one in library.iterdir() if one.is_dir() and TEXT_FOLDER.fullmatch(one.name)]
+    """Return the passage folders of a library: the common folder and those of its tenants."""
+    return [path for path in library.iterdir() if path.is_dir() and TEXT_FOLDER.fullmatch(path.name)]
 
 
 def text_files(library: Path) -> list[Path]:
-    """Return the files of a library that hold text and names, beside its store: passages, and the last job's record."""
-    own = [path for folder in text_folders(library) for name in INDEX_FILES for path in folder.glob(f"{name}*")]
-    return [*own, *(library / name for name in (JOB_NAME, f"{JOB_NAME}.lock")), *library.glob(f"{JOB_NAME}.*.part")]
+    """Return the files of a library that hold text or names outside its store: passages and the last job's record."""
+    index_files = [path for folder in text_folders(library) for name in INDEX_FILES for path in folder.glob(f"{name}*")]
+    record_files = [library / RECORD_NAME, library / f"{RECORD_NAME}.lock", *library.glob(f"{RECORD_NAME}.*.part")]
+    return [*index_files, *record_files]
 
 
 @contextmanager
-def needing_extra() -> Iterator[None]:
-    """Turn the absence of what only the command line needs into one clear error."""
+def require_extra(extra: str = "cli") -> Iterator[None]:
+    """Turn an import error of an optional dependency into an error that names the extra to install.
+
+    Raises:
+        QCFuseError: if an import in the block fails.
+    """
     try:
         yield
     except ImportError as error:
-        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli]'`") from error
+        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[{extra}]'`") from error
 
 
 def _is_store(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The engine over a library's store, and what is to be said of it; importing this takes as long as its model code."""
+"""Load an engine over a library's store and print notes on it; this module imports the model code, which is slow."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ from rich.markup import escape
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, status
+from qcfuse_rag.cli.options import ModelOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.verdict import find_verdict, objection
+from qcfuse_rag.engine.verdict import find_verdict, verdict_problem
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import KVStore
 
 
-def open_engine(
-    store: KVStore, model: str | None, method: Method, device: str | None, dtype: str | None
-) -> FusionEngine:
-    """Load a model, SmolLM2-135M if none is named, onto an open store."""
+def open_engine(store: KVStore, method: Method, options: ModelOptions) -> FusionEngine:
+    """Load an engine over an open store.
+
+    Args:
+        store: store that the engine reads and writes; the caller closes it.
+        method: fusion method of the engine.
+        options: model, device and dtype; SmolLM2-135M if no model is given.
+    """
     with status("loading the model"):
         engine = FusionEngine.load(
-            model or default_model(), store=store, method=method, device=device, dtype=dtype, verdict="ignore"
+            options.model or default_model(),
+            store=store,
+            method=method,
+            device=options.device,
+            dtype=options.dtype,
+            verdict="ignore",
         )
-    note_profile(engine)
+    print_profile_note(engine)
     return engine
 
 
-def note_verdict(engine: FusionEngine) -> None:
-    """Say on standard error if the engine's method has not been verified on its model."""
-    reason = objection(find_verdict(engine.lm, engine.store, engine.method), engine.method)
-    if engine.store.folder is not None and reason is not None:
-        ERR.print(f"[yellow]note:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+def print_verdict_note(engine: FusionEngine) -> None:
+    """Print a note on standard error if the engine's method has not been verified on its model."""
+    problem = verdict_problem(find_verdict(engine.lm, engine.store, engine.method), engine.method)
+    if engine.store.folder is not None and problem is not None:
+        ERR.print(f"[yellow]note:[/yellow] {escape(problem)}", highlight=False, soft_wrap=True)
 
 
-def note_profile(engine: FusionEngine) -> None:
-    """Say on standard error why the profile beside the store is not used, if there is one that is not."""
+def print_profile_note(engine: FusionEngine) -> None:
+    """Print a note on standard error if there is a layer profile beside the store that the engine cannot use."""
     if engine.profile_ignored is not None:
         ERR.print(f"[yellow]note:[/yellow] {escape(engine.profile_ignored)}", highlight=False, soft_wrap=True)

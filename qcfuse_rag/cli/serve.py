@@ -1,4 +1,4 @@
-"""`qcfuse serve`: a library's model and caches behind an OpenAI-compatible endpoint."""
+"""`qcfuse serve`: an OpenAI-compatible HTTP endpoint over a library."""
 
 from __future__ import annotations
 
@@ -6,95 +6,80 @@ import ipaddress
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, status
-from qcfuse_rag.cli.library import disk_folder, is_encrypted, kv_folder, open_kv
-from qcfuse_rag.cli.open_engine import note_verdict, open_engine
+from qcfuse_rag.cli.library import existing_store_folder, is_encrypted, open_library_store, require_extra, store_folder
+from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.options import ServeOptions
+from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What `qcfuse serve` was given."""
-
-    model: str | None
-    name: str | None
-    host: str
-    port: int
-    remote: str | None
-    waiting: int
-    most_tokens: int
-    device: str | None
-    dtype: str | None
-    ray: str | None = None
-    replicas: int = 2
-    most_replicas: int | None = None
-    cpus_per_replica: float = 1.0
-    gpus_per_replica: float = 0.0
-
-
-def serve_library(library: Path, method: Method, options: ServeOptions) -> None:
-    """Serve until interrupted; then finish what is being answered.
+def serve_library(library: Path, options: ServeOptions) -> None:
+    """Serve requests until interrupted, then finish the requests in progress.
 
     Raises:
-        QCFuseError: if others than this machine could ask without a token, or a package is missing.
+        QCFuseError: if the address is reachable from other machines and no token is set, or a package is missing.
+        ValueError: if the method or one of its settings does not exist.
     """
+    method = options.chosen_method()
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not _is_loopback(options.host):
         raise QCFuseError(
-            f"{options.host} is open to other machines: set {TOKEN_VARIABLE} to a token that clients give, or listen "
-            "at 127.0.0.1"
+            f"{options.host} is open to other machines: set {TOKEN_VARIABLE} to a token for clients, or listen "
+            "on 127.0.0.1"
         )
-    try:
+    with require_extra("serve"):
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[serve]'`") from error
     name = options.name or Path(options.model or default_model()).name
     if options.ray is None:
-        _serve_here(library, method, options, name, token)
+        _serve_in_process(library, method, options, name, token)
     else:
         _serve_on_ray(library, method, options, name, token)
 
 
-def _serve_here(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
+def _serve_in_process(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
     from qcfuse_rag.engine.engine_handle import ServedEngine
     from qcfuse_rag.engine.scheduler import SchedulerSettings
     from qcfuse_rag.server.app import make_app
     from qcfuse_rag.server.auth_middleware import LOOPBACK
     from qcfuse_rag.server.backend import EngineBackend
-    from qcfuse_rag.server.listen import make_server
+    from qcfuse_rag.server.http_server import make_server
 
     if options.remote is None:
-        disk_folder(library)  # a name that is misspelt is not a new library
-    listening = _listen(options)
-    with open_kv(library, remote=options.remote) as store:
-        engine = open_engine(store, options.model, method, options.device, options.dtype)
-        note_verdict(engine)
+        existing_store_folder(library)  # do not create a library under a misspelt name
+    listener = _bind(options)
+    with open_library_store(library, remote=options.remote) as store:
+        engine = open_engine(store, method, options)
+        print_verdict_note(engine)
         with status("warming up"):
             engine.compile()
-        for what, refusal in (("fused passes", engine.passes.refusal), ("decode steps", engine.step.refusal)):
+        for work, refusal in (
+            ("fused passes", engine.runner.prefills.refusal),
+            ("decode steps", engine.runner.decodes.refusal),
+        ):
             if engine.lm.device.type == "cuda" and refusal is not None:
-                ERR.print(f"{what} are launched kernel by kernel: {refusal}", highlight=False)
+                ERR.print(f"{work} are launched kernel by kernel: {refusal}", highlight=False)
         requests = options.waiting + SchedulerSettings().active
         served = ServedEngine.of(engine, SchedulerSettings(waiting=requests))
         backend = EngineBackend(served, name, most_tokens=options.most_tokens, requests=requests)
         hosts = (*LOOPBACK, options.host)
         app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), closing=backend.close)
-        _say(options, name, token)
-        # uvicorn hands on the signal that ended it, which would end this before the store is closed.
-        before = signal.signal(signal.SIGTERM, lambda *_: None)
+        _print_address(options, name, token)
+        # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
+        previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
         with suppress(KeyboardInterrupt):
-            make_server(app, requests=requests).run(sockets=[listening])
-        signal.signal(signal.SIGTERM, before)
+            make_server(app, requests=requests).run(sockets=[listener])
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
@@ -102,27 +87,25 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
     from qcfuse_rag.cluster.workers import RayWorkers
 
     if is_encrypted(library):
-        raise QCFuseError("secrets do not leave this machine: an encrypted store is served without --ray")
+        raise QCFuseError("secrets do not leave this machine: serve an encrypted store without --ray")
     connect(options.ray or "auto")
     from qcfuse_rag.server.auth_middleware import LOOPBACK
-    from qcfuse_rag.server.ray_serve import Fleet, run_fleet, stop_fleet
+    from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 
-    shared: dict[str, Any] = {"folder": str(kv_folder(library).resolve()), "remote": options.remote}
+    store_settings: dict[str, Any] = {"folder": str(store_folder(library).resolve()), "remote": options.remote}
     replica = RayWorkers(
         model=options.model or default_model(),
-        store=shared,
+        store=store_settings,
         count=options.replicas,
         cpus=options.cpus_per_replica,
         gpus=options.gpus_per_replica,
         device=options.device,
         dtype=options.dtype,
     )
-    scale = (
-        None
-        if options.most_replicas is None
-        else {"min_replicas": options.replicas, "max_replicas": options.most_replicas}
-    )
-    fleet = Fleet(
+    autoscaling = None
+    if options.most_replicas is not None:
+        autoscaling = {"min_replicas": options.replicas, "max_replicas": options.most_replicas}
+    deployment = EngineDeployment(
         replica,
         name,
         method=method,
@@ -130,18 +113,18 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
         queued=options.waiting,
-        autoscaling=scale,
+        autoscaling=autoscaling,
     )
     try:
-        run_fleet(fleet, host=options.host, port=options.port)
-        _say(options, name, token)
+        run_deployment(deployment, host=options.host, port=options.port)
+        _print_address(options, name, token)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
     finally:
-        stop_fleet()
+        stop_deployment()
 
 
-def _metrics(engine: Any) -> Any:
-    """Return what gives the engine's metrics as text; None if prometheus-client is not installed."""
+def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:
+    """Return a function that renders the engine's metrics as text; None if prometheus-client is not installed."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
 
@@ -153,27 +136,27 @@ def _metrics(engine: Any) -> Any:
     return lambda: generate_latest(registry)
 
 
-def _listen(options: ServeOptions) -> socket.socket:
-    """Take the address before the model is loaded, which takes longer than to find out that it is taken.
+def _bind(options: ServeOptions) -> socket.socket:
+    """Bind the address before the model is loaded, so that an address in use is reported at once.
 
     Raises:
-        QCFuseError: if it is.
+        QCFuseError: if the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listening = socket.socket(family)
+    listener = socket.socket(family)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((options.host, options.port))
-        listening.listen()  # others could bind to it too until then; who asks now waits until the model is there
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+        listener.listen()  # prevents another bind to the address; early clients wait until the model is loaded
     except OSError as error:
-        listening.close()
+        listener.close()
         raise QCFuseError(f"cannot listen at {options.host}:{options.port}: {error.strerror or error}") from error
-    return listening
+    return listener
 
 
-def _say(options: ServeOptions, name: str, token: str | None) -> None:
-    asked = "with the token" if token is not None else "without a token"
-    ERR.print(f"{name} at http://{options.host}:{options.port}/v1, {asked}; Ctrl-C ends", highlight=False)
+def _print_address(options: ServeOptions, name: str, token: str | None) -> None:
+    access = "with the token" if token is not None else "without a token"
+    ERR.print(f"{name} at http://{options.host}:{options.port}/v1, {access}; Ctrl-C ends", highlight=False)
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,77 +1,80 @@
-"""`qcfuse store ...`: look after a store."""
+"""`qcfuse store ...`: inspect and maintain a store."""
 
 from __future__ import annotations
 
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
+from qcfuse_rag.cli.options import Json, Tenant
 from qcfuse_rag.errors import QCFuseError
 
-store_app = typer.Typer(help="Look after a store.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from qcfuse_rag.store.documents.sources import Sources
 
-Folder = Annotated[Path, typer.Argument(help="Folder of a library, or of a store.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it; nothing asks again.")]
-SourceName = Annotated[str | None, typer.Option("--source", help="All entries of this document.")]
-Tenant = Annotated[str | None, typer.Option(help="Whose entries; the secret is in QCFUSE_SECRET.")]
+store_app = typer.Typer(help="Inspect and maintain a store.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(help="Folder of a library or of a store.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Confirm; there is no further question.")]
+SourceName = Annotated[str | None, typer.Option("--source", help="Document whose entries to use.")]
 Remote = Annotated[
-    str | None, typer.Option(help="URL of the remote behind it, if that takes a password; else it is known.")
+    str | None, typer.Option(help="URL of the remote behind the store, if it needs a password; other URLs are stored.")
 ]
-Document = Annotated[str, typer.Argument(help="A document.")]
-Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entries, as `lookup` shows them.")]
+Document = Annotated[str, typer.Argument(help="Name of a document.")]
+Addresses = Annotated[list[str] | None, typer.Argument(help="Addresses of entries, as shown by `lookup`.")]
 
 
 @store_app.command()
 def stats(folder: Folder, as_json: Json = False) -> None:
-    """Show what a store holds and how it is set up."""
+    """Show the contents and the settings of a store."""
     from dataclasses import asdict
 
-    from qcfuse_rag.cli.library import open_disk
+    from qcfuse_rag.cli.library import open_disk_tier
 
-    with open_disk(folder) as store:
-        found, models, settings = store.stats()[0], store.models(), asdict(store.settings)
+    with open_disk_tier(folder) as store:
+        stats, models, settings = store.stats()[0], store.models(), asdict(store.settings)
     settings["encrypted"] = settings.pop("secret") is not None
     if as_json:
-        print_json({**found.to_dict(), "settings": settings, "models": list(models.values())})
+        print_json({**stats.to_dict(), "settings": settings, "models": list(models.values())})
         return
     OUT.print(
-        f"{found.entries} chunks, {size(found.size_bytes)} of {size(found.limit_bytes or 0)}, in {store.folder}",
+        f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
         markup=False,
     )
-    about = {name: settings[name] for name in ("numbers", "eviction", "ttl_s", "encrypted")}
-    OUT.print("  " + ", ".join(f"{name} {value}" for name, value in about.items()))
+    OUT.print("  " + ", ".join(f"{name} {settings[name]}" for name in ("numbers", "eviction", "ttl_s", "encrypted")))
     for digest, fields in models.items():
         OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
 
 
 @store_app.command()
 def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
-    """Try whether a store, and the remote behind it, can be read and written; exits with 1 if not."""
+    """Test reading and writing of a store and of the remote behind it; exit with 1 on failure."""
     from dataclasses import replace
 
-    from qcfuse_rag.cli.library import disk_folder, open_disk
+    from qcfuse_rag.cli.library import existing_store_folder, open_disk_tier
     from qcfuse_rag.store.backends.remote import open_remote
-    from qcfuse_rag.store.documents.manifest import damage_of
+    from qcfuse_rag.store.documents.manifest import manifest_damage
 
-    with open_disk(folder) as store:
-        [found], far = store.health(), None
-        if (damage := damage_of(disk_folder(folder))) is not None:
-            found = replace(found, ok=False, problems=(*found.problems, damage))
+    with open_disk_tier(folder) as store:
+        [health_report], remote_report = store.health(), None
+        if (damage := manifest_damage(existing_store_folder(folder))) is not None:
+            health_report = replace(health_report, ok=False, problems=(*health_report.problems, damage))
         notes, remote = list(store.notes), remote or store.settings.remote
         if remote:
-            with open_remote(remote, seal=store.seal) as behind:
-                [far] = behind.health()
-    ok = found.ok and (far is None or far.ok)
+            with open_remote(remote, seal=store.seal) as remote_store:
+                [remote_report] = remote_store.health()
+    ok = health_report.ok and (remote_report is None or remote_report.ok)
     if as_json:
-        print_json({**found.to_dict(), "ok": ok, "notes": notes, "remote": None if far is None else far.to_dict()})
+        remote_data = None if remote_report is None else remote_report.to_dict()
+        print_json({**health_report.to_dict(), "ok": ok, "notes": notes, "remote": remote_data})
     else:
         OUT.print("[green]healthy[/green]" if ok else "[red]not healthy[/red]")
-        for line in (*found.problems, *notes, *(() if far is None else far.problems)):
+        remote_problems = () if remote_report is None else remote_report.problems
+        for line in (*health_report.problems, *notes, *remote_problems):
             OUT.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if not ok:
         raise typer.Exit(1)
@@ -79,114 +82,119 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
 
 @store_app.command()
 def fsck(folder: Folder, as_json: Json = False) -> None:
-    """Read and check every entry, quarantine damaged ones, and make files and index agree; exits with 1 on damage."""
-    from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.maintenance import fsck as check
+    """Check every entry, quarantine damaged entries, and make files and index agree; exit with 1 on damage."""
+    from qcfuse_rag.cli.library import open_disk_tier
+    from qcfuse_rag.store.maintenance import fsck as check_store
 
-    with open_disk(folder) as store, progress_bar("checking", "entries") as advance:
-        report = check(store, progress=advance)
+    with open_disk_tier(folder) as store, progress_bar("checking", "entries") as advance:
+        report = check_store(store, progress=advance)
     if as_json:
         print_json(report.to_dict())
     else:
         OUT.print(f"{report.sound} of {report.checked} entries sound, {size(report.reclaimed_bytes)} reclaimed")
-        OUT.print(f"  {report.found} files taken up, {report.lost} lost, {report.leftovers} leftovers removed")
+        OUT.print(
+            f"  {report.found} files added to the index, {report.lost} lost, {report.leftovers} leftovers removed"
+        )
         for address, reason in report.damaged:
-            said = f"[red]damaged[/red] {address}: {escape(reason)}, now in quarantine"
-            ERR.print(said, highlight=False, soft_wrap=True)
+            line = f"[red]damaged[/red] {address}: {escape(reason)}; moved to quarantine"
+            ERR.print(line, highlight=False, soft_wrap=True)
         for address, reason in report.unread:
-            said = f"[red]not read[/red] {address}: {escape(reason)}, left where it is"
-            ERR.print(said, highlight=False, soft_wrap=True)
+            line = f"[red]not read[/red] {address}: {escape(reason)}; left in place"
+            ERR.print(line, highlight=False, soft_wrap=True)
     if report.damaged or report.unread:
         raise typer.Exit(1)
 
 
 @store_app.command()
 def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
-    """Remove what has expired, lost its last source, was left by writers, or is in quarantine."""
-    from qcfuse_rag.cli.library import open_disk, open_manifest
+    """Remove expired entries, entries without a source, leftovers of writers, and the quarantine."""
+    from qcfuse_rag.cli.library import open_disk_tier, open_store_and_sources
     from qcfuse_rag.store.maintenance import collect_garbage
 
-    with open_manifest(folder, remote=remote) as (_, manifest):
-        unwanted = manifest.collect()
-    with open_disk(folder) as store:
+    with open_store_and_sources(folder, remote=remote) as (_, sources):
+        unwanted = sources.garbage.collect()
+    with open_disk_tier(folder) as store:
         freed = collect_garbage(store)
     _report({"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted")
 
 
 @store_app.command()
 def rebuild(folder: Folder, as_json: Json = False) -> None:
-    """Make the index again from the files; counts of uses and pins are lost. A damaged manifest is put aside."""
-    from qcfuse_rag.cli.library import disk_folder, open_disk
-    from qcfuse_rag.store.documents.manifest import put_aside
-    from qcfuse_rag.store.maintenance import rebuild as again
+    """Rebuild the index from the files, without use counts and pins; a damaged list of documents is set aside."""
+    from qcfuse_rag.cli.library import existing_store_folder, open_disk_tier
+    from qcfuse_rag.store.documents.manifest import quarantine_manifest
+    from qcfuse_rag.store.maintenance import rebuild as rebuild_index
 
-    aside = put_aside(disk_folder(folder))
-    with open_disk(folder) as store:
-        entries = again(store)
-    said = f"; the list of documents was damaged and is now {aside}: warm them again" if aside is not None else ""
-    _report({"entries": entries, "manifest_aside": aside and str(aside)}, as_json, f"{entries} entries{said}")
+    aside = quarantine_manifest(existing_store_folder(folder))
+    with open_disk_tier(folder) as store:
+        entries = rebuild_index(store)
+    text = f"{entries} entries"
+    if aside is not None:
+        text += f"; the damaged list of documents was moved to {aside}: warm the documents again"
+    _report({"entries": entries, "manifest_aside": aside and str(aside)}, as_json, text)
 
 
 @store_app.command()
 def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     """Overwrite every file of a store, or of a library with its passages, with zeros and remove it.
 
-    See docs/store.md for what that cannot promise. A remote behind it keeps what it has.
+    See docs/guide/store.md for the limits of overwriting. A remote behind the store keeps its entries.
     """
-    from qcfuse_rag.cli.library import disk_folder, text_files, text_folders
+    from qcfuse_rag.cli.library import existing_store_folder, text_files, text_folders
     from qcfuse_rag.store.maintenance import wipe as overwrite
 
-    place = disk_folder(folder)
-    _insist(yes, f"this destroys the store in {place}")
-    files = overwrite(place, text_files(folder) if place != folder else ())
-    for emptied in text_folders(folder) if place != folder else ():
-        with suppress(OSError):  # somebody else's files are in it
-            emptied.rmdir()
+    store_path = existing_store_folder(folder)
+    is_library = store_path != folder
+    _require_yes(yes, f"this destroys the store in {store_path}")
+    files = overwrite(store_path, text_files(folder) if is_library else ())
+    for text_folder in text_folders(folder) if is_library else ():
+        with suppress(OSError):  # it contains files that do not belong to the library
+            text_folder.rmdir()
     _report({"files": files}, as_json, f"{files} files overwritten and removed")
 
 
 @store_app.command()
 def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
-    """Remove every entry from the folder, pinned ones too; a remote behind it keeps what it has."""
-    from qcfuse_rag.cli.library import open_disk
+    """Remove every entry from the folder, including pinned entries; a remote behind the store keeps its entries."""
+    from qcfuse_rag.cli.library import open_disk_tier
 
-    _insist(yes, "this removes every entry")
-    with open_disk(folder) as store:
+    _require_yes(yes, "this removes every entry")
+    with open_disk_tier(folder) as store:
         entries = store.clear()
     _report({"entries": entries}, as_json, f"{entries} entries removed")
 
 
 @store_app.command()
 def sources(folder: Folder, tenant: Tenant = None, remote: Remote = None, as_json: Json = False) -> None:
-    """List the documents whose passages the store has, and how many of them are missing."""
-    from qcfuse_rag.cli.library import open_manifest
+    """List the documents of a store, with the number of chunks and of missing chunks."""
+    from qcfuse_rag.cli.library import open_store_and_sources
 
-    with open_manifest(folder, tenant, remote) as (_, manifest):
-        missing = manifest.missing()
-        counts = {name: len(manifest.addresses(name)) for name in manifest.names()}
-    found = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
+    with open_store_and_sources(folder, tenant, remote) as (_, documents):
+        missing = documents.missing()
+        counts = {name: len(documents.addresses(name)) for name in documents.names()}
+    chunk_counts = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
     if as_json:
-        print_json({"sources": found})
+        print_json({"sources": chunk_counts})
         return
     for name, count in counts.items():
-        absent = f", {missing[name]} not stored" if name in missing else ""
-        OUT.print(f"{name}: {count} chunks{absent}", highlight=False, markup=False, soft_wrap=True)
+        not_stored = f", {missing[name]} not stored" if name in missing else ""
+        OUT.print(f"{name}: {count} chunks{not_stored}", highlight=False, markup=False, soft_wrap=True)
 
 
 @store_app.command()
 def lookup(
     folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
 ) -> None:
-    """Show where the chunks of a document are."""
-    from qcfuse_rag.cli.library import open_manifest
-    from qcfuse_rag.store.admin import lookup as find
+    """Show the tier of each chunk of a document."""
+    from qcfuse_rag.cli.library import open_store_and_sources
+    from qcfuse_rag.store.admin import lookup as find_tiers
 
-    with open_manifest(folder, tenant, remote) as (store, manifest):
-        found = find(store, _chosen(manifest, None, source))
+    with open_store_and_sources(folder, tenant, remote) as (store, documents):
+        tiers = find_tiers(store, _select(documents, None, source))
     if as_json:
-        print_json({"source": source, "chunks": found})
+        print_json({"source": source, "chunks": tiers})
         return
-    for address, tier in found.items():
+    for address, tier in tiers.items():
         OUT.print(f"{address}  {tier or 'not stored'}", highlight=False)
 
 
@@ -194,17 +202,17 @@ def lookup(
 def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
 ) -> None:
-    """Remove a document: its passages from the library, its chunks from every tier unless others have them too."""
-    from qcfuse_rag.cli.job import only_job
-    from qcfuse_rag.cli.library import disk_folder, forget_passages, open_manifest
+    """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
+    from qcfuse_rag.cli.job_record import job_lock
+    from qcfuse_rag.cli.library import existing_store_folder, forget_passages, open_store_and_sources
 
-    # A job saves the passages that it began with.
-    alone = only_job(folder) if disk_folder(folder) != folder else nullcontext()
-    with alone, open_manifest(folder, tenant, remote) as (store, manifest):
+    # A running warming job would save the passages again that it loaded at its start.
+    lock = job_lock(folder) if existing_store_folder(folder) != folder else nullcontext()
+    with lock, open_store_and_sources(folder, tenant, remote) as (store, documents):
         passages = forget_passages(folder, store, source)
         if not passages:
-            _check_document(manifest, source)
-        removed, waiting = manifest.forget(source), manifest.unwanted
+            _require_document(documents, source)
+        removed, waiting = documents.forget(source), documents.unwanted_count()
     _report(
         {"source": source, "removed": removed, "passages": passages, "waiting": waiting},
         as_json,
@@ -218,19 +226,19 @@ def pin(
     folder: Folder,
     addresses: Addresses = None,
     source: SourceName = None,
-    off: Annotated[bool, typer.Option("--off", help="Allow eviction again.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="Remove the protection.")] = False,
     tenant: Tenant = None,
     remote: Remote = None,
     as_json: Json = False,
 ) -> None:
-    """Keep entries from being evicted."""
-    from qcfuse_rag.cli.library import open_manifest
+    """Protect entries from eviction."""
+    from qcfuse_rag.cli.library import open_store_and_sources
 
-    with open_manifest(folder, tenant, remote) as (store, manifest):
-        chosen = _chosen(manifest, addresses, source)
-        count = sum(store.pin(address, pinned=not off) for address in chosen)
+    with open_store_and_sources(folder, tenant, remote) as (store, documents):
+        selected = _select(documents, addresses, source)
+        count = sum(store.pin(address, pinned=not off) for address in selected)
     if not count:
-        raise QCFuseError(f"none of the {len(chosen)} entries is in the store")
+        raise QCFuseError(f"none of the {len(selected)} entries is in the store")
     _report({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
 
 
@@ -239,18 +247,18 @@ def compress(
     folder: Folder,
     addresses: Addresses = None,
     source: SourceName = None,
-    numbers: Annotated[str, typer.Option(help="int8 or fp8.")] = "int8",
+    numbers: Annotated[str, typer.Option(help="Number format: int8 or fp8.")] = "int8",
     as_json: Json = False,
 ) -> None:
-    """Write entries in fewer bytes; all of them if none are named."""
-    from qcfuse_rag.cli.library import open_disk
+    """Rewrite entries in fewer bytes; all entries if none are named."""
+    from qcfuse_rag.cli.library import open_disk_tier
     from qcfuse_rag.store.admin import rewrite
     from qcfuse_rag.store.documents.sources import Sources
 
-    with open_disk(folder) as store, progress_bar("compressing", "entries") as advance:
-        with closing(Sources(store)) as manifest:
-            chosen = _chosen(manifest, addresses, source) if addresses or source else None
-        report = rewrite(store, numbers, chosen, progress=advance)
+    with open_disk_tier(folder) as store, progress_bar("compressing", "entries") as advance:
+        with closing(Sources(store)) as documents:
+            selected = _select(documents, addresses, source) if addresses or source else None
+        report = rewrite(store, numbers, selected, progress=advance)
     _report(
         report.to_dict(),
         as_json,
@@ -263,46 +271,53 @@ def move(
     folder: Folder,
     addresses: Addresses = None,
     source: SourceName = None,
-    to: Annotated[str | None, typer.Option(help="A remote, such as s3://bucket/kv or redis://host.")] = None,
-    back: Annotated[str | None, typer.Option("--from", help="The other way: from this remote.")] = None,
-    keep: Annotated[bool, typer.Option(help="Copy instead.")] = False,
+    to: Annotated[
+        str | None, typer.Option(help="URL of the remote to move to, such as s3://bucket/kv or redis://host.")
+    ] = None,
+    back: Annotated[str | None, typer.Option("--from", help="URL of the remote to move from.")] = None,
+    keep: Annotated[bool, typer.Option(help="Copy instead of moving.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Move entries to a remote store or back; all of them if none are named."""
-    from qcfuse_rag.cli.library import open_disk
-    from qcfuse_rag.store.admin import move as carry
+    """Move entries to a remote store or back; all entries if none are named."""
+    from qcfuse_rag.cli.library import open_disk_tier
+    from qcfuse_rag.store.admin import move as move_entries
     from qcfuse_rag.store.backends.remote import open_remote
     from qcfuse_rag.store.documents.sources import Sources
 
     if (to is None) == (back is None):
-        raise QCFuseError("say where to with --to, or where from with --from")
-    with open_disk(folder) as store, open_remote(to or back or "", seal=store.seal) as remote:
-        with closing(Sources(store)) as manifest:
-            chosen = _chosen(manifest, addresses, source) if addresses or source else None
-        here, there = (store, remote) if to is not None else (remote, store)
+        raise QCFuseError("name the remote with --to or with --from")
+    with open_disk_tier(folder) as store, open_remote(to or back or "", seal=store.seal) as remote:
+        with closing(Sources(store)) as documents:
+            selected = _select(documents, addresses, source) if addresses or source else None
+        origin, target = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
-            report = carry(here, there, chosen, keep=keep, progress=advance)
-    _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be")
+            report = move_entries(origin, target, selected, keep=keep, progress=advance)
+    _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be moved")
 
 
-def _check_document(manifest: Any, source: str) -> None:
-    if source not in manifest.names():
+def _require_document(documents: Sources, source: str) -> None:
+    if source not in documents.names():
         raise QCFuseError(f"no document {source!r} in the store; `qcfuse store sources` lists them")
 
 
-def _chosen(manifest: Any, addresses: list[str] | None, source: str | None) -> list[str]:
-    chosen = list(addresses or ())
+def _select(documents: Sources, addresses: list[str] | None, source: str | None) -> list[str]:
+    """Return the named addresses and those of a document.
+
+    Raises:
+        QCFuseError: if nothing is named, or there is no such document.
+    """
+    selected = list(addresses or ())
     if source is not None:
-        _check_document(manifest, source)
-        chosen += sorted(manifest.addresses(source))
-    if not chosen:
+        _require_document(documents, source)
+        selected += sorted(documents.addresses(source))
+    if not selected:
         raise QCFuseError("name entries by address, or a document with --source")
-    return chosen
+    return selected
 
 
-def _insist(yes: bool, what: str) -> None:
+def _require_yes(yes: bool, consequence: str) -> None:
     if not yes:
-        raise QCFuseError(f"{what}; say --yes if you mean it")
+        raise QCFuseError(f"{consequence}; say --yes if you mean it")
 
 
 def _report(data: dict[str, Any], as_json: bool, text: str) -> None:

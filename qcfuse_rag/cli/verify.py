@@ -1,4 +1,4 @@
-"""`qcfuse verify`: may this method be relied on for this model?"""
+"""`qcfuse verify`: compare a method with full prefill and keep the verdict."""
 
 from __future__ import annotations
 
@@ -7,55 +7,56 @@ from pathlib import Path
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, progress_bar
-from qcfuse_rag.cli.library import disk_folder, index_folder, open_kv
+from qcfuse_rag.cli.library import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.cli.open_engine import open_engine
+from qcfuse_rag.cli.options import VerifyOptions
 from qcfuse_rag.engine.verdict import Verdict
-from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.retrieval.index import PASSAGES, read_passages
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import Limits, verify
+from qcfuse_rag.verification.checks import VerifyLimits, verify
 
 
-def run_verify(
-    model: str | None,
-    store: Path | None,
-    method: Method,
-    size: int,
-    tokens: int,
-    limits: Limits,
-    device: str | None,
-    dtype: str | None,
-    tenant: str | None,
-    *,
-    as_json: bool,
-) -> bool:
-    """Verify a method, on a library's own passages if there is one, and keep the verdict beside its store.
+def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
+    """Verify a method, with the passages of a library if one is given, and save the verdict in its store.
 
     Returns:
         Whether every check passed.
 
     Raises:
         QCFuseError: if there is no store in the folder.
+        ValueError: if the method or one of its settings does not exist.
     """
-    if store is not None:
-        disk_folder(store)  # a name that is misspelt is not a new library
-    with MemoryStore() if store is None else open_kv(store, tenant=tenant) as kept:
-        place = None if store is None else index_folder(store, kept)
-        texts = [one.text for one in read_passages(place)] if place is not None and (place / PASSAGES).exists() else []
-        engine = open_engine(kept, model, method, device, dtype)
+    method = options.chosen_method()
+    limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
+    if options.store is not None:
+        existing_store_folder(options.store)  # do not create a library under a misspelt name
+        opened = open_library_store(options.store, tenant=options.tenant)
+    else:
+        opened = MemoryStore()
+    texts: list[str] = []
+    with opened as store:
+        if options.store is not None and (index_folder(options.store, store) / PASSAGES).exists():
+            texts = [passage.text for passage in read_passages(index_folder(options.store, store))]
+        engine = open_engine(store, method, options)
         with progress_bar("verifying", "prompts") as advance:
             verdict = verify(
-                engine, engine.method, texts=texts, size=size, tokens=tokens, limits=limits, progress=advance
+                engine,
+                engine.method,
+                texts=texts,
+                size=options.size,
+                tokens=options.tokens,
+                limits=limits,
+                progress=advance,
             )
-        saved = None if kept.folder is None else verdict.save(kept.folder)
+        saved = None if store.folder is None else verdict.save(store.folder)
     if as_json:
         print_json({**verdict.to_dict(), "own_passages": len(texts), "saved": saved and str(saved)})
     else:
-        _print(verdict, saved)
+        _print_verdict(verdict, saved)
     return verdict.passed
 
 
-def _print(verdict: Verdict, saved: Path | None) -> None:
+def _print_verdict(verdict: Verdict, saved: Path | None) -> None:
     table = Table(title=f"{verdict.label}: {'passed' if verdict.passed else 'did not pass'}", title_justify="left")
     for column in ("check", "measured", "limit", "", "how"):
         table.add_column(column)
@@ -65,4 +66,4 @@ def _print(verdict: Verdict, saved: Path | None) -> None:
         table.add_row(check.name, f"{check.value:.3g}", bound, state, check.detail)
     OUT.print(table)
     if saved is not None:
-        OUT.print(f"kept in {saved}", highlight=False, markup=False, soft_wrap=True)
+        OUT.print(f"saved in {saved}", highlight=False, markup=False, soft_wrap=True)

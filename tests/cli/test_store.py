@@ -226,7 +226,7 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
         (["forget", "lamps"], "no document 'lamps' in the store"),
         (["pin"], "name entries by address, or a document with --source"),
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
-        (["move"], "say where to with --to"),
+        (["move"], "name the remote with --to or with --from"),
         (["compress", "--numbers", "int4"], "no format of numbers 'int4'; there are model, int8, fp8"),
         (["compress", "--numbers", "model"], "precision that is gone does not come back"),
     ],

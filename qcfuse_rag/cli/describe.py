@@ -1,12 +1,15 @@
-"""Descriptions of methods and models."""
+"""Describe the fusion methods, and whether a model is supported: `qcfuse methods` and `qcfuse models check`."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from qcfuse_rag.cli.console import ERR, OUT, size
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
@@ -17,7 +20,7 @@ from qcfuse_rag.store.prefill_base import Base
 
 
 def describe_methods() -> list[dict[str, Any]]:
-    """Return each method's name, source, first sentence and parameters with their defaults."""
+    """Return the name, paper, summary and default parameters of every method."""
     described = []
     for name, make in METHODS.items():
         module = inspect.getmodule(make)
@@ -32,7 +35,7 @@ def describe_methods() -> list[dict[str, Any]]:
 
 
 def methods_table() -> Table:
-    """Return the methods as a table."""
+    """Return a table of the methods."""
     table = Table("method", "what it does", "parameters", "source", title="Methods")
     for method in describe_methods():
         parameters = ", ".join(f"{key}={value}" for key, value in method["parameters"].items())
@@ -41,7 +44,16 @@ def methods_table() -> Table:
 
 
 def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, Any]:
-    """Load a model, measure it, and return plain data; `supported` is False with a `reason` if reuse is not right."""
+    """Load a model and measure the exactness of reuse on a few tokens.
+
+    Args:
+        name: Hugging Face id, folder or GGUF file.
+        device: device; None for the default.
+        dtype: data type; None for the default.
+
+    Returns:
+        JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
+    """
     try:
         lm = LanguageModel.load(name, device=device, dtype=dtype)
         check = measure_exactness(lm)
@@ -65,3 +77,20 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
     if not check.passed:
         report["reason"] = "the engine's logits differ from the model's own by more than its dtype allows"
     return report
+
+
+def print_model_check(report: Mapping[str, Any]) -> None:
+    """Print what `check_model` returned."""
+    if not report["supported"]:
+        ERR.print(f"[red]not supported[/red]: {escape(report['reason'])}", highlight=False)
+        return
+    check = report["check"]
+    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {report['dtype']}")
+    OUT.print(f"  positions: {'; '.join(report['rope'])}")
+    OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
+    OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")
+    OUT.print(f"  kernels: {report['kernels']}; attention of full prefill: {report['full_prefill_attention']}")
+    OUT.print(f"  all rows against the model's own forward: {check['all_rows']:.2g}")
+    OUT.print(f"  reused rows against caches computed in place: {check['question_rows']:.2g}")
+    OUT.print(f"  a decode step against the plain forward: {check['step']:.2g}")
+    OUT.print(f"  (largest logit difference in standard deviations; allowed {check['tolerance']:g})")

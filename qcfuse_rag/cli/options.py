@@ -1,0 +1,187 @@
+"""The options of the command line: each is declared once, and commands take them as dataclasses."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from qcfuse_rag.fusion.method import Method
+
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+Library = Annotated[Path, Option("--store", help="Folder of the library; its folder kv is the store.")]
+Question = Annotated[str, Argument(help="The question.")]
+Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
+Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU float32 by default.")]
+Tenant = Annotated[str | None, Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET.")]
+EmbedderName = Annotated[str | None, Option(help="sentence-transformers id or folder; MiniLM by default.")]
+Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The model to load and how to compute with it."""
+
+    model: Annotated[
+        str | None, Option(help="Hugging Face id, folder or GGUF file of the model; SmolLM2-135M by default.")
+    ] = None
+    device: Device = None
+    dtype: Dtype = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodOptions(ModelOptions):
+    """A model and the fusion method that reuses caches."""
+
+    method: Annotated[
+        str | None, Option(help="Fusion method, see `qcfuse methods`; auto at ratio 0.05 by default.")
+    ] = None
+    ratio: Annotated[float | None, Option(help="Share of reused tokens to recompute, 0 to 1.")] = None
+    base: Annotated[
+        str | None,
+        Option(help="Stored caches to read: framed, primed, blind, begun or enriched; by default those of the method."),
+    ] = None
+
+    def chosen_method(self) -> Method:
+        """Return the fusion method.
+
+        Raises:
+            ValueError: if there is no such method, or it does not take one of the settings.
+        """
+        from qcfuse_rag.methods import choose_method
+
+        return choose_method(self.method, ratio=self.ratio, base=self.base)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskOptions(MethodOptions):
+    """Options of commands that answer a question over a library."""
+
+    embedder: EmbedderName = None
+    top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve.")] = 6
+    tenant: Tenant = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusOptions(ModelOptions):
+    """The documents of a warming job, and the caches to make of them."""
+
+    paths: Annotated[
+        list[Path], Argument(help="Text files, JSON lines files, or folders of them; or paths that --reader reads.")
+    ]
+    reader: Annotated[
+        str, Option(help="Reader: files, llama-index (a persisted index) or langchain (a dumped store).")
+    ] = "files"
+    base: Annotated[
+        str | None,
+        Option(help="Caches to store: primed (default), blind, begun or enriched, each with framed; or framed alone."),
+    ] = None
+    max_tokens: Annotated[int, Option(min=16, help="Maximum tokens in a passage.")] = 384
+    batch_tokens: Annotated[
+        int | None, Option(min=1, help="Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.")
+    ] = None
+    numbers: Annotated[
+        str | None, Option(help="Number format of stored keys and values: model (default), int8 or fp8.")
+    ] = None
+    limit_gb: Annotated[
+        float | None, Option(min=0.0, max=1e9, help="Maximum size of the store in GB; 68.7 if never set.")
+    ] = None
+    tenant: Tenant = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmOptions(CorpusOptions):
+    """Options of `qcfuse warm run`; the job's record keeps them for `qcfuse warm resume`."""
+
+    embedder: EmbedderName = None
+    encrypt: Annotated[
+        bool, Option("--encrypt", help="Encrypt a new store; the secret is read from QCFUSE_SECRET.")
+    ] = False
+    access: Annotated[
+        str | None, Option(help="Access tag: readers who may see these documents; '' means everybody.")
+    ] = None
+    remote: Remote = None
+    ray: Annotated[str | None, Option(help="Ray cluster to warm on: auto, local, or an address.")] = None
+    workers: Annotated[int, Option(min=1, help="Number of Ray workers.")] = 2
+    cpus_per_worker: Annotated[float, Option(min=0.0, help="CPU cores of each worker.")] = 1.0
+    gpus_per_worker: Annotated[float, Option(min=0.0, help="GPUs of each worker.")] = 0.0
+    allow_empty: Annotated[
+        bool, Option("--allow-empty", help="Forget all documents of a folder that is empty now.")
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions(MethodOptions):
+    """Options of `qcfuse serve`."""
+
+    name: Annotated[str | None, Option(help="Name of the model for clients; the last part of --model by default.")] = (
+        None
+    )
+    host: Annotated[str, Option(help="Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000
+    waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
+    most_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 4096
+    remote: Remote = None
+    ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
+    replicas: Annotated[int, Option(min=1, help="Replicas on Ray; the minimum if --most-replicas is given.")] = 2
+    most_replicas: Annotated[int | None, Option(min=1, help="Maximum replicas that Ray starts under load.")] = None
+    cpus_per_replica: Annotated[float, Option(min=0.0, help="CPU cores of each replica.")] = 1.0
+    gpus_per_replica: Annotated[float, Option(min=0.0, help="GPUs of each replica.")] = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(MethodOptions):
+    """Options of `qcfuse verify`."""
+
+    store: Annotated[
+        Path | None,
+        Option(help="Folder of a library, whose passages are used, or of a store; the verdict is saved in it."),
+    ] = None
+    size: Annotated[int, Option(min=1, help="Number of prompts of each of the three kinds.")] = 8
+    tokens: Annotated[int, Option(min=512, help="Length in tokens of the prompts with a hidden answer.")] = 1024
+    kl: Annotated[float, Option(min=0.0, help="Maximum mean divergence from full prefill, in nats.")] = 0.25
+    agreement: Annotated[float, Option(min=0.0, max=1.0, help="Minimum share of equal first tokens.")] = 0.75
+    loss: Annotated[float, Option(min=0.0, max=1.0, help="Maximum share of hidden answers lost.")] = 0.1
+    tenant: Tenant = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions(ModelOptions):
+    """Options of `qcfuse demo`."""
+
+    embedder: EmbedderName = None
+    store: Annotated[Path | None, Option(help="Folder to keep the store in; a temporary folder by default.")] = None
+    question: Annotated[str | None, Option(help="Question to ask instead of the built-in question.")] = None
+    top_k: Annotated[int, Option(min=1, help="Number of passages to retrieve.")] = 8
+    repeats: Annotated[int, Option(min=1, help="Number of measurements of each method.")] = 5
+
+
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one parameter per field of its `options` dataclass, for Typer to read.
+
+    Args:
+        command: has a parameter `options`, annotated with a dataclass of Typer options.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    options_type = signature.parameters["options"].annotation
+    fields = inspect.signature(options_type, eval_str=True).parameters
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        parameters += fields.values() if name == "options" else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        options = options_type(**{name: values.pop(name) for name in fields})
+        command(options=options, **values)
+
+    expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return expanded
