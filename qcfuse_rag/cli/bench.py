@@ -1,166 +1,184 @@
-"""`qcfuse bench ...`: measure this machine."""
+"""`qcfuse bench`: measure this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.table import Table
+from typer import Option
 
-from qcfuse_rag.cli.console import OUT, print_json, progress_bar, status
+from qcfuse_rag.bundled import default_model
+from qcfuse_rag.cli.console import OUT, duration, print_json, progress_bar, size, status
+from qcfuse_rag.cli.options import Json, ModelOptions, expand_options
+from qcfuse_rag.errors import QCFuseError
+
+if TYPE_CHECKING:
+    from qcfuse_rag.evaluation.speed.store import StoreRates
+    from qcfuse_rag.evaluation.speed.warming import WarmingRates
+    from qcfuse_rag.runtime.language_model import LanguageModel
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-ModelName = Annotated[str | None, typer.Option("--model", help="Hugging Face id, folder or GGUF file; SmolLM2-135M.")]
-DeviceName = Annotated[str | None, typer.Option("--device", help="Such as cpu or cuda:0; a GPU if there is one.")]
-DtypeName = Annotated[str | None, typer.Option("--dtype", help="Such as bfloat16; float32 on a CPU.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each measurement.")]
+Repeats = Annotated[int, Option(min=1, help="Rounds of each measurement.")]
+DiskFolder = Annotated[Path | None, Option(help="Folder on the disk to measure; by default that of temporary files.")]
 
 
 @bench_app.command("store")
 def bench_store(
-    folder: Annotated[Path | None, typer.Option(help="Measure the disk this is on; that of temporary files.")] = None,
-    megabytes: Annotated[int, typer.Option("--mb", min=1, help="Bytes of entries for each size of entry.")] = 512,
+    folder: DiskFolder = None,
+    megabytes: Annotated[int, Option("--mb", min=1, help="Megabytes of entries for each size of entry.")] = 512,
     repeats: Repeats = 5,
     as_json: Json = False,
 ) -> None:
-    """Compare writing and reading entries with the same bytes without a store, with 1 to 8 threads."""
+    """Compare writing and reading entries with plain files of the same bytes, with 1 to 8 threads."""
     from qcfuse_rag.evaluation.speed.store import measure_store
 
     with status("measuring"):
-        found = measure_store(folder, megabytes=megabytes, repeats=repeats)
+        result = measure_store(folder, megabytes=megabytes, repeats=repeats)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        OUT.print(found.table())
+        OUT.print(store_table(result))
 
 
 @bench_app.command("warm")
+@expand_options
 def bench_warm(
-    model: ModelName = None,
-    chunks: Annotated[int, typer.Option(min=1, help="Passages of mixed lengths.")] = 40,
+    options: ModelOptions,
+    chunks: Annotated[int, Option(min=1, help="Number of passages, of mixed lengths.")] = 40,
     repeats: Repeats = 3,
-    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens in one pass.")] = None,
-    device: DeviceName = None,
-    dtype: DtypeName = None,
+    batch_tokens: Annotated[int | None, Option(min=1, help="Maximum tokens in one pass.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a warming job with the bare forward passes of the same passages."""
-    from qcfuse_rag.bundled import default_model
     from qcfuse_rag.evaluation.speed.warming import measure_warming
-    from qcfuse_rag.runtime.language_model import LanguageModel
 
     with status("measuring"):
-        lm = LanguageModel.load(model or default_model(), device=device, dtype=dtype)
-        found = measure_warming(lm, chunks=chunks, repeats=repeats, batch_tokens=batch_tokens)
+        lm = _load(options)
+        result = measure_warming(lm, chunks=chunks, repeats=repeats, batch_tokens=batch_tokens)
     if as_json:
-        print_json(found.to_dict())
+        print_json(result.to_dict())
     else:
-        OUT.print(found.table())
+        OUT.print(warming_table(result))
 
 
 @bench_app.command("speed")
+@expand_options
 def bench_speed(
-    model: ModelName = None,
+    options: ModelOptions,
     shape: Annotated[
-        str | None, typer.Option(help="Random weights instead: qwen3-8b, llama-3.1-8b, qwen3-32b, ...")
+        str | None, Option(help="Model shape with random weights, instead of a model: qwen3-8b, llama-3.1-8b, ...")
     ] = None,
-    context: Annotated[str, typer.Option(help="Tokens of passages, with commas.")] = "4096",
-    methods: Annotated[str, typer.Option(help=r"With commas; parameters as epic\[n_tokens=16].")] = "auto",
-    ratios: Annotated[str, typer.Option(help="Shares to recompute, with commas.")] = "0.05,0.1,0.2",
+    context: Annotated[str, Option(help="Numbers of passage tokens, with commas.")] = "4096",
+    methods: Annotated[str, Option(help=r"Methods, with commas; parameters as epic\[n_tokens=16].")] = "auto",
+    ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0.05,0.1,0.2",
     tiers: Annotated[
         str,
-        typer.Option(
-            help="Of memory, device, pinned, disk, throttled; if not given memory,disk, on a GPU pinned,device,disk."
+        Option(
+            help="Storage tiers: memory, device, pinned, disk, throttled; "
+            "by default memory,disk and on a GPU pinned,device,disk."
         ),
     ] = "",
-    numbers: Annotated[str, typer.Option(help="Passages kept as model, int8, fp8; with commas.")] = "model",
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a passage.")] = 512,
-    requests: Annotated[str, typer.Option(help="Requests to decode together, with commas.")] = "1,4,8",
-    throttle_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes a second of the throttled tier.")] = 1000,
-    folder: Annotated[Path | None, typer.Option(help="Measure the disk this is on; that of temporary files.")] = None,
+    numbers: Annotated[str, Option(help="Number formats of stored passages: model, int8, fp8; with commas.")] = "model",
+    chunk: Annotated[int, Option(min=1, help="Tokens of a passage.")] = 512,
+    requests: Annotated[str, Option(help="Batch sizes to decode, with commas.")] = "1,4,8",
+    throttle_mb: Annotated[float, Option(min=0.001, help="Megabytes a second of the throttled tier.")] = 1000,
+    folder: DiskFolder = None,
     repeats: Repeats = 5,
-    out: Annotated[Path | None, typer.Option(help="Write JSON here, Markdown and a picture beside it.")] = None,
-    device: DeviceName = None,
-    dtype: DtypeName = None,
+    out: Annotated[Path | None, Option(help="JSON file to write; Markdown and a picture go beside it.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare time to first token and decoding with transformers' own and with what the machine could do at most."""
-    from qcfuse_rag.cli.bench_speed import run_speed
+    """Compare time to first token and decoding with transformers and with the limits of the machine."""
     from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
-    from qcfuse_rag.evaluation.speed.measure import SpeedOptions
+    from qcfuse_rag.evaluation.speed.measure import SpeedOptions, run_speed
+    from qcfuse_rag.evaluation.speed.shapes import random_model
     from qcfuse_rag.evaluation.speed.tables import terminal_tables
 
-    chosen = configurations(split_names(methods), _shares(ratios))
-    options = SpeedOptions(
-        contexts=tuple(int(one) for one in split_names(context)),
-        methods=tuple(chosen[1:]),
+    if options.model is not None and shape is not None:
+        raise QCFuseError("give a --model or a --shape, not both")
+    speed_options = SpeedOptions(
+        contexts=tuple(map(int, split_names(context))),
+        methods=tuple(configurations(split_names(methods), _shares(ratios))[1:]),
         tiers=tuple(split_names(tiers)),
         numbers=tuple(split_names(numbers)) or ("model",),
         chunk=chunk,
         repeats=repeats,
-        requests=tuple(int(one) for one in split_names(requests)),
+        requests=tuple(map(int, split_names(requests))),
         throttle=1e6 * throttle_mb,
         folder=folder,
     )
-    found = run_speed(model, shape, options, device, dtype, out)
+    lm = _load(options) if shape is None else random_model(shape, device=options.device, dtype=options.dtype)
+    with progress_bar("measuring", "contexts") as advance:
+        result = run_speed(lm, speed_options, out, advance)
     if as_json:
-        print_json(found)
+        print_json(result)
         return
-    for table in terminal_tables(found, OUT.width):
+    for table in terminal_tables(result, OUT.width):
         OUT.print(table)
     if out is not None:
-        missing = found["about"].get("no_picture")
-        written = [str(out.with_suffix(ending)) for ending in (out.suffix, ".md", *([] if missing else [".png"]))]
-        OUT.print(f"written: {', '.join(written)}", highlight=False, markup=False, soft_wrap=True)
-        if missing:
-            OUT.print(f"no picture: {missing}", highlight=False, markup=False, soft_wrap=True)
+        no_picture = result["about"].get("no_picture")
+        endings = (out.suffix, ".md") if no_picture else (out.suffix, ".md", ".png")
+        _print_line(f"written: {', '.join(str(out.with_suffix(ending)) for ending in endings)}")
+        if no_picture:
+            _print_line(f"no picture: {no_picture}")
 
 
 @bench_app.command("quality")
+@expand_options
 def bench_quality(
+    options: ModelOptions,
     data_dir: Annotated[
-        Path, typer.Option(help="Folder of files DATASET.jsonl, in lines as `qcfuse profile --data` reads them.")
+        Path, Option(help="Folder of files DATASET.jsonl, in the line format of `qcfuse profile --data`.")
     ],
-    dataset: Annotated[list[str], typer.Option(help="Name, or several with commas; ruler_mv, ruler_mq, ruler_vt.")],
-    out: Annotated[Path, typer.Option("--json", help="File of the result; table, plots and records go beside it.")],
-    model: ModelName = None,
+    dataset: Annotated[
+        list[str], Option(help="Dataset, or several with commas; ruler_mv, ruler_mq and ruler_vt are generated.")
+    ],
+    out: Annotated[Path, Option("--json", help="JSON file to write; table, plots and records go beside it.")],
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=r"With commas, beside full; parameters as epic\[n_tokens=16]; auto if none is named."),
+        Option(help=r"Methods beside full prefill, with commas; parameters as epic\[n_tokens=16]; auto by default."),
     ] = None,
-    baseline: Annotated[list[str] | None, typer.Option(help="Methods by the names of the QCFuse release.")] = None,
-    ratios: Annotated[str | None, typer.Option(help="Shares to recompute, with commas; each method's own.")] = None,
+    baseline: Annotated[list[str] | None, Option(help="Methods by their names in the QCFuse release.")] = None,
+    ratios: Annotated[
+        str | None, Option(help="Shares to recompute, with commas; by default each method's own.")
+    ] = None,
     bases: Annotated[
-        str | None, typer.Option(help="Of blind, framed, primed, begun, enriched; each method's own.")
+        str | None,
+        Option(help="Stored caches: blind, framed, primed, begun, enriched; by default each method's own."),
     ] = None,
-    size: Annotated[int, typer.Option(min=1, help="Questions of each dataset.")] = 100,
-    distractors: Annotated[int | None, typer.Option(min=0, help="Passages beside those with the answer; all.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="First passages to keep; all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of generated tasks and of intervals.")] = 0,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of answers; 32, and RULER's own.")] = None,
-    ruler_tokens: Annotated[int, typer.Option(min=64, help="Length of generated tasks.")] = 2048,
-    group: Annotated[int, typer.Option(min=1, help="Questions to keep passages of in memory.")] = 20,
+    size: Annotated[int, Option(min=1, help="Questions of each dataset.")] = 100,
+    distractors: Annotated[
+        int | None, Option(min=0, help="Passages beside those with the answer; all by default.")
+    ] = None,
+    top_k: Annotated[int | None, Option(min=1, help="Number of first passages to keep; all by default.")] = None,
+    seed: Annotated[int, Option(help="Seed of generated tasks and of intervals.")] = 0,
+    max_new_tokens: Annotated[
+        int | None, Option(min=1, help="Maximum tokens of an answer; by default 32, in RULER tasks their own.")
+    ] = None,
+    ruler_tokens: Annotated[int, Option(min=64, help="Length of generated tasks.")] = 2048,
+    group: Annotated[int, Option(min=1, help="Number of questions whose passages are in memory together.")] = 20,
     pool: Annotated[
-        list[Path] | None, typer.Option(help="JSON lines to find enriched passages' neighbours in.")
+        list[Path] | None, Option(help="JSON lines file to search the neighbours of enriched passages in.")
     ] = None,
-    neighbours: Annotated[int, typer.Option(min=1, help="Neighbours of an enriched passage.")] = 10,
-    store: Annotated[Path | None, typer.Option(help="Folder to keep passages in; memory.")] = None,
-    profile: Annotated[Path | None, typer.Option(help="From `qcfuse profile`; the one in the store's folder.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder of the plots; beside the result.")] = None,
-    device: DeviceName = None,
-    dtype: DtypeName = None,
+    neighbours: Annotated[int, Option(min=1, help="Neighbours of an enriched passage.")] = 10,
+    store: Annotated[Path | None, Option(help="Folder to keep passages in; memory by default.")] = None,
+    profile: Annotated[
+        Path | None, Option(help="Profile from `qcfuse profile`; by default the one in the store's folder.")
+    ] = None,
+    plots: Annotated[Path | None, Option(help="Folder of the plots; by default that of the result.")] = None,
 ) -> None:
-    """Compare answers of methods with full prefill's on the same questions and tokens; run again to go on or add."""
-    from qcfuse_rag.bundled import default_model
+    """Compare the answers of methods with full prefill on the same questions and tokens; a second run continues."""
     from qcfuse_rag.evaluation.quality.configurations import split_names
     from qcfuse_rag.evaluation.quality.measure import QualityOptions, measure_quality
     from qcfuse_rag.evaluation.quality.plots import draw
     from qcfuse_rag.evaluation.quality.tables import LEGEND, terminal_tables
 
-    options = QualityOptions(
-        model=model or default_model(),
+    quality_options = QualityOptions(
+        model=options.model or default_model(),
         data_dir=data_dir,
         datasets=tuple(split_names(",".join(dataset))),
         methods=tuple(split_names(",".join([*(methods or ()), *(baseline or ())]))) or ("auto",),
@@ -177,26 +195,56 @@ def bench_quality(
         pool=tuple(pool or ()),
         neighbours=neighbours,
         store=store,
-        device=device,
-        dtype=dtype,
+        device=options.device,
+        dtype=options.dtype,
         profile=profile,
     )
     with progress_bar("asking", "questions") as advance:
-        found = measure_quality(options, advance)
-    drawn = draw(found["summary"], plots or out.parent, out.stem)
-    for table in terminal_tables(found["summary"], OUT.width):
+        result = measure_quality(quality_options, advance)
+    drawn = draw(result["summary"], plots or out.parent, out.stem)
+    for table in terminal_tables(result["summary"], OUT.width):
         OUT.print(table)
-    OUT.print(LEGEND, highlight=False, markup=False)
-    for note in found["about"]["notes"]:
-        OUT.print(note, highlight=False, markup=False)
-    written = [out, out.with_suffix(".md"), *drawn]
-    OUT.print("written: " + ", ".join(map(str, written)), highlight=False, markup=False, soft_wrap=True)
+    for line in (LEGEND, *result["about"]["notes"]):
+        OUT.print(line, highlight=False, markup=False)
+    _print_line("written: " + ", ".join(map(str, [out, out.with_suffix(".md"), *drawn])))
 
 
-def _shares(given: str) -> tuple[float, ...]:
+def store_table(result: StoreRates) -> Table:
+    """Return the rates of a store as a table."""
+    columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
+    table = Table(*columns, title=f"A store in {escape(result.folder)}, medians of {result.repeats}")
+    for rate in result.rates:
+        row = [size(rate.entry_bytes), rate.what, str(rate.threads), f"{rate.store_mb_s:,.0f}"]
+        row += [f"{rate.bare_mb_s:,.0f}", f"{rate.ratio:.2f}"]
+        if rate.recycled_mb_s is not None:
+            row += [f"{rate.recycled_mb_s:,.0f}", f"{rate.recycled_ratio:.2f}"]
+        table.add_row(*row)
+    return table
+
+
+def warming_table(result: WarmingRates) -> Table:
+    """Return the rates of a warming job as a table."""
+    table = Table("", "seconds", "tokens a second", title=f"{result.chunks} chunks, {result.tokens:,} tokens")
+    for name, times in (("bare forward passes", result.bare_s), ("warming job", result.job_s)):
+        table.add_row(name, duration(median(times)), f"{result.tokens / median(times):,.0f}")
+    table.add_row("ratio", f"{result.ratio:.2f}", "")
+    return table
+
+
+def _load(options: ModelOptions) -> LanguageModel:
+    from qcfuse_rag.runtime.language_model import LanguageModel
+
+    return LanguageModel.load(options.model or default_model(), device=options.device, dtype=options.dtype)
+
+
+def _print_line(text: str) -> None:
+    OUT.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _shares(text: str) -> tuple[float, ...]:
     from qcfuse_rag.evaluation.quality.configurations import split_names
 
     try:
-        return tuple(float(share) for share in split_names(given))
+        return tuple(float(share) for share in split_names(text))
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is no list of numbers such as 0.05,0.2", param_hint="--ratios") from None
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0.05,0.2", param_hint="--ratios") from None

@@ -134,7 +134,7 @@ def size_up(
         retrieved: passages of a request.
         asked: tokens of a request besides: the question and the template.
         ratio: share of the passages' tokens that is recomputed.
-        number_bytes: of a stored number, see `NUMBERS`.
+        number_bytes: of a stored number, see `STORE_FORMATS`.
         caches: kept of each passage; the default method keeps two and reads one of them.
     """
     per_token = shape.kv * number_bytes

@@ -1,4 +1,4 @@
-"""What every result says of itself: the command, the date, the machine."""
+"""The command, the date and the machine behind a result."""
 
 from __future__ import annotations
 
@@ -13,21 +13,32 @@ import torch
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 
+def about_process(program: str) -> dict[str, Any]:
+    """Describe this process as plain data.
+
+    Args:
+        program: the command that started it, without its arguments.
+    """
+    return {
+        "command": " ".join([program, *map(shlex.quote, sys.argv[1:])]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
 def about_run(lm: LanguageModel, model: str) -> dict[str, Any]:
-    """Return how and where this process measures, as plain data.
+    """Describe this process and its model as plain data.
 
     Args:
         lm: the model.
-        model: how the user called it.
+        model: the name that the user gave.
     """
     gpu = lm.device.type == "cuda"
     name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
     return {
-        "command": shlex.join(["qcfuse", *sys.argv[1:]]),
+        **about_process("qcfuse"),
         "model": model,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{lm.device} ({name})",
         "dtype": lm.fingerprint.dtype,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
     }

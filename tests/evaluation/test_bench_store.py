@@ -7,22 +7,23 @@ from pathlib import Path
 
 import torch
 
+from qcfuse_rag.cli.bench import store_table
 from qcfuse_rag.evaluation.speed.store import COLD, WRITE, EntryShape, measure_store
 
 SHAPE = EntryShape(layers=2, heads=2, channels=16, tokens=200, dtype=torch.bfloat16)
 
 
 def test_every_side_is_measured_with_every_number_of_threads(tmp_path: Path) -> None:
-    found = measure_store(tmp_path, megabytes=1, repeats=2, threads=(1, 3), shapes=(SHAPE,))
-    assert {one.threads for one in found.rates} == {1, 3}
-    assert len({one.what for one in found.rates}) == (4 if COLD in {one.what for one in found.rates} else 2)
-    for one in found.rates:
-        assert one.entries * one.entry_bytes > 900_000
-        assert min(one.store_mb_s, one.bare_mb_s, one.ratio) > 0
-        assert (one.recycled_ratio is None) == (one.what == WRITE)
+    result = measure_store(tmp_path, megabytes=1, repeats=2, threads=(1, 3), shapes=(SHAPE,))
+    assert {rate.threads for rate in result.rates} == {1, 3}
+    assert len({rate.what for rate in result.rates}) == (4 if COLD in {rate.what for rate in result.rates} else 2)
+    for rate in result.rates:
+        assert rate.entries * rate.entry_bytes > 900_000
+        assert min(rate.store_mb_s, rate.bare_mb_s, rate.ratio) > 0
+        assert (rate.recycled_ratio is None) == (rate.what == WRITE)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_can_be_printed_both_ways(tmp_path: Path) -> None:
-    found = measure_store(tmp_path, megabytes=1, repeats=1, threads=(1,), shapes=(SHAPE,))
-    assert len(json.loads(json.dumps(found.to_dict()))["rates"]) == found.table().row_count
+    result = measure_store(tmp_path, megabytes=1, repeats=1, threads=(1,), shapes=(SHAPE,))
+    assert len(json.loads(json.dumps(result.to_dict()))["rates"]) == store_table(result).row_count

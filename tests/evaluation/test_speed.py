@@ -25,6 +25,7 @@ from qcfuse_rag.evaluation.speed.tables import terminal_tables
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
@@ -137,7 +138,7 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
 
 def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
     prompt = random_prompt(tiny, 100, 64, torch.Generator().manual_seed(0))
-    done = prefill(tiny, MemoryStore(1), prompt, make_method("full"), room=STEPS)
+    done = prefill(ModelRunner(tiny, MemoryStore(1)), prompt, make_method("full"), answer_tokens=STEPS)
     stock = stock_step(tiny, done.buffer, len(prompt), token=7)
     for position in range(len(prompt), len(prompt) + STEPS):
         with stock_attention(tiny), torch.inference_mode():

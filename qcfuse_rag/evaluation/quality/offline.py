@@ -116,7 +116,7 @@ class CapturePreparation:
         """Capture every passage behind others of the embedding index; nothing is known of the questions."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
-        summary = engine.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
+        summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
         seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
         # A passage in several groups is captured in each: more entries, but what is paid for is one passage.
         behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}

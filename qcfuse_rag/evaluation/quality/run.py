@@ -97,7 +97,7 @@ def run_questions(
                     order = [chosen[0], *(one for one in missing if one.label != FULL)]
                     if not warm:  # the first passes of a process are slower
                         for one in order:
-                            engine.prefill(question.prompt, method=one.method, room=question.room)
+                            engine.prefill(question.prompt, method=one.method, answer_tokens=question.room)
                         warm = True
                     turn = done % len(order)
                     for record in answer(engine, question, order[turn:] + order[:turn]):
@@ -123,7 +123,7 @@ def answer(engine: FusionEngine, question: PendingQuestion, order: Sequence[Conf
             some: Sequence[Configuration] = some, reports: list[FusionReport] = reports
         ) -> Iterator[Prefilled]:
             for one in some:
-                result = engine.prefill(question.prompt, method=one.method, room=room)
+                result = engine.prefill(question.prompt, method=one.method, answer_tokens=room)
                 reports.append(result.report)
                 yield result
 

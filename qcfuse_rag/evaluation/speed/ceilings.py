@@ -1,4 +1,4 @@
-"""Floors: what the arithmetic and the bytes of a prefill or a decode step take at rates measured on this machine.
+"""Lower bounds on a prefill's and a decode step's time, from rates measured on this machine.
 
 Williams et al., Roofline (CACM 2009): work is bound by arithmetic or by bytes, whichever takes longer.
 """
@@ -18,12 +18,12 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best rates found here.
+    """The best rates measured here.
 
     Attributes:
         flops: floating-point operations a second of a large matrix product in the model's dtype.
-        memory: bytes a second of a large copy in the model's memory, read and written both counted.
-        loading: bytes a second from page-locked host memory to the device; those of a copy on a CPU.
+        memory: bytes a second of a large copy in the model's memory; a byte read and written counts twice.
+        loading: bytes a second from page-locked host memory to the device; on a CPU, those of a copy.
     """
 
     flops: float
@@ -31,28 +31,27 @@ class Ceilings:
     loading: float
 
     def or_better(self, other: Ceilings) -> Ceilings:
-        """Return the better of two rates each: a machine that others use is slower at times, and never faster."""
-        return Ceilings(*(max(getattr(one, field.name) for one in (self, other)) for field in fields(self)))
+        """Return the higher of both rates each: a busy machine measures too low, never too high."""
+        return Ceilings(*(max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)))
 
 
 def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
-    """Measure, the best of some samples each."""
+    """Measure each rate as the best of some samples."""
     gpu = lm.device.type == "cuda"
     size, count = (8192, 1 << 28) if gpu else (1536, 1 << 25)
-    a, b = (torch.randn(size, size, dtype=lm.dtype, device=lm.device) for _ in range(2))
-    product = min(seconds(lm, lambda: a @ b) for _ in range(samples))
-    there, back = (torch.randn(count, device=lm.device) for _ in range(2))
-    copy = min(seconds(lm, lambda: there.copy_(back)) for _ in range(samples))
-    memory = 2 * there.nbytes / copy
-    loading = memory / 2  # of what is copied, each byte is read and written
+    left, right = (torch.randn(size, size, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    product_s = min(seconds(lm, lambda: left @ right) for _ in range(samples))
+    target, source = (torch.randn(count, device=lm.device) for _ in range(2))
+    memory = 2 * target.nbytes / min(seconds(lm, lambda: target.copy_(source)) for _ in range(samples))
+    loading = memory / 2  # a copy reads and writes each byte
     if gpu:
         host = torch.empty(count, pin_memory=True)
-        loading = there.nbytes / min(seconds(lm, lambda: there.copy_(host)) for _ in range(samples))
-    return Ceilings(2 * size**3 / product, memory, loading)
+        loading = target.nbytes / min(seconds(lm, lambda: target.copy_(host)) for _ in range(samples))
+    return Ceilings(2 * size**3 / product_s, memory, loading)
 
 
 def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
-    """Time one call, what it leaves to the device included."""
+    """Time one call, with the work that it leaves to the device."""
     if lm.device.type == "cuda":
         torch.cuda.synchronize(lm.device)
     started = time.perf_counter()
@@ -63,26 +62,26 @@ def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
 
 
 def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:
-    """Return the floating-point operations of computing rows, evenly spread over a prompt, and one row of logits."""
-    head = _head(lm)
-    attention = sum(2 * (shape.key_dim + shape.value_dim) for shape in lm.shapes) * _heads(lm) * tokens / 2
+    """Count the floating-point operations of rows evenly spread over a prompt, and of one row of logits."""
+    heads = int(lm.model.config.get_text_config().num_attention_heads)
+    attention = sum(2 * (shape.key_dim + shape.value_dim) for shape in lm.shapes) * heads * tokens / 2
     matrices = sum(weight.numel() for weight in _layer_weights(lm) if weight.dim() > 1)
-    return rows * (2 * matrices + attention) + 2 * head.numel()
+    return rows * (2 * matrices + attention) + 2 * _output_weight(lm).numel()
 
 
 def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
-    """Return the bytes that a decode step of some requests reads: the weights once, each one's keys and values."""
-    weights = sum(weight.nbytes for weight in (*_layer_weights(lm), _head(lm)))
+    """Count the bytes that a decode step reads: the weights once, and each request's keys and values."""
+    weights = sum(weight.nbytes for weight in (*_layer_weights(lm), _output_weight(lm)))
     return weights + requests * tokens * lm.kv_bytes_per_token
 
 
 def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
-    """Add to what was measured the best rates found so far, and how near each figure comes to what they allow.
+    """Add the ceilings to a result, and to each row its lower bound and its share of the time measured.
 
     Args:
-        result: of `measure.measure_speed`.
+        result: a result of `measure.measure_speed`.
         ceilings: the rates.
-        throttle: bytes a second of the tier of that name.
+        throttle: bytes a second of the `throttled` tier.
     """
     result["ceilings"] = {
         "flops": ceilings.flops,
@@ -100,14 +99,10 @@ def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> N
 
 
 def _layer_weights(lm: LanguageModel) -> list[Tensor]:
-    outside = {id(lm.model.get_input_embeddings().weight), id(_head(lm))}
+    outside = {id(lm.model.get_input_embeddings().weight), id(_output_weight(lm))}
     return [weight for weight in lm.model.parameters() if id(weight) not in outside]
 
 
-def _head(lm: LanguageModel) -> Tensor:
+def _output_weight(lm: LanguageModel) -> Tensor:
     weight: Tensor = lm.model.get_output_embeddings().weight
     return weight
-
-
-def _heads(lm: LanguageModel) -> int:
-    return int(lm.model.config.get_text_config().num_attention_heads)

@@ -1,4 +1,4 @@
-"""Decode steps of one and of several requests over the same prompt, in turns with transformers' own."""
+"""Time decode steps of one and of several requests, in turns with transformers' own steps."""
 
 from __future__ import annotations
 
@@ -20,47 +20,49 @@ STEPS = 16
 
 
 def decode_steps(
-    lm: LanguageModel, step: DecodeRunner, done: Prefilled, requests: Sequence[int]
+    lm: LanguageModel, decodes: DecodeRunner, prefilled: Prefilled, requests: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Time steps and return plain data; the first step warms up.
+    """Time decode steps and return plain data; the first step is a warm-up.
 
-    transformers' own stand beside those of a single request: a copy of all keys and values more has room there.
+    transformers' steps are timed for a single request only: there is memory for one more copy of the keys and values.
 
     Args:
         lm: the model.
-        step: what computes the engine's.
-        done: a prompt with room for `STEPS` tokens.
-        requests: sizes of batches.
+        decodes: computes the engine's steps.
+        prefilled: a prompt whose buffer has space for `STEPS` more tokens.
+        requests: batch sizes.
     """
-    token, start = int(done.logits.argmax()), done.report.prompt_tokens
-    found = []
+    token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
+    rows = []
     for n_requests in requests:
-        buffers = [_copied(done.buffer) for _ in range(n_requests)]
-        stock = stock_step(lm, done.buffer, start, token) if n_requests == 1 else None
-        own: list[float] = []
-        theirs: list[float] = []
+        buffers = [_clone(prefilled.buffer) for _ in range(n_requests)]
+        stock = stock_step(lm, prefilled.buffer, start, token) if n_requests == 1 else None
+        engine_s: list[float] = []
+        stock_s: list[float] = []
         for position in range(start, start + STEPS):
-            own.append(seconds(lm, lambda: step([token] * n_requests, [position] * n_requests, buffers)))  # noqa: B023
+            engine_s.append(
+                seconds(lm, lambda: decodes([token] * n_requests, [position] * n_requests, buffers))  # noqa: B023
+            )
             if stock is not None:
                 with stock_attention(lm):
-                    theirs.append(seconds(lm, stock))
-        step_s = median(own[1:])
-        found.append(
+                    stock_s.append(seconds(lm, stock))
+        step_s = median(engine_s[1:])
+        rows.append(
             {
-                "context": sum(len(span) for span in done.prompt.chunks),
+                "context": sum(len(span) for span in prefilled.prompt.chunks),
                 "requests": n_requests,
-                "recorded": step.refusal is None,
+                "recorded": decodes.refusal is None,
                 "step_s": step_s,
-                "transformers_step_s": median(theirs[1:]) if theirs else None,
+                "transformers_step_s": median(stock_s[1:]) if stock_s else None,
                 "tokens_per_s": n_requests / step_s,
                 "bytes": step_bytes(lm, start, n_requests),
             }
         )
-    return found
+    return rows
 
 
 def stock_step(lm: LanguageModel, buffer: KVBuffer, length: int, token: int) -> Callable[[], torch.Tensor]:
-    """Return transformers' step over the same keys and values, in the cache that its `generate` takes by default."""
+    """Return transformers' decode step over the same keys and values, in the default cache of its `generate`."""
     cache = DynamicCache(config=lm.model.config.get_text_config())
     for layer, (keys, values) in enumerate(zip(buffer.keys, buffer.values, strict=True)):
         cache.update(keys[:, :, :length], values[:, :, :length], layer)
@@ -73,6 +75,6 @@ def stock_step(lm: LanguageModel, buffer: KVBuffer, length: int, token: int) -> 
     return step
 
 
-def _copied(buffer: KVBuffer) -> KVBuffer:
-    keys, values = (tuple(layer.clone() for layer in held) for held in (buffer.keys, buffer.values))
+def _clone(buffer: KVBuffer) -> KVBuffer:
+    keys, values = (tuple(layer.clone() for layer in layers) for layers in (buffer.keys, buffer.values))
     return KVBuffer(keys, values)

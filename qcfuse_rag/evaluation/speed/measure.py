@@ -1,12 +1,16 @@
-"""Time to first token and decode rate over context lengths, ratios and tiers, all sides in turns in one process."""
+"""Time to first token and decode rate over context lengths, ratios and storage tiers.
+
+All sides take turns in one process.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,38 +19,45 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from qcfuse_rag.engine.exactness_check import stock_attention
-from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
 from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds
 from qcfuse_rag.evaluation.speed.decoding import STEPS, decode_steps
+from qcfuse_rag.evaluation.speed.tables import draw, markdown
 from qcfuse_rag.evaluation.speed.tiers import StoreTier, check_tiers, fill, open_tiers
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.loading import Loading
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.atomic_write import write_atomically
+from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
 FULL = configurations(())[0]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """What to measure.
+    """The options of `qcfuse bench speed`.
 
     Attributes:
-        contexts: tokens of passages in a prompt.
-        methods: beside full prefill.
+        contexts: numbers of passage tokens in a prompt.
+        methods: the methods to time beside full prefill.
         tiers: where passages come from: `memory` of the host, `pinned` memory of the host, memory of the `device`, the
-            `disk` (its files in the page cache), or `throttled` to `throttle` bytes a second.
-        numbers: formats that each tier keeps passages in, see `store.quantization`.
+            `disk` (its files in the page cache), or `throttled` to `throttle` bytes a second. With none,
+            `memory` and `disk`, on a GPU `pinned`, `device` and `disk`.
+        numbers: the formats that each tier keeps passages in, see `store.quantization`.
         chunk: tokens of a passage.
-        repeats: rounds, after one that warms up.
-        requests: sizes of the batches to decode.
+        repeats: rounds after the warm-up round.
+        requests: batch sizes to decode.
         throttle: bytes a second.
-        folder: of the disk to measure; that of temporary files if None.
+        folder: a folder on the disk to measure; None is the folder of temporary files.
 
     Raises:
         ValueError: if a number is too small.
@@ -68,16 +79,51 @@ class SpeedOptions:
             raise ValueError("contexts, requests, chunk, repeats and throttle must be more than 0")
 
 
+def run_speed(
+    lm: LanguageModel, options: SpeedOptions, out: Path | None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Measure and return plain data; write `out` after each context, with Markdown and a picture beside it.
+
+    Args:
+        lm: the model.
+        options: what to measure.
+        out: the JSON file to write, or None.
+        progress: called with contexts `(done, total)`.
+
+    Raises:
+        QCFuseError: if something cannot be measured here.
+    """
+    if not options.tiers:
+        gpu = lm.device.type == "cuda"
+        options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
+    refusal = unavailable_reason(lm.device, lm.dtype, lm.widest_head)
+    about = {**about_run(lm, lm.name), "kernels": refusal or "used"}
+
+    def keep(measured: dict[str, Any]) -> None:
+        if out is not None:
+            result = {"about": about, **measured}
+            write_atomically(out, json.dumps(result, indent=1))
+            write_atomically(out.with_suffix(".md"), markdown(result))
+
+    result = {"about": about, **measure_speed(lm, options, progress, keep)}
+    if out is not None:
+        try:
+            draw(result, out.with_suffix(".png"))
+        except QCFuseError as error:  # the measurement is written in any case
+            result["about"]["no_picture"] = str(error)
+    return result
+
+
 @torch.inference_mode()
 def measure_speed(
     lm: LanguageModel,
     options: SpeedOptions,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure and return plain data.
 
-    Passages are random tokens: what is computed and moved depends on their number alone.
+    Passages are random tokens: time and bytes depend on their number alone. Methods run without their guard.
 
     Args:
         lm: the model.
@@ -86,7 +132,7 @@ def measure_speed(
         keep: called with the result so far after each context.
 
     Raises:
-        QCFuseError: if there is no such tier here, or no such format of numbers.
+        QCFuseError: if a tier or a format does not exist here.
         PromptTooLong: if a context exceeds the model's window.
     """
     check_tiers(lm, options.tiers, options.numbers)
@@ -97,23 +143,23 @@ def measure_speed(
         "decode": [],
     }
     generator = torch.Generator().manual_seed(0)
-    passes, step = PrefillRunner(lm), DecodeRunner(lm)
-    result["recording_s"] = seconds(lm, passes.compile)
-    result["recording_refusal"] = passes.refusal
-    if options.requests:
-        result["step_recording_s"] = seconds(lm, lambda: step.compile(options.requests))
-        result["step_recording_refusal"] = step.refusal
-        result["step_s_by_view"] = step.seconds
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
+        runner = ModelRunner(lm, tiers[0].store)
+        result["recording_s"] = seconds(lm, runner.prefills.compile)
+        result["recording_refusal"] = runner.prefills.refusal
+        if options.requests:
+            result["step_recording_s"] = seconds(lm, lambda: runner.decodes.compile(options.requests))
+            result["step_recording_refusal"] = runner.decodes.refusal
+            result["step_s_by_view"] = runner.decodes.seconds
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
-            fill(lm, [tier.store for tier in tiers], prompt, [one.method for one in options.methods])
-            result["prefill"] += _prefills(lm, passes, tiers, prompt, options)
-            method = options.methods[0].method if options.methods else FULL.method
-            prefilled = prefill(lm, tiers[0].store, prompt, method, room=STEPS)
-            result["decode"] += decode_steps(lm, step, prefilled, options.requests)
-            del prefilled  # before there is another
+            fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
+            result["prefill"] += _prefills(runner, tiers, prompt, options)
+            method = (options.methods or (FULL,))[0].method
+            prefilled = prefill(runner, prompt, unguarded(method), answer_tokens=STEPS)
+            result["decode"] += decode_steps(lm, runner.decodes, prefilled, options.requests)
+            del prefilled  # free its buffer before the next one is allocated
             ceilings = ceilings.or_better(measure_ceilings(lm))
             add_floors(result, ceilings, options.throttle)
             if keep is not None:
@@ -124,7 +170,7 @@ def measure_speed(
 
 
 def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.Generator) -> Prompt:
-    """Return a prompt of random tokens: a head, passages of `chunk` tokens that add up to `context`, a question.
+    """Return a prompt of random tokens: a system prefix, passages of `chunk` tokens up to `context`, a question.
 
     Raises:
         PromptTooLong: if it exceeds the model's window.
@@ -134,81 +180,114 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     lengths = [PREFIX_TOKENS, *sizes, QUESTION_TOKENS]
     if sum(lengths) + STEPS > lm.window.tokens:
         raise PromptTooLong(f"a context of {context:,} tokens exceeds the model's window of {lm.window.tokens:,}")
-    drawn = [tuple(torch.randint(vocabulary, (n,), generator=generator).tolist()) for n in lengths]
+    drawn = [tuple(torch.randint(vocabulary, (length,), generator=generator).tolist()) for length in lengths]
     roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
     segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))
     return Prompt(segments, prefix_ids=drawn[0])
 
 
+def unguarded(method: Method) -> Method:
+    """Return a method that always fuses, so that fusing is what is timed."""
+    return replace(method, guard=None)
+
+
+def share_passes(runner: ModelRunner, store: KVStore, *, pooled: bool = True) -> ModelRunner:
+    """Return a runner over another store that uses the recorded passes of `runner`.
+
+    Args:
+        runner: a runner of the same model.
+        store: the other store.
+        pooled: take buffers from the pool of `runner`; else torch allocates them.
+    """
+    other = ModelRunner(runner.lm, store, spare_bytes=0)
+    other.prefills, other.decodes = runner.prefills, runner.decodes
+    other.pool = runner.pool if pooled else None
+    return other
+
+
+@dataclass(slots=True)
+class _Side:
+    """One configuration over one tier, and its measurements."""
+
+    tier: StoreTier
+    configuration: Configuration
+    prefill: Callable[[], FusionReport]
+    report: FusionReport
+    recorded_passes: int
+    reports: list[FusionReport]
+
+
 def _prefills(
-    lm: LanguageModel,
-    passes: PrefillRunner,
-    tiers: Sequence[StoreTier],
-    prompt: Prompt,
-    options: SpeedOptions,
+    runner: ModelRunner, tiers: Sequence[StoreTier], prompt: Prompt, options: SpeedOptions
 ) -> list[dict[str, Any]]:
-    """Time every side in turns; the first turn warms up."""
+    """Time every side in turns, after a warm-up round, and return one row for each side."""
+    lm = runner.lm
     ids = torch.tensor([prompt.ids], device=lm.device)
 
     def stock() -> None:
         lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
 
-    sides = [(StoreTier("-", LOSSLESS, tiers[0].store), FULL)]
-    sides += [(tier, one) for tier in tiers for one in options.methods]
-    times: list[list[float]] = [[] for _ in sides]
-    loading, counted = Loading(lm), Loading(lm, spare_bytes=0)  # torch counts what it allocates itself
-    reports, replayed = [], [passes.replayed]
-    for tier, one in sides:
-        reports.append(prefill(lm, tier.store, prompt, one.method, loading=loading, passes=passes).report)
-        replayed.append(passes.replayed)
-    stages: list[list[dict[str, float]]] = [[] for _ in sides]
-    transformers: list[float] = []
+    def run(runner: ModelRunner, method: Method) -> FusionReport:
+        return prefill(runner, prompt, method).report
+
+    sides = []
+    first = StoreTier("-", LOSSLESS, tiers[0].store)
+    for tier, chosen in [(first, FULL), *((tier, chosen) for tier in tiers for chosen in options.methods)]:
+        call = partial(run, share_passes(runner, tier.store), unguarded(chosen.method))
+        replayed = runner.prefills.replayed
+        sides.append(_Side(tier, chosen, call, call(), runner.prefills.replayed - replayed, []))
+    stock_s: list[float] = []
     for turn in range(options.repeats + 1):
         with stock_attention(lm):
             taken = seconds(lm, stock)
+        reports = [side.prefill() for side in sides]
         if turn:
-            transformers.append(taken)
-        for side, (tier, one) in enumerate(sides):
-            timings = prefill(lm, tier.store, prompt, one.method, loading=loading, passes=passes).report.timings
-            if turn:
-                times[side].append(timings.ttft_s)
-                stages[side].append(
-                    {"load": timings.load_s, "probe": timings.probe_s, "recompute": timings.recompute_s}
-                )
-    full = median(times[0])
+            stock_s.append(taken)
+            for side, report in zip(sides, reports, strict=True):
+                side.reports.append(report)
+    full_s = median(report.timings.ttft_s for report in sides[0].reports)
     rows = []
-    recorded_passes = [after - before for before, after in pairwise(replayed)]
-    for (tier, one), own, report, staged, recorded in zip(sides, times, reports, stages, recorded_passes, strict=True):
-        again = partial(prefill, lm, tier.store, prompt, one.method, loading=counted, passes=passes)
-        ttft = median(own)
-        rows.append(
-            {
-                "context": sum(len(span) for span in prompt.chunks),
-                "prompt": len(prompt),
-                "method": one.label,
-                "ratio": one.ratio,
-                "tier": tier.name,
-                "numbers": tier.numbers,
-                "rows": report.rows,
-                "recorded_passes": recorded,
-                "ttft_s": ttft,
-                "spread_s": max(own) - min(own),
-                "full_s": full,
-                "transformers_s": median(transformers),
-                "speedup": full / ttft,
-                "speedup_transformers": median(transformers) / ttft,
-                "operations": row_operations(lm, report.row_layers / lm.n_layers, len(prompt)),
-                "bytes_loaded": report.bytes_loaded,
-                "stages_s": {name: median(turn[name] for turn in staged) for name in staged[0]},
-                "peak_bytes": peak_bytes(lm.device, again),
-                "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
-            }
-        )
+    for side in sides:
+        # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
+        unpooled = share_passes(runner, side.tier.store, pooled=False)
+        again = partial(prefill, unpooled, prompt, unguarded(side.configuration.method))
+        row = _row(side, lm, prompt, full_s, median(stock_s))
+        rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})
     return rows
 
 
+def _row(side: _Side, lm: LanguageModel, prompt: Prompt, full_s: float, stock_s: float) -> dict[str, Any]:
+    timings = [report.timings for report in side.reports]
+    ttft_s = [timing.ttft_s for timing in timings]
+    middle = median(ttft_s)
+    return {
+        "context": sum(len(span) for span in prompt.chunks),
+        "prompt": len(prompt),
+        "method": side.configuration.label,
+        "ratio": side.configuration.ratio,
+        "tier": side.tier.name,
+        "numbers": side.tier.numbers,
+        "rows": side.report.rows,
+        "recorded_passes": side.recorded_passes,
+        "ttft_s": middle,
+        "spread_s": max(ttft_s) - min(ttft_s),
+        "full_s": full_s,
+        "transformers_s": stock_s,
+        "speedup": full_s / middle,
+        "speedup_transformers": stock_s / middle,
+        "operations": row_operations(lm, side.report.row_layers / lm.n_layers, len(prompt)),
+        "bytes_loaded": side.report.bytes_loaded,
+        "stages_s": {
+            "load": median(timing.load_s for timing in timings),
+            "probe": median(timing.probe_s for timing in timings),
+            "recompute": median(timing.recompute_s for timing in timings),
+        },
+        "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
+    }
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """Run and return the most bytes of tensors in use at once, less those before, as torch's allocator counts them."""
+    """Return the most bytes of tensors that a call adds at once, as torch's allocator counts them."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -217,7 +296,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        held = run()  # what it returns counts, and is let go of after the last event
-    del held
+        result = run()  # the result counts: it is freed after the last event
+    del result
     events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)

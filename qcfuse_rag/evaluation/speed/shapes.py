@@ -1,6 +1,6 @@
-"""Models of well-known shapes with random weights: time depends on sizes, not on what the numbers say.
+"""Models of well-known shapes with random weights: time depends on sizes alone.
 
-Sizes are those of the published `config.json` of each model.
+The sizes come from the published `config.json` of each model.
 """
 
 from __future__ import annotations
@@ -61,31 +61,31 @@ WINDOW = 1 << 17
 
 
 def random_model(shape: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
-    """Return a model of a shape, made on the device itself.
+    """Return a model of a known shape with random weights, built on the device.
 
     Args:
-        shape: one of `ENTRY_SHAPES`.
-        device: such as `cpu` or `cuda:0`; a GPU if there is one.
-        dtype: such as `bfloat16`, which is what a GPU gets if None; float32 on a CPU.
+        shape: one of `SHAPES`.
+        device: a device such as `cpu` or `cuda:0`; None is a GPU if there is one.
+        dtype: a dtype such as `bfloat16`; None is `bfloat16` on a GPU and `float32` on a CPU.
 
     Raises:
-        QCFuseError: if there is no such shape or dtype.
+        QCFuseError: if the shape or the dtype does not exist.
     """
     if shape not in SHAPES:
         raise QCFuseError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    numbers = getattr(torch, dtype or ("float32" if place.type == "cpu" else "bfloat16"), None)
-    if not isinstance(numbers, torch.dtype) or not numbers.is_floating_point:
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_dtype = getattr(torch, dtype or ("float32" if target.type == "cpu" else "bfloat16"), None)
+    if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
         raise QCFuseError(f"no dtype {dtype!r}; bfloat16, float16 and float32 are common")
     config = AutoConfig.for_model(**SHAPES[shape], max_position_embeddings=WINDOW)
-    with place:
-        model = AutoModelForCausalLM.from_config(config, dtype=numbers)
+    with target:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
-    return LanguageModel.wrap(model.eval(), _bytes_tokenizer(), name=shape)
+    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=shape)
 
 
-def _bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes: prompts here are made of token ids, text is only generated."""
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes, for generated text; prompts are made of token ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE({letter: index for index, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

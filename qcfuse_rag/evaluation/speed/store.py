@@ -1,29 +1,26 @@
-"""`qcfuse bench store`: a store on disk against nothing but writing and reading the same bytes.
+"""Time a store on disk beside plain writing and reading of the same bytes.
 
-All sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write` a
-file and forces each to disk, and reads each with one `readinto` into memory allocated for it, which is the least that
-any loader must do: once into memory new to the process, once into what the allocator gives, which may be memory used
-for the file before. The store's side is `put`, and `get` with every block read and checked.
+All sides run in one process and take turns; figures are medians. The bare side writes the same bytes with one `write`
+a file and forces each file to disk. It reads each file with one `readinto` into newly allocated memory, which is the
+least that any loader must do: once into memory that is new to the process, once into memory from the allocator, which
+may have been used for the previous file. The store's side is `put`, and `get` with every block read and checked.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.markup import escape
-from rich.table import Table
 
-from qcfuse_rag.cli.console import size
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import Miss
@@ -34,12 +31,12 @@ from qcfuse_rag.store.key import ChunkKey, hash_ids
 
 THREADS = (1, 2, 4, 8)
 WRITE, WRITTEN, COLD, CACHED = "write and fsync", "read what was just written", "read from disk", "read again"
-Side = Callable[[ChunkKey], None]
+Operation = Callable[[ChunkKey], None]
 
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """A chunk to measure with."""
+    """The shape of the entries to measure with."""
 
     layers: int
     heads: int
@@ -48,7 +45,7 @@ class EntryShape:
     dtype: torch.dtype
 
     def chunk(self) -> ChunkKV:
-        """Return one with random numbers."""
+        """Return a chunk of random numbers."""
         generator = torch.Generator().manual_seed(0)
         sizes = (self.heads, self.tokens, self.channels)
         keys, values = (
@@ -63,7 +60,7 @@ class EntryShape:
 
 
 ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128, 512, torch.bfloat16))
-"""A passage of SmolLM2-135M on a CPU, and a longer one of an 8B model."""
+"""A passage of SmolLM2-135M on a CPU, and a longer passage of an 8B model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +68,17 @@ class StoreRate:
     """One measurement; rates are millions of bytes a second.
 
     Attributes:
-        entry: what was stored.
+        entry: the shape of the entries.
         entry_bytes: size of one file.
-        entries: how many files.
-        what: writing; reading what the page cache holds since it was written; reading what it does not hold; reading
-            what it holds since it was read.
-        threads: how many worked at the same time.
-        store_mb_s: the store.
-        bare_mb_s: the same bytes without it; read into memory new to the process.
+        entries: number of files.
+        what: the operation: writing, reading from the page cache after writing, reading from disk, or reading from
+            the page cache after reading.
+        threads: number of threads.
+        store_mb_s: the store's rate.
+        bare_mb_s: the rate of the same bytes without the store; reading goes into memory new to the process.
         ratio: store over bare, median of the pairs.
-        recycled_mb_s: read without the store into memory the allocator gives; None for writing.
-        recycled_ratio: store over that.
+        recycled_mb_s: the rate of reading without the store into memory from the allocator; None for writing.
+        recycled_ratio: store over that rate, median of the pairs.
     """
 
     entry: str
@@ -98,7 +95,7 @@ class StoreRate:
 
 @dataclass(frozen=True, slots=True)
 class StoreRates:
-    """What was measured, and where."""
+    """The result of `qcfuse bench store`."""
 
     folder: str
     repeats: int
@@ -107,18 +104,6 @@ class StoreRates:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self)
-
-    def table(self) -> Table:
-        """Return the figures as a table."""
-        columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
-        table = Table(*columns, title=f"A store in {escape(str(self.folder))}, medians of {self.repeats}")
-        for one in self.rates:
-            row = [size(one.entry_bytes), one.what, str(one.threads), f"{one.store_mb_s:,.0f}"]
-            row += [f"{one.bare_mb_s:,.0f}", f"{one.ratio:.2f}"]
-            if one.recycled_mb_s is not None:
-                row += [f"{one.recycled_mb_s:,.0f}", f"{one.recycled_ratio:.2f}"]
-            table.add_row(*row)
-        return table
 
 
 def measure_store(
@@ -129,74 +114,77 @@ def measure_store(
     threads: Sequence[int] = THREADS,
     shapes: Sequence[EntryShape] = ENTRY_SHAPES,
 ) -> StoreRates:
-    """Measure writing and reading of entries beside the same without a store.
+    """Time writing and reading of entries beside the same without a store.
 
     Args:
-        folder: measure the disk it is on; that of temporary files if None. All that is made there is removed again.
-        megabytes: bytes of entries for each shape, in millions; as much again is written beside them.
+        folder: a folder on the disk to measure; None is the folder of temporary files. All files made are removed.
+        megabytes: bytes of entries for each shape, in millions; the bare side writes as many again.
         repeats: rounds of each measurement.
         threads: numbers of threads.
-        shapes: chunks to measure with.
+        shapes: shapes of the entries.
 
     Raises:
-        StoreError: if the folder cannot be written, or what is read is not what was written.
-        OSError: if it cannot be written beside the store.
+        StoreError: if the folder cannot be written, or an entry cannot be read.
+        OSError: if the bare side cannot write.
     """
     rates = []
-    with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as place:
+    with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as path:
         for number, shape in enumerate(shapes):
-            with DiskStore(Path(place) / str(number) / "kv", 4_000_000 * megabytes) as store:
-                sides = _Sides(store, Path(place) / str(number), shape, megabytes)
+            with DiskStore(Path(path) / str(number) / "kv", 4_000_000 * megabytes) as store:
+                benchmark = _StoreBenchmark(store, Path(path) / str(number) / "bare", shape, megabytes)
                 for count in threads:
-                    rates += sides.measure(count, repeats)
-    return StoreRates(str(folder or Path(place).parent), repeats, rates)
+                    rates += benchmark.measure(count, repeats)
+    return StoreRates(str(folder or Path(path).parent), repeats, rates)
 
 
-class _Sides:
-    """The things that are measured, on the same bytes."""
+class _StoreBenchmark:
+    """The operations to time, all on the same bytes."""
 
-    def __init__(self, store: DiskStore, place: Path, shape: EntryShape, megabytes: int) -> None:
-        self._store, self._shape, self._chunk = store, str(shape), shape.chunk()
+    def __init__(self, store: DiskStore, bare: Path, shape: EntryShape, megabytes: int) -> None:
+        self._store, self._bare, self._shape, self._chunk = store, bare, str(shape), shape.chunk()
         fingerprint = Fingerprint("benchmark", "", "", "", str(shape.dtype))
         self._data = b"".join(encode(ChunkKey(fingerprint, "blind", "", hash_ids([0])), self._chunk))
         self._bytes = len(self._data)
         count = max(1, round(1e6 * megabytes / self._bytes))
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
-        self._bare = place / "bare"
-        self._bare.mkdir()
+        bare.mkdir()
 
     def measure(self, threads: int, repeats: int) -> list[StoreRate]:
-        """Write everything and read it, from the page cache and from disk, on all sides in turn."""
+        """Write everything and read it, from the page cache and from disk, all sides in turns."""
         reading = (self._get, self._read_new, self._read_recycled)
         times: dict[str, list[list[float]]] = {what: [] for what in (WRITE, WRITTEN, COLD, CACHED)}
         with ThreadPoolExecutor(threads) as pool:
             for turn in range(repeats):
                 self._remove_all()
-                times[WRITE].append(self._turn(pool, turn, (self._put, self._write)))
-                times[WRITTEN].append(self._turn(pool, turn, reading))
+                times[WRITE].append(self._time(pool, turn, (self._put, self._write)))
+                times[WRITTEN].append(self._time(pool, turn, reading))
                 if self._drop_pages():
-                    times[COLD].append(self._turn(pool, turn, reading, self._drop_pages))
-                    self._turn(pool, turn, reading)
-                    times[CACHED].append(self._turn(pool, turn, reading))
+                    times[COLD].append(self._time(pool, turn, reading, self._drop_pages))
+                    self._time(pool, turn, reading)
+                    times[CACHED].append(self._time(pool, turn, reading))
         return [self._rate(what, threads, rounds) for what, rounds in times.items() if rounds]
 
-    def _turn(
-        self, pool: ThreadPoolExecutor, turn: int, sides: Sequence[Side], before: Callable[[], object] = bool
+    def _time(
+        self,
+        pool: ThreadPoolExecutor,
+        turn: int,
+        operations: Sequence[Operation],
+        before: Callable[[], object] = bool,
     ) -> list[float]:
-        """Return the seconds that each side takes for all entries; another one begins each time."""
-        seconds = [0.0] * len(sides)
-        for step in range(len(sides)):
-            index = (turn + step) % len(sides)
+        """Return the seconds that each operation takes for all entries; each turn begins with another operation."""
+        seconds = [0.0] * len(operations)
+        for step in range(len(operations)):
+            index = (turn + step) % len(operations)
             before()
-            begun = time.perf_counter()
-            list(pool.map(sides[index], self._keys))
-            seconds[index] = time.perf_counter() - begun
+            started = time.perf_counter()
+            list(pool.map(operations[index], self._keys))
+            seconds[index] = time.perf_counter() - started
         return seconds
 
     def _rate(self, what: str, threads: int, rounds: list[list[float]]) -> StoreRate:
-        total = self._bytes * len(self._keys) / 1e6
-        rates = [total / statistics.median(seconds) for seconds in zip(*rounds, strict=True)]
-        ratios = [statistics.median(one[side] / one[0] for one in rounds) for side in range(len(rates))]
+        total_mb = self._bytes * len(self._keys) / 1e6
+        rates = [total_mb / median(seconds) for seconds in zip(*rounds, strict=True)]
+        ratios = [median(seconds[side] / seconds[0] for seconds in rounds) for side in range(len(rates))]
         reading = what != WRITE
         return StoreRate(
             self._shape,
@@ -215,10 +203,10 @@ class _Sides:
         self._store.put(key, self._chunk)
 
     def _get(self, key: ChunkKey) -> None:
-        found = self._store.get(key)
-        if isinstance(found, Miss):
-            raise StoreError(f"what was just written cannot be read: {found.reason}")
-        found.read()
+        chunk = self._store.get(key)
+        if isinstance(chunk, Miss):
+            raise StoreError(f"an entry that was just written cannot be read: {chunk.reason}")
+        chunk.read()
 
     def _write(self, key: ChunkKey) -> None:
         with open(self._bare / key.address, "wb", buffering=0) as file:
@@ -245,7 +233,7 @@ class _Sides:
             path.unlink()
 
     def _drop_pages(self) -> bool:
-        """Take all files out of the page cache; return whether that can be done here."""
+        """Take all files out of the page cache; return whether this system can do that."""
         if not hasattr(os, "posix_fadvise"):
             return False
         for path in [*self._bare.iterdir(), *(path for _, path in self._store.files.entries())]:

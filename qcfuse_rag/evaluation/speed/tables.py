@@ -1,4 +1,4 @@
-"""What was measured, as Markdown, as a table for the terminal and as a picture."""
+"""The result of a speed measurement as Markdown, as tables for the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREFILL = (
     ("loading", lambda r: f"{1000 * r['loading_s']:,.1f} ms"),
     ("of the floor", lambda r: f"{r['of_floor']:.2f}"),
     ("load / probe / recompute", lambda r: " / ".join(f"{1000 * s:,.1f}" for s in r["stages_s"].values())),
-    ("memory over buffer", lambda r: _over(r)),
+    ("memory over buffer", lambda r: _memory_over_buffer(r)),
 )
 DECODE = (
     ("context", lambda r: f"{r['context']:,}"),
@@ -40,11 +40,11 @@ DECODE = (
 NARROW = {"context", "method", "ratio", "tier", "rows", "TTFT", "full / it"}
 NARROW_DECODE = {"context", "requests", "step", "transformers", "tokens a second"}
 WIDE_COLUMNS = 220
-"""From how many columns on a terminal has room for everything."""
+"""Least width of a terminal that fits all columns."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return a page: what was measured where, and both tables."""
+    """Return a page with the machine, the ceilings and both tables."""
     about, ceilings = result["about"], result["ceilings"]
     lines = [
         f"`{about['command']}`, {about['date']}, {about['device']}, {about['dtype']}, {about['threads']} threads, "
@@ -56,22 +56,22 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     for columns, rows in ((PREFILL, result["prefill"]), (DECODE, result["decode"])):
         lines += ["", f"| {' | '.join(name for name, _ in columns)} |", "|---" * len(columns) + "|"]
-        lines += [f"| {' | '.join(shown(row) for _, shown in columns)} |" for row in rows]
+        lines += [f"| {' | '.join(show(row) for _, show in columns)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
-    """Return both tables with the columns that a terminal of this width has room for."""
+    """Return both tables with the columns that fit a terminal of this width."""
     tables = []
     for title, columns, narrow in (("prefill", PREFILL, NARROW), ("decode", DECODE, NARROW_DECODE)):
         chosen = columns if width >= WIDE_COLUMNS else [column for column in columns if column[0] in narrow]
-        rows = ([shown(row) for _, shown in chosen] for row in result[title])
+        rows = ([show(row) for _, show in chosen] for row in result[title])
         tables.append(figures(title, [name for name, _ in chosen], rows))
     return tables
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw time to first token against context, one line a method, ratio and tier, its floor dotted.
+    """Draw time to first token against context: one line for each method, ratio and tier, its lower bound dotted.
 
     Raises:
         QCFuseError: if matplotlib is not installed.
@@ -100,7 +100,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _over(row: Mapping[str, Any]) -> str:
+def _memory_over_buffer(row: Mapping[str, Any]) -> str:
     return f"{(row['peak_bytes'] - row['buffer_bytes']) / 1e6:+,.0f} MB of {row['buffer_bytes'] / 1e6:,.0f}"
 
 

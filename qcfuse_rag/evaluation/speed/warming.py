@@ -78,7 +78,7 @@ def measure_warming(
     for _ in range(repeats):
         bare_s.append(seconds(lm, lambda: _forward_passes(lm, passages, bound)))
         with tempfile.TemporaryDirectory() as folder, DiskStore(folder) as store:
-            summary = FusionEngine(lm, store).warm_job(passages, bases=(FRAMED,), batch_tokens=bound).run()
+            summary = FusionEngine(lm, store).corpus.warm_job(passages, bases=(FRAMED,), batch_tokens=bound).run()
             job_s.append(summary.elapsed_s)
             computed = summary.computed_tokens
     ratio = median(bare / job for bare, job in zip(bare_s, job_s, strict=True))

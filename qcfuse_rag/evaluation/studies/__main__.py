@@ -1,0 +1,53 @@
+"""`python -m qcfuse_rag.evaluation.studies`: list the studies, or run one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from importlib import import_module
+
+import typer
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.evaluation.studies.runner import PROGRAM, to_command
+
+STUDIES = {
+    "budgets": "Compare one recompute ratio for all questions with ratios that differ by question.",
+    "compare": "Pool results of `qcfuse bench quality` and compare one method with the others.",
+    "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
+    "demo-quality": "Compare the answers of methods on the demonstration corpus.",
+    "guard": "Time `auto` beside full prefill where it must not lose.",
+    "joined-text": "Compare passages kept apart with passages found in a joined text.",
+    "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",
+    "loading": "Compare loading during the computation with loading before it.",
+    "overhead": "Measure the share of CPU time outside matrix products and attention.",
+    "probe-layers": "Compare the layers that the probe of `auto` may look at.",
+    "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
+    "variants": "Compare `auto` with variants of its parts.",
+}
+
+
+def main() -> None:
+    """Run a study by its name, or list all studies."""
+    name, *arguments = sys.argv[1:] or [""]
+    if name not in STUDIES:
+        print(f"usage: {PROGRAM} NAME [options] [--json FILE]\n")
+        print("\n".join(f"  {study:14} {summary}" for study, summary in STUDIES.items()))
+        sys.exit(0 if name in ("", "--help") else 2)
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    function = name.replace("-", "_")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(to_command(getattr(import_module(f"qcfuse_rag.evaluation.studies.{function}"), function)))
+    try:
+        app(args=arguments, prog_name=f"{PROGRAM} {name}")
+    except (QCFuseError, ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The shared parts of all studies: options, engines, turns, tables and JSON."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from typer import Option
+
+from qcfuse_rag.bundled import default_model
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.evaluation.environment import about_process
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.atomic_write import write_atomically
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.factory import open_store
+
+T = TypeVar("T")
+PROGRAM = "python -m qcfuse_rag.evaluation.studies"
+PRINT_JSON = "-"
+UNLIMITED = 1 << 50
+FULL = make_method("full")
+JsonFile = Annotated[str | None, Option(metavar="FILE", help="File to write the result to as JSON; - prints it.")]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyResult:
+    """The result of a study.
+
+    Attributes:
+        data: plain data for JSON.
+        shown: tables and lines for the terminal, in order.
+    """
+
+    data: Mapping[str, Any]
+    shown: Sequence[Table | str]
+
+
+class StudyRun:
+    """One run of a study: its progress, and where its result goes.
+
+    Args:
+        json_file: the file to write, `-` for standard output, or None for tables on the terminal alone.
+    """
+
+    def __init__(self, json_file: str | None) -> None:
+        self._json_file = json_file
+
+    @property
+    def prints_json(self) -> bool:
+        """Whether standard output belongs to JSON."""
+        return self._json_file == PRINT_JSON
+
+    def track(self, items: Sequence[T]) -> Iterable[T]:
+        """Yield items with a progress bar on standard error."""
+        return track(items, "measuring", console=Console(stderr=True))
+
+    def keep(self, data: Mapping[str, Any]) -> None:
+        """Write the result so far to the JSON file, if there is one."""
+        if self._json_file and not self.prints_json:
+            write_atomically(Path(self._json_file), _to_json(data))
+
+    def publish(self, result: StudyResult) -> None:
+        """Write and show the finished result."""
+        self.keep(result.data)
+        if self.prints_json:
+            print(_to_json(result.data))
+            return
+        console = Console(width=max(120, Console().width))
+        for part in result.shown:
+            console.print(part, highlight=False)
+
+
+def to_command(study: Callable[..., StudyResult]) -> Callable[..., None]:
+    """Make a command for Typer of a study: its parameters behind the first, and `--json`.
+
+    Args:
+        study: takes a `StudyRun` and its options.
+    """
+    _, *options = inspect.signature(study, eval_str=True).parameters.values()
+    json_option = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
+
+    @functools.wraps(study)
+    def command(json: str | None = None, **settings: Any) -> None:
+        run = StudyRun(json)
+        run.publish(study(run, **settings))
+
+    command.__signature__ = inspect.Signature([*options, json_option])  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in (*options, json_option)}
+    return command
+
+
+def load_model(model: str | None) -> LanguageModel:
+    """Load a model, SmolLM2-135M by default, on the CPU."""
+    return LanguageModel.load(model or default_model(), device="cpu")
+
+
+def load_engine(model: str | None, store: Path | None = None) -> FusionEngine:
+    """Load a model, SmolLM2-135M by default, over a store in memory or in a folder."""
+    opened = MemoryStore(UNLIMITED) if store is None else open_store(store)
+    return FusionEngine.load(model or default_model(), store=opened, verdict="ignore")
+
+
+def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Call every side once a round, and return the results of all rounds but a first one, which warms up."""
+    results: dict[str, list[T]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, call in sides.items():
+            result = call()
+            if turn:
+                results[name].append(result)
+    return results
+
+
+def _to_json(data: Mapping[str, Any]) -> str:
+    return json.dumps({"about": about_process(PROGRAM), **data}, indent=1, default=str)
