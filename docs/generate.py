@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import typer
+
+from qcfuse_rag.cli.app import app
 from qcfuse_rag.cli.describe import describe_methods
 
 ROOT = Path(__file__).parent.parent
-METHODS = ROOT / "docs" / "methods.md"
+METHODS = ROOT / "docs" / "reference" / "methods.md"
+COMMANDS = ROOT / "docs" / "reference" / "cli.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- methods:begin -->\n", "<!-- methods:end -->\n"
+CLI_HEADER = """# Command line reference
+
+`make docs` writes this page from the command's help. [Command line](../guide/command-line.md) shows how to use it.
+"""
 
 
 def methods_page(text: str) -> str:
-    """Return the page with its table of methods made anew."""
+    """Return the page with a new table of methods."""
     rows = ["| method | what it does | parameters | source |", "|---|---|---|---|"]
     for method in describe_methods():
         parameters = ", ".join(f"`{name}={value}`" for name, value in method["parameters"].items()) or "none"
@@ -23,15 +32,44 @@ def methods_page(text: str) -> str:
 
 
 def readme(text: str) -> str:
-    """Return the README with its Python blocks taken from the examples, in order."""
-    for name in ("llama_index_query_engine.py", "langchain_chain.py"):
-        example = (ROOT / "examples" / name).read_text("utf-8")
-        marker = f"<!-- examples/{name} -->\n"
-        before, rest = text.split(marker)
-        text = before + marker + "```python\n" + example + "```\n" + rest.split("```\n", 1)[1]
-    return text
+    """Return the README with its Python block taken from the example."""
+    name = "llama_index_query_engine.py"
+    example = (ROOT / "examples" / name).read_text("utf-8")
+    marker = f"<!-- examples/{name} -->\n"
+    before, rest = text.split(marker)
+    return before + marker + "```python\n" + example + "```\n" + rest.split("```\n", 1)[1]
+
+
+def cli_page() -> str:
+    """Return the page of all commands with their arguments and options."""
+    return "\n".join([CLI_HEADER, *_sections("qcfuse", typer.main.get_command(app))])
+
+
+def _sections(path: str, command: Any) -> list[str]:
+    children = getattr(command, "commands", {})
+    if children:
+        return [line for name, child in children.items() for line in _sections(f"{path} {name}", child)]
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    usage = " ".join([path, *(parameter.name.upper() for parameter in arguments), "[OPTIONS]"])
+    lines = [f"## {path}", "", " ".join(command.help.split()), "", "```", usage, "```", ""]
+    lines += ["| argument or option | default | meaning |", "|---|---|---|"]
+    for parameter in sorted(command.params, key=lambda parameter: parameter not in arguments):
+        name = parameter.name.upper() if parameter in arguments else parameter.opts[0]
+        lines.append(f"| `{name}` | {_default(parameter)} | {(parameter.help or '').replace('|', '&#124;')} |")
+    return [*lines, ""]
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    if parameter.default is None or parameter.default is False:
+        return ""
+    value = parameter.default
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return f"`{text}`" if text else "`''`"
 
 
 if __name__ == "__main__":
     METHODS.write_text(methods_page(METHODS.read_text("utf-8")), "utf-8")
+    COMMANDS.write_text(cli_page(), "utf-8")
     README.write_text(readme(README.read_text("utf-8")), "utf-8")

@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, page by page, over a tiny model and the names its page presumes."""
+"""Every Python block of the documentation runs, page by page, over a tiny model and the names that its page uses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def blocks(page: Path) -> list[str]:
 
 PAGES = [
     page
-    for page in [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "integrations").glob("*/README.md"))]
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "integrations").glob("*/README.md"))]
     if blocks(page)
 ]
 
@@ -64,9 +64,9 @@ def llama(lm: LanguageModel) -> Names:
     embed = MockEmbedding(embed_dim=4)
     documents = [Document(text=text, id_=name) for name, text in LIBRARY.items()]
     VectorStoreIndex.from_documents(documents, embed_model=embed).storage_context.persist("storage")
-    given = (SentenceSplitter, SimpleDocumentStore, SimpleVectorStore, IngestionPipeline, DocstoreStrategy)
+    stock = (SentenceSplitter, SimpleDocumentStore, SimpleVectorStore, IngestionPipeline, DocstoreStrategy)
     return {
-        **{one.__name__: one for one in given},
+        **{stock_class.__name__: stock_class for stock_class in stock},
         **{name: getattr(llama_qcfuse, name) for name in llama_qcfuse.__all__},
         "llm": llama_qcfuse.QCFuseLLM.from_engine(FusionEngine(lm, MemoryStore(), method=METHOD), max_new_tokens=4),
         "embed": embed,
@@ -95,7 +95,7 @@ def langchain(lm: LanguageModel) -> Names:
     }
 
 
-def presumed(page: Path) -> Callable[[LanguageModel], Names]:
+def page_names(page: Path) -> Callable[[LanguageModel], Names]:
     kind = page.stem if page.stem != "README" else page.parent.name
     return llama if "llama" in kind else langchain if "langchain" in kind else core
 
@@ -111,9 +111,9 @@ def test_the_blocks_of_a_page_run_in_order(
     page: Path, lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(LanguageModel, "load", lambda *given, **rest: lm)  # models named on the pages are not here
-    monkeypatch.setattr("qcfuse_rag.engine.engine.look_up", lambda *given, **rest: None)
-    names = presumed(page)(lm)
+    monkeypatch.setattr(LanguageModel, "load", lambda *args, **settings: lm)  # models named on the pages are not here
+    monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *args, **settings: None)
+    names = page_names(page)(lm)
     for block in blocks(page):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
     if "engine" in names:
@@ -121,4 +121,6 @@ def test_the_blocks_of_a_page_run_in_order(
 
 
 def test_pages_are_among_those_that_run() -> None:
-    assert {"llamaindex.md", "langchain.md", "store.md", "observability.md"} <= {page.name for page in PAGES}
+    assert {"llamaindex.md", "langchain.md", "store.md", "observability.md", "recipes.md", "quick-start.md"} <= {
+        page.name for page in PAGES
+    }

@@ -1,4 +1,4 @@
-"""Our own: primed caches, all of the prompt's end asks, the upper layers choose, and a guard; see docs/auto.md."""
+"""Our own: primed caches, all of the prompt's end asks, the upper layers choose, and a guard; see docs/notes/auto.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def auto(
 ) -> Method:
     """Recompute few tokens over caches that know they are not the first, unless computing all is faster.
 
-    Each part can be switched off; what each is worth is in docs/auto.md.
+    Each part can be switched off; what each is worth is in docs/notes/auto.md.
 
     Args:
         ratio: share of the passage tokens to recompute.
