@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,20 +24,8 @@ from tests.support.passages import PASSAGES, QUESTION
 TOLERANCE = 1e-4
 
 
-@pytest.fixture
-def warmed(family: LanguageModel) -> FusionEngine:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    return engine
-
-
-@pytest.fixture
-def prompt(warmed: FusionEngine) -> Prompt:
-    return warmed.prompt(QUESTION, PASSAGES)
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def poison() -> Iterator[None]:
     """Fill new buffers with NaN, so that reading a position that nobody wrote cannot go unnoticed."""
     allocate = KVBuffer.allocate.__func__  # type: ignore[attr-defined]
 
@@ -46,7 +35,26 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             tensor.fill_(float("nan"))
         return buffer
 
-    monkeypatch.setattr(KVBuffer, "allocate", classmethod(poisoned))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVBuffer, "allocate", classmethod(poisoned))
+        yield
+
+
+def warm_engine(lm: LanguageModel) -> FusionEngine:
+    engine = make_engine(lm, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def warmed(family: LanguageModel) -> FusionEngine:
+    """Return an engine with stored passages, for tests that only read them."""
+    return warm_engine(family)
+
+
+@pytest.fixture(scope="module")
+def prompt(warmed: FusionEngine) -> Prompt:
+    return warmed.prompt(QUESTION, PASSAGES)
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
@@ -115,19 +123,19 @@ def test_a_framed_chunk_right_after_the_head_is_exact(warmed: FusionEngine) -> N
 
 @pytest.mark.parametrize("method", [make_method("full"), make_method("random", ratio=0.5)], ids=lambda m: m.name)
 def test_changing_a_token_leaves_every_earlier_row_unchanged(
-    warmed: FusionEngine, prompt: Prompt, method: Method
+    family: LanguageModel, prompt: Prompt, method: Method
 ) -> None:
     """The mask bug of sparse prefill: rows that see later tokens."""
-    last = prompt.chunks[-1]
+    engine, last = warm_engine(family), prompt.chunks[-1]
     at = last.start + len(last) // 2
     other_ids = list(last.segment.ids)
     other_ids[at - last.start] = (other_ids[at - last.start] + 1) % 300 + 3
     other_chunk = replace(last.segment, ids=tuple(other_ids))
-    WarmJob(PrefillTarget(warmed.lm, warmed.store, prompt.prefix_ids), [other_chunk.ids], bases=(FRAMED,)).run()
+    WarmJob(PrefillTarget(engine.lm, engine.store, prompt.prefix_ids), [other_chunk.ids], bases=(FRAMED,)).run()
     changed = replace(prompt, segments=tuple(other_chunk if s is last.segment else s for s in prompt.segments))
-    one, other = (warmed.prefill(p, method=method) for p in (prompt, changed))
+    one, other = (engine.prefill(p, method=method) for p in (prompt, changed))
     assert one.report.selected == other.report.selected
-    for layer in range(warmed.lm.n_layers):
+    for layer in range(engine.lm.n_layers):
         assert error(one.buffer.keys[layer][:, :, :at], other.buffer.keys[layer][:, :, :at]) <= 1e-5
         assert error(one.buffer.values[layer][:, :, :at], other.buffer.values[layer][:, :, :at]) <= 1e-5
     assert error(one.logits, other.logits) > TOLERANCE
