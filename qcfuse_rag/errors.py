@@ -1,75 +1,75 @@
-"""The errors a user can meet. Each message says what is wrong and what to do about it."""
+"""Errors and warnings for users. Each message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
 
 class QCFuseError(Exception):
-    """Base of every error this library raises on purpose; the CLI prints it as one line."""
+    """Base class of all errors that this library raises on purpose; the CLI prints them as one line."""
 
 
 class ModelNotFound(QCFuseError):
-    """The model name is neither a folder, nor a GGUF file, nor an id that can be fetched."""
+    """The model name is no folder, no GGUF file and no id that can be fetched."""
 
 
 class UnsupportedModel(QCFuseError):
-    """Reusing this model's keys and values would not be right; the message names the reason."""
+    """Reusing this model's keys and values would give wrong results; the message names the reason."""
 
 
 class PromptTooLong(QCFuseError):
-    """The prompt and the tokens to generate do not fit the model's context window."""
+    """The prompt and the tokens to generate exceed the model's context window."""
 
 
 class Busy(QCFuseError):
-    """A queue has no room for another request; ask again later."""
+    """A queue is full; try again later."""
 
 
 class Closed(QCFuseError):
-    """The engine was closed before an answer was whole."""
+    """The engine was closed before an answer was complete."""
 
 
 class InvalidTemplate(QCFuseError):
-    """A prompt template from which the fixed head, the passages and the question cannot be told apart."""
+    """The system prefix, the passages and the question cannot be separated in this prompt template."""
 
 
 class InvalidGrammar(QCFuseError):
-    """A grammar or JSON schema that no answer can be made to follow."""
+    """No answer can follow this grammar or JSON schema."""
 
 
 class UnknownMethod(QCFuseError):
-    """No method of that name, or it does not take that parameter."""
+    """There is no method of this name, or the method has no such parameter."""
 
 
 class MisplacedSetting(QCFuseError):
-    """A setting where it has no effect; the message says where it belongs."""
+    """A setting was given where it has no effect; the message says where it belongs."""
 
 
 class ProfileError(QCFuseError):
-    """A profile of critical layers that cannot be made, read or written, or that is of another model."""
+    """A layer profile cannot be made, read or written, or belongs to another model."""
 
 
 class Unverified(QCFuseError):
-    """A passing verdict was required and there is none; see `qcfuse verify`."""
+    """A passing verdict is required but missing; see `qcfuse verify`."""
 
 
 class UnverifiedMethod(UserWarning):
-    """A method is used without a passing verdict on the model; see `qcfuse verify`."""
+    """A method is used without a passing verdict for the model; see `qcfuse verify`."""
 
 
 class UnusedSetting(UserWarning):
-    """A setting that nothing here reads: misspelt, or of another model's."""
+    """Nothing reads this setting: it is misspelt, or belongs to another class."""
 
 
 class NotStored(UserWarning):
-    """Passages that were not stored, with the reason; questions over them are answered all the same."""
+    """Some passages were not stored, for the reason given; questions over them are still answered."""
 
 
 class StoreError(QCFuseError):
-    """The store cannot be opened or written; reading never raises it, a bad entry is a miss."""
+    """The store cannot be opened or written. Reading never raises this error: a bad entry is a miss."""
 
 
 class CorruptEntry(QCFuseError):
-    """Stored bytes fail their checks. Caught by the engine: the chunk is recomputed."""
+    """Stored bytes fail their checks. The engine catches this error and recomputes the chunk."""
 
 
 class ForeignEntry(CorruptEntry):
-    """Stored bytes that are sound for somebody else, who has the secret or has none. A miss; left where they are."""
+    """An entry is encrypted with another secret, or only one side uses encryption. It is a miss and stays stored."""

@@ -34,7 +34,7 @@ class PromptSource(Protocol):
         """Build a prompt from a question and passages."""
         ...
 
-    def plain(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt_from_text(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
         """Build a prompt from a conversation, and find warmed passages in its text."""
         ...
 
@@ -133,9 +133,9 @@ class ResponseFormat:
         question = self.with_schema_hint(turns[last_question]["content"])
         if passages is None:
             conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
-            return engine.plain(conversation, self.visible_tools)
+            return engine.prompt_from_text(conversation, self.visible_tools)
         if later_turns:
-            return engine.plain([*engine.prompts.turns(question, passages, history), *later_turns], self.visible_tools)
+            return engine.prompt_from_text([*engine.prompts.turns(question, passages, history), *later_turns], self.visible_tools)
         return engine.prompt(question, passages, history, self.visible_tools)
 
     def with_schema_hint(self, question: str) -> str:

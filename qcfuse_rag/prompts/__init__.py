@@ -1,5 +1,5 @@
-"""Prompts as segments of token ids.
+"""Build prompts as segments of token ids.
 
-In: a question, passages, earlier turns, or finished text.
-Out: a `Prompt` whose segment boundaries are known.
+In: a question with passages and earlier turns, or finished text.
+Out: a `Prompt` with known segment boundaries.
 """

@@ -1,7 +1,7 @@
-"""Turn a question and passages into a prompt whose segment boundaries are known.
+"""Build a prompt with known segment boundaries from a question and passages.
 
-The chat template is rendered once around markers and cut there, so the fixed head, the passages and the question are
-tokenised apart and no boundary is ever searched for in tokens.
+The chat template is rendered once around markers and cut there. So the system prefix, the passages and the question are
+tokenised separately, and no boundary is ever searched for in tokens.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 
-# Some chat templates print today's date, and a head that changes overnight would make every framed cache useless.
+# Some chat templates print today's date; a system prefix that changes daily would make every framed cache useless.
 TEMPLATE_DATE = "01 Jan 2025"
 STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
 MARKERS = ("context", "question")
-NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
-"""Of markers that a conversation or a tool speaks of."""
+MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
+"""Matches the numbers of markers that a conversation or a tool mentions."""
 
 
 @dataclass(frozen=True)
 class PromptBuilder:
-    """Builds prompts for one tokenizer and one template.
+    """Build prompts for one tokenizer and one template.
 
     Raises:
-        InvalidTemplate: if the tokenizer's chat template rewrites the messages so that they cannot be cut apart.
+        InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,46 +44,46 @@ class PromptBuilder:
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
-        """Token ids of the fixed text before the passages; empty if the question comes before them."""
+        """Token ids of the system prefix, the fixed text before the passages; empty if the question precedes them."""
         parts = self._fixed_parts
         return self._encode(parts[0][1]) if parts[1][0] == "context" else ()
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a passage as it stands in every prompt."""
+        """Return the token ids of a passage's chunk, the same in every prompt."""
         return self._plain_ids(self.template.format_chunk(text))
 
     @cached_property
     def longest_token(self) -> int:
-        """How many characters a token stands for at most."""
+        """The largest number of characters of one token."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     @property
     def chunk_lead(self) -> int:
-        """How many characters a chunk has in front of its passage's text."""
+        """The number of characters of a chunk before its passage's text."""
         return len(self.template.chunk.partition("{text}")[0].format())
 
     def chunk_offsets(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Return for each of a passage's token ids which characters `start <= c < stop` of its chunk it stands for.
+        """Return the characters `start <= c < stop` of a passage's chunk for each of its token ids.
 
-        Tokens that share a character, as parts of one outside ASCII may, each have all of it.
+        Tokens that share a character outside ASCII each have the whole character.
         """
-        written = self.template.format_chunk(text)
-        return tuple(self._without_special.encode(written, add_special_tokens=False).offsets)
+        chunk = self.template.format_chunk(text)
+        return tuple(self._without_special.encode(chunk, add_special_tokens=False).offsets)
 
     def build(
         self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
     ) -> Prompt:
-        """Assemble a prompt.
+        """Build a prompt.
 
         Args:
             question: the user's question.
-            chunks: retrieved passages, in the order they shall have; may be empty.
-            history: earlier turns of the conversation, placed after a leading system message; never stored. System
-                messages it begins with become part of that, or one if the template has none.
-            tools: what the model may call, shown where its chat template shows them; never stored.
+            chunks: retrieved passages, in the order of the prompt; may be empty.
+            history: earlier turns of the conversation, placed after the system message; never stored. Its leading
+                system messages are merged into the system message.
+            tools: tools that the model may call, at the place of the chat template; never stored.
 
         Returns:
-            Segments: head, chunks, question, answer header, in the template's order.
+            The segments system prefix, chunks, question and answer header, in the template's order.
         """
         parts = self._parts(history, tools) if history or tools else self._fixed_parts
         segments: list[Segment] = []
@@ -101,27 +101,27 @@ class PromptBuilder:
         return Prompt(tuple(segments), prefix_ids=self.prefix_ids)
 
     def turns(self, question: str, chunks: Sequence[str], history: Sequence[Turn] = ()) -> list[Turn]:
-        """Return the messages that `build` makes a prompt of, for conversations that go on after the question."""
+        """Return the messages of the prompt that `build` makes, for conversations that continue after the question."""
         context = "".join(self.template.format_chunk(chunk) for chunk in chunks)
         return self._messages(question, context, history)
 
     def encode_whole(self, rendered: RenderedText, *, begin: bool) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Tokenise finished text as the model's own pipeline does, special tokens included but those only spelt.
+        """Tokenise finished text as the model's own pipeline does, but keep spelt special tokens as text.
 
         Args:
             rendered: the text.
-            begin: put the tokenizer's start token in front, if it is not there.
+            begin: put the tokenizer's start token in front if it is missing.
 
         Returns:
-            Token ids, and for each which characters `start <= c < stop` it stands for.
+            Token ids, and the characters `start <= c < stop` of each token.
         """
         ids, offsets = list[int](), list[tuple[int, int]]()
-        for at, text, meant in rendered.pieces():
-            core = self._with_special if meant else self._without_special
-            started = at > 0 or text.startswith(self.tokenizer.bos_token or "\0")
+        for piece_start, text, is_special in rendered.pieces():
+            core = self._with_special if is_special else self._without_special
+            started = piece_start > 0 or text.startswith(self.tokenizer.bos_token or "\0")
             encoding = core.encode(text, add_special_tokens=begin and not started)
             ids += encoding.ids
-            offsets += [(start + at, stop + at) for start, stop in encoding.offsets]
+            offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
         return tuple(ids), offsets
 
     @cached_property
@@ -129,48 +129,50 @@ class PromptBuilder:
         return self._parts((), ())
 
     def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, RenderedText]]:
-        """Return the rendered template in order: literal text, context, literal, question, literal (or swapped)."""
-        taken = set(NUMBERS.findall(f"{history}{tools}"))
-        number = next(number for number in map(str, count()) if number not in taken)
+        """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
+        used = set(MARKER_NUMBERS.findall(f"{history}{tools}"))
+        number = next(number for number in map(str, count()) if number not in used)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
-        # The wording of the prompt is the developer's, and special tokens in it are meant.
-        spelling = SpecialTokenMarker(self._special, map(_as_mapping, history), tools)
-        asked = self._messages(markers["question"], markers["context"], spelling.turns)
-        rendered = spelling.read(self._render(list(map(_as_mapping, asked)), tools))
-        places = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
+        # The prompt template is the developer's, so special tokens in it count as such; only the history is marked.
+        special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, history), tools)
+        messages = self._messages(markers["question"], markers["context"], special_tokens.turns)
+        rendered = special_tokens.unmark(self._render(list(map(_as_mapping, messages)), tools))
+        positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
-        parts, at = [], 0
-        for place, name in places:
-            parts += [("literal", rendered.part(at, place)), (name, RenderedText(""))]
-            at = place + len(markers[name])
-        return [*parts, ("literal", rendered.part(at, len(rendered.text)))]
+        parts, end = [], 0
+        for start, name in positions:
+            parts += [("literal", rendered.part(end, start)), (name, RenderedText(""))]
+            end = start + len(markers[name])
+        return [*parts, ("literal", rendered.part(end, len(rendered.text)))]
 
     def _messages(self, question: str, context: str, history: Sequence[Turn]) -> list[Turn]:
-        asked = [(role, content.format(context=context, question=question)) for role, content in self.template.messages]
-        own = 1 if asked[0][0] == "system" else 0
-        said = list(takewhile(_says_as_system, history))
-        # Chat templates take one system message, at the start, or lose sight of the first when there is another.
-        texts = [turn[1] for turn in asked[:own]] + [_as_mapping(turn)["content"] for turn in said]
-        lead: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
-        return [*lead, *history[len(said) :], *asked[own:]]
+        messages = [
+            (role, content.format(context=context, question=question)) for role, content in self.template.messages
+        ]
+        n_system = 1 if messages[0][0] == "system" else 0
+        leading = list(takewhile(_is_system_text, history))
+        # Chat templates take one system message, at the start; some drop the first one if there are two.
+        texts = [content for _, content in messages[:n_system]] + [_as_mapping(turn)["content"] for turn in leading]
+        system: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
+        return [*system, *history[len(leading) :], *messages[n_system:]]
 
     def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> RenderedText:
-        """Return a conversation as the chat template writes it, up to where the answer begins.
+        """Render a conversation with the chat template, up to the start of the answer.
 
-        Special tokens that messages spell are told from the template's own, see `prompts.special_tokens`.
+        Special tokens that messages spell stay text, see `prompts.special_tokens`.
 
         Raises:
-            InvalidTemplate: if the chat template does not take these messages, or shows no tools and there are some.
+            InvalidTemplate: if the chat template does not take these messages, or does not show the given tools.
         """
-        spelling = SpecialTokenMarker(self._special, map(_as_mapping, messages), tools)
-        return spelling.read(self._render(spelling.turns, tools))
+        special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, messages), tools)
+        return special_tokens.unmark(self._render(special_tokens.turns, tools))
 
     def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
         if tools and not self.shows_tools:
             raise InvalidTemplate(
-                "the tokenizer's chat template has no place for tools: take a model that was taught tools, or ask for "
-                "JSON by a schema, which any model can give"
+                "the tokenizer's chat template has no place for tools: take a model that was trained to call tools, or "
+                "ask for JSON by a schema, which works with any model"
             )
         if self.tokenizer.chat_template is None:
             start = self.tokenizer.bos_token or ""
@@ -182,7 +184,7 @@ class PromptBuilder:
         except TemplateError as error:
             if not mergeable:
                 raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
-        # Some chat templates know no system role, and refuse or omit it: its text goes to the head of the first turn.
+        # Some chat templates refuse or omit the system role: put its text in front of the first turn.
         system, first, *rest = turns
         try:
             return self._apply([{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest], tools)
@@ -191,10 +193,10 @@ class PromptBuilder:
 
     @cached_property
     def _shows_system(self) -> bool:
-        """Whether the tokenizer's chat template does not leave out what a system message says."""
-        said = "[[qcfuse:system]]"
+        """Whether the tokenizer's chat template shows system messages."""
+        text = "[[qcfuse:system]]"
         try:
-            return said in self._apply([{"role": "system", "content": said}, {"role": "user", "content": "?"}], ())
+            return text in self._apply([{"role": "system", "content": text}, {"role": "user", "content": "?"}], ())
         except TemplateError:
             return False
 
@@ -206,11 +208,11 @@ class PromptBuilder:
         return "tools" in str(self.tokenizer.get_chat_template(tools=[{}]))
 
     def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
-        given = list(tools) or None
+        tool_list = list(tools) or None
         rendered = self.tokenizer.apply_chat_template(
             turns,
-            tools=given,
-            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=given),
+            tools=tool_list,
+            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
             tokenize=False,
             add_generation_prompt=True,
             date_string=TEMPLATE_DATE,
@@ -221,14 +223,14 @@ class PromptBuilder:
         return self.encode_whole(rendered, begin=False)[0]
 
     def _plain_ids(self, text: str) -> tuple[int, ...]:
-        """Tokenise one segment. Only the template's own text may hold special tokens: a passage cannot end a turn."""
+        """Tokenise a segment without special tokens: a passage cannot end a turn."""
         return tuple(self._without_special.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
         return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
 
-    # Whether special tokens are recognised is a switch on the tokenizer itself, which threads share; hence two copies.
+    # Recognising special tokens is a setting of the tokenizer itself, which threads share; so there are two copies.
     @cached_property
     def _with_special(self) -> Tokenizer:
         return _private_copy(self.tokenizer, split_special=False)
@@ -242,7 +244,7 @@ def _as_mapping(turn: Turn) -> Mapping[str, Any]:
     return turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
 
 
-def _says_as_system(turn: Turn) -> bool:
+def _is_system_text(turn: Turn) -> bool:
     message = _as_mapping(turn)
     return message["role"] == "system" and isinstance(message.get("content"), str)
 

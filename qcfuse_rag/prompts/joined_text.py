@@ -1,8 +1,8 @@
-"""A prompt from finished text in which passages were found: the ids are those of the text, tokenised as a whole.
+"""Build a prompt from finished text in which passages were found; its ids are those of the text tokenised as a whole.
 
-A passage was tokenised apart when it was warmed. Where its tokens are the text's, which is everywhere but at its edges,
-what is stored is used; the others are ordinary rows. So whoever finds nothing, or recomputes everything, has the very
-prompt that the model's own pipeline has.
+A passage was tokenised alone when it was warmed. Its tokens equal those of the text everywhere but at its edges. Equal
+tokens use the stored cache; the others are ordinary rows. So a method that finds or reuses nothing computes exactly the
+prompt of the model's own pipeline.
 """
 
 from __future__ import annotations
@@ -14,99 +14,97 @@ from qcfuse_rag.prompts.segments import ChunkPart, Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.store.documents.passage_match import PassageMatch, atom_characters_before
 
-FEWEST = 16
-"""Tokens in a row; fewer are not worth a look into the store."""
+MIN_RUN = 16
+"""Fewest equal tokens in a row that are worth a read from the store."""
 
 
 def prompt_from_joined_text(
-    builder: PromptBuilder, rendered: RenderedText, found: Sequence[PassageMatch] = (), *, begin: bool = False
+    builder: PromptBuilder, rendered: RenderedText, matches: Sequence[PassageMatch] = (), *, begin: bool = False
 ) -> Prompt:
-    """Build a prompt of a text.
+    """Build a prompt from a text.
 
     Args:
-        builder: of the prompts that passages are warmed for.
+        builder: builder of the prompts that passages are warmed for.
         rendered: a conversation or finished text.
-        found: passages in it, in order.
+        matches: passages found in the text, in order.
         begin: put the tokenizer's start token in front.
     """
     text = rendered.text
     ids, offsets = builder.encode_whole(rendered, begin=begin)
-    if not ids:
-        return Prompt(
-            (Segment(Role.TEXT, (), text),), prefix_ids=builder.prefix_ids, joined=True
-        )  # which says that it is none
+    if not ids:  # `Prompt` refuses this with the reason
+        return Prompt((Segment(Role.TEXT, (), text),), prefix_ids=builder.prefix_ids, joined=True)
+
+    def segment(role: Role, start: int, stop: int, part: ChunkPart | None = None) -> Segment:
+        return Segment(role, ids[start:stop], text[offsets[start][0] : offsets[stop - 1][1]], part)
+
     segments: list[Segment] = []
-    at = 0
-    for start, stop, part in _parts(builder, text, ids, offsets, found):
-        stop = min(stop, len(ids) - 1)  # something must be computed to answer
-        if at < start:
-            segments.append(_segment(Role.TEXT, ids, offsets, text, at, start))
-        segments.append(_segment(Role.CHUNK, ids, offsets, text, start, stop, part))
-        at = stop
-    segments.append(_segment(Role.TEXT, ids, offsets, text, at, len(ids)))
+    end = 0
+    for start, stop, part in _stored_parts(builder, text, ids, offsets, matches):
+        stop = min(stop, len(ids) - 1)  # the last token must be computed to answer
+        if end < start:
+            segments.append(segment(Role.TEXT, end, start))
+        segments.append(segment(Role.CHUNK, start, stop, part))
+        end = stop
+    segments.append(segment(Role.TEXT, end, len(ids)))
     return Prompt(tuple(segments), prefix_ids=builder.prefix_ids, joined=True)
 
 
-def _segment(
-    role: Role,
-    ids: tuple[int, ...],
-    offsets: Sequence[tuple[int, int]],
-    text: str,
-    start: int,
-    stop: int,
-    part: ChunkPart | None = None,
-) -> Segment:
-    return Segment(role, ids[start:stop], text[offsets[start][0] : offsets[stop - 1][1]], part)
-
-
-def _parts(
+def _stored_parts(
     builder: PromptBuilder,
     text: str,
     ids: tuple[int, ...],
     offsets: Sequence[tuple[int, int]],
-    found: Sequence[PassageMatch],
+    matches: Sequence[PassageMatch],
 ) -> Iterator[tuple[int, int, ChunkPart]]:
-    """Yield where parts of passages stand, token `start` to `stop`, in order."""
-    token = 0
-    for passage in found:
-        while token < len(ids) and offsets[token][1] <= passage.start:
-            token += 1
-        last = token
-        while last < len(ids) and offsets[last][0] < passage.stop:
+    """Yield the token ranges `start <= t < stop` whose tokens equal those of a stored chunk, in order."""
+    first = 0
+    for match in matches:
+        while first < len(ids) and offsets[first][1] <= match.start:
+            first += 1
+        last = first
+        while last < len(ids) and offsets[last][0] < match.stop:
             last += 1
-        stored = builder.chunk_ids(passage.text)
-        mine = _placed(text[passage.start : passage.stop], ids[token:last], offsets[token:last], passage.start)
-        theirs = _placed(passage.text, stored, builder.chunk_offsets(passage.text), builder.chunk_lead)
-        for there, here, size in _equal_runs(theirs, mine):
-            if size >= FEWEST:
-                yield token + here, token + here + size, ChunkPart(stored, there)
-        token = last
+        chunk_ids = builder.chunk_ids(match.text)
+        in_text = _positioned(text[match.start : match.stop], ids[first:last], offsets[first:last], match.start)
+        in_chunk = _positioned(match.text, chunk_ids, builder.chunk_offsets(match.text), builder.chunk_lead)
+        for chunk_start, text_start, size in _equal_runs(in_chunk, in_text):
+            if size >= MIN_RUN:
+                start = first + text_start
+                yield start, start + size, ChunkPart(chunk_ids, chunk_start)
+        first = last
 
 
-PlacedToken = tuple[int, int, int]
-"""Where a token begins and ends in its text without whitespace, and its id."""
+PositionedToken = tuple[int, int, int]
+"""Start and end of a token in its text without whitespace, and its id."""
 
 
-def _placed(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], lead: int) -> list[PlacedToken]:
-    """Return where tokens stand in a text, which begins at offset `lead`, whatever its whitespace."""
-    at = atom_characters_before(text)
+def _positioned(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]], lead: int) -> list[PositionedToken]:
+    """Return the positions of tokens in a text without its whitespace.
+
+    Args:
+        text: the text.
+        ids: token ids.
+        offsets: characters `start <= c < stop` of each token, counted from `lead` characters before the text.
+        lead: offset of the text's first character.
+    """
+    atoms = atom_characters_before(text)
     last = len(text)
     inside = [(min(max(start - lead, 0), last), min(max(stop - lead, 0), last)) for start, stop in offsets]
-    return [(at[start], at[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]
+    return [(atoms[start], atoms[stop], token) for (start, stop), token in zip(inside, ids, strict=True)]
 
 
-def _equal_runs(one: list[PlacedToken], other: list[PlacedToken]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of equal tokens at equal places: where each begins in both, and its length. Takes linear time."""
+def _equal_runs(left: list[PositionedToken], right: list[PositionedToken]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of equal tokens at equal positions: the start in both lists, and the length. Takes linear time."""
     i = j = size = 0
-    while i < len(one) and j < len(other):
-        if one[i] == other[j]:
+    while i < len(left) and j < len(right):
+        if left[i] == right[j]:
             i, j, size = i + 1, j + 1, size + 1
             continue
         if size:
             yield i - size, j - size, size
             size = 0
-        # behind is whoever begins earlier; of tokens that begin alike, whoever ends earlier, as whitespace does
-        if one[i][:2] <= other[j][:2]:
+        # Advance the list whose token starts earlier; at equal starts the one that ends earlier, such as whitespace.
+        if left[i][:2] <= right[j][:2]:
             i += 1
         else:
             j += 1

@@ -1,7 +1,7 @@
 """A prompt as an ordered list of segments of token ids.
 
-Nothing is joined as text and tokenised again: the ids of the prompt are the concatenation of the ids of its segments,
-and every method, full prefill included, sees the same ids.
+Segments are never joined as text and tokenised again: a prompt's ids are the concatenation of its segments' ids, and
+every method, full prefill included, sees the same ids.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import cached_property
 
 
 class Role(StrEnum):
-    """What a segment is, hence what may be done with it."""
+    """The kind of a segment, which decides whether it may be stored."""
 
-    HEAD = "head"  # fixed text before the first chunk; may be stored
+    HEAD = "head"  # the system prefix, the fixed text before the first chunk; may be stored
     CHUNK = "chunk"  # a retrieved passage; may be stored
     QUESTION = "question"  # never stored
-    TEXT = "text"  # anything else, such as earlier turns or the answer's header; never stored
+    TEXT = "text"  # other text, such as earlier turns or the answer's header; never stored
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What a segment is a part of.
+    """The place of a segment in a stored chunk.
 
     Attributes:
-        ids: token ids of the whole chunk, by which it is stored.
-        start: index among them of the segment's first.
+        ids: token ids of the whole chunk, which are its key in the store.
+        start: index of the segment's first token in `ids`.
     """
 
     ids: tuple[int, ...]
@@ -38,7 +38,7 @@ class Segment:
     """A piece of a prompt: its role, its token ids and the text they came from.
 
     Attributes:
-        part: of which chunk it is a part; None if it is whole.
+        part: the place in the chunk that the segment is a part of; None if the segment is whole.
     """
 
     role: Role
@@ -48,13 +48,13 @@ class Segment:
 
     @property
     def stored_ids(self) -> tuple[int, ...]:
-        """The token ids by which it is stored."""
+        """Token ids under which the segment, or the chunk that it is a part of, is stored."""
         return self.ids if self.part is None else self.part.ids
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a segment lies in the prompt: positions `start <= p < stop`."""
+    """A segment and its positions `start <= p < stop` in the prompt."""
 
     start: int
     stop: int
@@ -66,14 +66,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in order, and the frame their chunks were warmed behind.
+    """Segments in order, and the system prefix of their chunks.
 
     Attributes:
-        segments: not empty; the last one is text, since something must be computed afresh to answer.
-        prefix_ids: ids of the template's fixed head, which framed chunks are keyed by. Usually those of the first segment.
-        joined: whether it was put together elsewhere, so that its text may hold passages nobody knows of.
-        note: why no passages were found in it while it was put together, for the report; None if some were, or were
-            given.
+        segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.
+        prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; usually the first segment's.
+        note: for the report, why no passages were found in a joined text; None if passages were found or given.
+        joined: whether a framework joined the text, so that it may contain unknown passages.
 
     Raises:
         ValueError: if the segments cannot be a prompt.
@@ -85,11 +84,11 @@ class Prompt:
     joined: bool = False
 
     def __post_init__(self) -> None:
-        kept = tuple(segment for segment in self.segments if segment.ids)
-        object.__setattr__(self, "segments", kept)
-        if not kept or kept[-1].role in (Role.CHUNK, Role.HEAD):
+        segments = tuple(segment for segment in self.segments if segment.ids)
+        object.__setattr__(self, "segments", segments)
+        if not segments or segments[-1].role in (Role.CHUNK, Role.HEAD):
             raise ValueError("a prompt must end with text that is not stored, such as the question")
-        if any(segment.role is Role.HEAD for segment in kept[1:]):
+        if any(segment.role is Role.HEAD for segment in segments[1:]):
             raise ValueError("only the first segment of a prompt can be its head")
 
     @cached_property
@@ -99,7 +98,7 @@ class Prompt:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every segment with its place."""
+        """All segments with their positions."""
         spans, start = [], 0
         for segment in self.segments:
             spans.append(Span(start, start + len(segment.ids), segment))
@@ -108,7 +107,7 @@ class Prompt:
 
     @property
     def chunks(self) -> tuple[Span, ...]:
-        """The retrieved passages."""
+        """The segments of retrieved passages."""
         return tuple(span for span in self.spans if span.segment.role is Role.CHUNK)
 
     def __len__(self) -> int:

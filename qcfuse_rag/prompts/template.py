@@ -1,4 +1,4 @@
-"""The wording of a RAG prompt, and what goes into one besides passages."""
+"""The wording of a RAG prompt, and the types of messages and tools."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Message = tuple[str, str]
 """`(role, content)` of a chat message; roles as in chat templates: system, user, assistant."""
 
 Turn = Message | Mapping[str, Any]
-"""A message, or all that a chat template may read of one: `role`, `content`, `tool_calls`, `tool_call_id`, `name`."""
+"""A message, or a mapping with all fields that chat templates read: `role`, `content`, `tool_calls`, ..."""
 
 Tool = Mapping[str, Any]
-"""A tool as chat templates read it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""A tool as in chat templates: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class PromptTemplate:
     """The wording of a RAG prompt.
 
     Attributes:
-        messages: chat messages; exactly one `{context}` and one `{question}` among their contents. Literal braces are
-            doubled, as in `str.format`.
-        chunk: how a passage is written into the context; contains `{text}`. What separates passages belongs here, so
-            that it is part of the chunk.
+        messages: chat messages; their contents have exactly one `{context}` and one `{question}`. Double literal
+            braces, as in `str.format`.
+        chunk: the format of a passage in the context; contains `{text}`. Put the separator of passages here, so that
+            it is part of the chunk.
 
     Raises:
         InvalidTemplate: if a placeholder is missing, repeated or unknown.
@@ -50,7 +50,7 @@ class PromptTemplate:
             raise InvalidTemplate("the template of a chunk needs {text} once and nothing else in braces")
 
     def format_chunk(self, text: str) -> str:
-        """Return a passage as it stands in the prompt: exactly what is warmed."""
+        """Return a passage as the prompt and the warmed chunk contain it."""
         return self.chunk.format(text=text)
 
 

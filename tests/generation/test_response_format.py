@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCFuseError, SamplingParams, Scheduler
 from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
@@ -224,7 +224,7 @@ class TestPrompting:
         assert "".join(segment.text for segment in prompt.segments) == taught.prompts.render(turns).text
 
     def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
-        with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was taught tools, or ask"):
+        with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was trained to call tools"):
             engine.prompt_from_text([("user", QUESTION)], TOOLS)
 
     def test_a_template_whose_calls_are_not_known_says_so(self) -> None:
@@ -297,7 +297,12 @@ class TestSchemas:
 
     def test_verified_answers_follow_no_grammar(self, engine: FusionEngine) -> None:
         with pytest.raises(ValueError, match="not a grammar"):
-            generate_speculative(engine.runner, engine.prompt(QUESTION), SamplingParams(grammar=json_grammar({"type": "null"})))
+            generate_speculative(
+                engine.runner,
+                engine.prompt(QUESTION),
+                SamplingParams(grammar=json_grammar({"type": "null"})),
+                method=engine.method,
+            )
 
     def test_without_llguidance_the_fix_is_named(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())

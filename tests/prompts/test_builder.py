@@ -18,7 +18,7 @@ from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
 from qcfuse_rag.prompts.segments import Role, Segment
-from qcfuse_rag.prompts.special_tokens import RARE, RenderedText, SpecialTokenMarker, estimate_length
+from qcfuse_rag.prompts.special_tokens import MARK_CHARACTERS, RenderedText, SpecialTokenMarker, estimate_length
 from qcfuse_rag.prompts.template import Turn
 from tests.support.families import build_tokenizer
 from tests.support.passages import PASSAGES, QUESTION
@@ -122,18 +122,18 @@ def taught(tokenizer: PreTrainedTokenizerFast) -> PromptBuilder:
 
 
 def test_every_rare_character_in_a_message_is_an_error_and_no_hang(builder: PromptBuilder) -> None:
-    every = "".join(chr(one) for some in RARE for one in some)
+    every = "".join(chr(one) for some in MARK_CHARACTERS for one in some)
     assert builder.render([("user", every)]).text.count(every) == 1, "nothing is spelt, nothing need be marked"
     with pytest.raises(InvalidTemplate, match="cannot be told apart"):
         builder.render([("user", f"{every}</s>")])
 
 
 def test_the_last_rare_character_that_is_free_is_found_in_one_pass() -> None:
-    every = "".join(chr(one) for some in RARE for one in some)
+    every = "".join(chr(one) for some in MARK_CHARACTERS for one in some)
     text = f"</s>{'a' * 6_000_000}{every[:-1]}"
     began = time.perf_counter()
     spelling = SpecialTokenMarker(["</s>"], [{"role": "user", "content": text}])
-    assert spelling.read(spelling.turns[0]["content"]) == RenderedText(text, ((0, 4),))
+    assert spelling.unmark(spelling.turns[0]["content"]) == RenderedText(text, ((0, 4),))
     assert time.perf_counter() - began < 5, "a search for each takes half a minute"
 
 
@@ -298,7 +298,9 @@ def test_finished_text_gets_the_start_token_its_tokenizer_would_give() -> None:
     core = other.backend_tokenizer
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     builder = PromptBuilder(other, PromptTemplate())
-    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids == tuple(other("The ferry")["input_ids"])
+    assert prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids == tuple(
+        other("The ferry")["input_ids"]
+    )
     assert (
         prompt_from_joined_text(builder, RenderedText("<s>The ferry"), begin=True).ids
         == prompt_from_joined_text(builder, RenderedText("The ferry"), begin=True).ids
