@@ -284,12 +284,12 @@ class Corpus:
             StoreError: if the manifest cannot be opened.
         """
         with self._opening:
-            if self._sources is None or self._sources.forked:
+            if self._sources is None or self._sources.manifest.forked:
                 self._inherited = self._sources  # to close it here would close it for the parent process
                 self._sources = Sources(self._store)
                 with suppress(StoreError):  # the manifest may be readable only
-                    if self._sources.unwanted_count():
-                        self._sources.collect()
+                    if self._sources.garbage.count():
+                        self._sources.garbage.collect()
             return self._sources
 
     @cached_property
@@ -302,13 +302,13 @@ class Corpus:
         if self._store.folder is None:
             return
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
-            self._followed, removed = self.open_sources().removed_since(self._followed)
+            self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
             if removed:
                 self._store.evict_removed(removed)
 
     def close(self) -> None:
         """Close the manifest."""
-        if self._sources is not None and not self._sources.forked:
+        if self._sources is not None and not self._sources.manifest.forked:
             self._sources.close()
 
     def _note_signatures(

@@ -18,7 +18,7 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
-from qcfuse_rag.generation.stop_criteria import Answer
+from qcfuse_rag.generation.stop_criteria import PartialAnswer
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -41,7 +41,7 @@ class ScheduledAnswer(Iterator[str]):
         self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
-        self._answer = Answer(lm, params)
+        self._answer = PartialAnswer(lm, params)
         self._sampler = Sampler(params, lm)
         self._prefilled: Prefilled | None = None
         self._logits: Tensor | None = None
@@ -156,7 +156,7 @@ class ScheduledAnswer(Iterator[str]):
     def advance(self) -> bool:
         """Choose the next token; return whether another is to follow."""
         if self._cancelled.is_set():
-            self._answer.reason = "cancelled"
+            self._answer.finish_reason = "cancelled"
         else:
             assert self._logits is not None
             try:
@@ -164,9 +164,9 @@ class ScheduledAnswer(Iterator[str]):
             except Exception as error:
                 self.fail(error)
                 return False
-        if self._answer.reason is not None:
+        if self._answer.finish_reason is not None:
             self._end()
-        return self._answer.reason is None
+        return self._answer.finish_reason is None
 
     def follow(self, logits: Tensor) -> None:
         """Take the scores of the token after the last."""
@@ -184,7 +184,7 @@ class ScheduledAnswer(Iterator[str]):
             self._tell(self._answer.finish())
             elapsed = time.perf_counter() - self._started
             ids = tuple(self._answer.ids)
-            reason = self._answer.reason
+            reason = self._answer.finish_reason
             assert reason is not None
             self.generation = Generation(self._answer.text, ids, reason, prefilled.report, elapsed)
         self._over.set()

@@ -19,7 +19,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import ScheduledAnswer
 from qcfuse_rag.errors import Busy, Closed
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import require_room
+from qcfuse_rag.fusion.pipeline import check_window
 from qcfuse_rag.fusion.recompute import Pause
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
@@ -91,7 +91,7 @@ class Scheduler:
             RuntimeError: if the scheduler is closed.
         """
         params = sampling or SamplingParams()
-        require_room(self._engine.lm, prompt, params.max_new_tokens)
+        check_window(self._engine.lm, prompt, params.max_new_tokens)
         answer = ScheduledAnswer(self._engine.lm, prompt, params, method)
         with self._changed:
             if self._closed:
@@ -173,9 +173,15 @@ class Scheduler:
 
     def _begin(self, request: ScheduledAnswer) -> None:
         pause = Pause(self._settings.rows, self._step) if self._active else None
-        room = request.params.max_new_tokens
+        answer_tokens = request.params.max_new_tokens
         try:
-            prefill = partial(self._engine.prefill, request.prompt, method=request.method, room=room, pause=pause)
+            prefill = partial(
+                self._engine.prefill,
+                request.prompt,
+                method=request.method,
+                answer_tokens=answer_tokens,
+                pause=pause,
+            )
             done = request.context.run(prefill)
         except Exception as error:
             request.fail(error)
@@ -194,7 +200,7 @@ class Scheduler:
         if not going:
             return
         try:
-            logits = self._engine.step(
+            logits = self._engine.runner.decodes(
                 [one.last for one in going],
                 [one.position for one in going],
                 [one.buffer for one in going],

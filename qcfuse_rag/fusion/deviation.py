@@ -81,31 +81,32 @@ class DeviationProbe:
         if self.layer < 0:
             raise ValueError(f"layer must not be negative, got {self.layer}")
 
-    def scores(self, assembly: FusedPrompt) -> Scores:
+    def scores(self, fused: FusedPrompt) -> Scores:
         """Score every position; the stored rows are put back afterwards.
 
         A model with fewer layers is compared at its last.
         """
-        lm = assembly.lm
+        lm = fused.lm
         layer = min(self.layer, lm.n_layers - 1)
-        last = max(placed.span.stop for placed in assembly.placed_chunks)
-        is_row = ~assembly.known
-        for placed in assembly.placed_chunks:
+        last = max(placed.span.stop for placed in fused.placed_chunks)
+        is_row = ~fused.known
+        for placed in fused.placed_chunks:
             if not placed.exact:
                 is_row[placed.span.start : placed.span.stop] = True
         is_row[last:] = False
         plan = RowsPlan.of(is_row.nonzero()[:, 0], lm.sliding, device=lm.device)
         rows = plan.rows
-        kept = [stored_rows(assembly.buffer, index, rows) for index in range(layer + 1)]
+        buffer = fused.await_all()
+        kept = [stored_rows(buffer, index, rows) for index in range(layer + 1)]
         watch = DeviationWatch(layer, self.measure)
-        course = HookedPass(plan, watch, assembly.buffer)
-        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.buffer, depth=layer + 1, course=course)
-        assembly.row_layers += course.row_layers
+        hooked_pass = HookedPass(plan, watch, buffer)
+        fused.runner.prefills.forward_hidden(fused.ids[rows], plan, buffer, depth=layer + 1, hooked_pass=hooked_pass)
+        fused.row_layers += hooked_pass.row_layers
         for index, (keys, values) in enumerate(kept):
-            assembly.buffer.keys[index][:, :, rows] = keys
-            assembly.buffer.values[index][:, :, rows] = values
+            buffer.keys[index][:, :, rows] = keys
+            buffer.values[index][:, :, rows] = values
         assert watch.found is not None
-        by_layer = torch.zeros(1, len(assembly.prompt), dtype=torch.float32, device=lm.device)
+        by_layer = torch.zeros(1, len(fused.prompt), dtype=torch.float32, device=lm.device)
         by_layer[0, rows] = watch.found
         return Scores(by_layer, (layer,))
 

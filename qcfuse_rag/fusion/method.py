@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
@@ -21,7 +21,7 @@ class LayerHookFactory(Protocol):
 
     def steer(
         self,
-        assembly: FusedPrompt,
+        fused: FusedPrompt,
         candidates: list[PlacedChunk],
         selection: Selection,
         scores: Scores | None,
@@ -30,7 +30,7 @@ class LayerHookFactory(Protocol):
         """Return what steers one pass.
 
         Args:
-            assembly: the prompt with its stored chunks placed.
+            fused: the prompt with its stored chunks placed.
             candidates: placed chunks that are not exact.
             selection: the reused tokens the pass begins with.
             scores: from the method's probe, if it has one.
@@ -70,6 +70,11 @@ class Method:
         """Every base that chunks may be read under, the method's own first."""
         others = self.adapter.bases if isinstance(self.adapter, ReadsBases) else ()
         return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
+
+    @property
+    def unguarded(self) -> Method:
+        """The method without its guard: it always fuses."""
+        return replace(self, guard=None)
 
     @property
     def as_full_prefill(self) -> Method:

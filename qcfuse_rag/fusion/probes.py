@@ -24,8 +24,8 @@ ProbeLayers = NamedLayers | tuple[int, ...]
 class Probe(Protocol):
     """Scores the tokens of a prompt whose stored chunks have been placed."""
 
-    def scores(self, assembly: FusedPrompt) -> Scores:
-        """Score every position, leaving the buffer's stored rows as they were; `assembly.row_layers` grows."""
+    def scores(self, fused: FusedPrompt) -> Scores:
+        """Score every position, leaving the buffer's stored rows as they were; `fused.row_layers` grows."""
         ...
 
 
@@ -86,24 +86,24 @@ class QuestionProbe:
         """Return how many layers of a model the pass runs through."""
         return max(self.layers_of(lm)) + 1
 
-    def scores(self, assembly: FusedPrompt) -> Scores:
+    def scores(self, fused: FusedPrompt) -> Scores:
         """Score every position of the prompt.
 
         Args:
-            assembly: the prompt with its stored chunks placed. The buffer's rows of the probe are overwritten; fusion
+            fused: the prompt with its stored chunks placed. The buffer's rows of the probe are overwritten; fusion
                 computes them again.
 
         Returns:
             Per layer the attention each position gets, over all heads and probe rows.
         """
-        lm, asking = assembly.lm, assembly.probe_rows(suffix=self.rows == "suffix")
+        lm, asking = fused.lm, fused.probe_rows(suffix=self.rows == "suffix")
         wanted = self.layers_of(lm)
         length, depth = int(asking[-1]) + 1, self.depth(lm)
-        there = assembly.known[:length].clone()
+        there = fused.known[:length].clone()
         there[asking] = True
         # The host waits for nothing: the device is to have work before it has done what it has.
         rows, known = (one.to(lm.device, non_blocking=True) for one in (asking, there))
-        by_layer = torch.zeros(len(wanted), len(assembly.prompt), dtype=torch.float32, device=lm.device)
+        by_layer = torch.zeros(len(wanted), len(fused.prompt), dtype=torch.float32, device=lm.device)
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
@@ -115,28 +115,27 @@ class QuestionProbe:
                 # Kept in memory of this stream: recorded passes compute on another one.
                 by_layer[wanted.index(layer), :length] = weights
 
-        visible = self._visible(assembly, there, depth)
+        visible = self._visible(fused, there, depth)
         plan = RowsPlan(rows, length, visible, observe, lm.sliding, asking)
-        assembly.passes.forward_hidden(assembly.ids[rows], plan, assembly.arriving, depth=depth)
-        assembly.row_layers += len(asking) * depth
+        fused.runner.prefills.forward_hidden(fused.ids[rows], plan, fused.loading_buffer, depth=depth)
+        fused.row_layers += len(asking) * depth
         if self.normalized:
-            counted = candidate_positions(recomputable_chunks(assembly), lm.device)
+            counted = candidate_positions(recomputable_chunks(fused), lm.device)
             by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
-    def _visible(self, assembly: FusedPrompt, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
+    def _visible(self, fused: FusedPrompt, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
         """Return what the probe's rows may see in each layer; None where that is every position before them."""
         if self.anchor_ratio == 1 and bool(there.all()):
             return None
         outside = there.clone()
         if self.anchor_ratio < 1:
-            for placed in assembly.placed_chunks:
+            for placed in fused.placed_chunks:
                 outside[placed.span.start : placed.span.stop] = False
         always = outside.nonzero()[:, 0]
         if self.anchor_ratio in (0, 1):
             return [always] * depth
         anchors = [
-            placed.chunk.anchors(self.anchor_ratio)[:depth].cpu() + placed.span.start
-            for placed in assembly.placed_chunks
+            placed.chunk.anchors(self.anchor_ratio)[:depth].cpu() + placed.span.start for placed in fused.placed_chunks
         ]
         return torch.cat([always.expand(depth, -1), *anchors], dim=1).sort().values.unbind()

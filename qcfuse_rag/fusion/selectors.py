@@ -212,9 +212,33 @@ def candidate_positions(candidates: list[PlacedChunk], device: torch.device | No
     return torch.cat([torch.arange(placed.span.start, placed.span.stop, device=device) for placed in candidates])
 
 
-def recomputable_chunks(assembly: FusedPrompt) -> list[PlacedChunk]:
+def recomputable_chunks(fused: FusedPrompt) -> list[PlacedChunk]:
     """Return the placed chunks whose keys and values a full prefill would not give."""
-    return [placed for placed in assembly.placed_chunks if not placed.exact]
+    return [placed for placed in fused.placed_chunks if not placed.exact]
+
+
+def check_selection(recomputed: Tensor, candidates: list[PlacedChunk], known: Tensor, limit: int | None) -> None:
+    """Check that a selector kept to its contract.
+
+    Args:
+        recomputed: `[S]` int64, the reused positions that were recomputed.
+        candidates: placed chunks that are not exact.
+        known: `[T]` bool on the CPU, positions that hold stored keys and values.
+        limit: most tokens it may choose; None if a layer hook shrinks the set later.
+
+    Raises:
+        ValueError: if it did not; the message begins with a verb, for the method's name to stand before it.
+    """
+    positions = recomputed.tolist()
+    if len(set(positions)) < len(positions) or not bool(known[positions].all()):
+        raise ValueError("selects a token twice, or one that is computed anyway")
+    allowed = torch.zeros(len(known), dtype=torch.bool)
+    for placed in candidates:
+        allowed[placed.span.start : placed.span.stop] = True
+    if not bool(allowed[positions].all()):
+        raise ValueError("selects a token that is none of the candidates'")
+    if limit is not None and len(positions) > limit:
+        raise ValueError(f"selects {len(positions):,} tokens, of which {limit:,} are allowed")
 
 
 def share_out(budget: int, wanted: list[float], most: list[int]) -> list[int]:

@@ -33,29 +33,29 @@ class SharedPrefix:
     _lookups: list[Lookup] = field(default_factory=list)
 
     @torch.inference_mode()
-    def give(self, assembly: FusedPrompt) -> None:
-        """Copy what is held to the beginning of an empty assembly; nothing of it is loaded, so no bytes are counted."""
+    def give(self, fused: FusedPrompt) -> None:
+        """Copy what is held to the beginning of an empty fused prompt; nothing of it is loaded, so no bytes are counted."""
         if self._known is None or not self.held:
             return
-        buffer, n = assembly.buffer, self.held
+        buffer, n = fused.await_all(), self.held
         for mine, yours in zip((*self._keys, *self._values), (*buffer.keys, *buffer.values), strict=True):
             yours[:, :, :n] = mine[:, :, :n]
-        assembly.known[:n] = self._known[:n]
-        assembly.placed += [placed for placed in self._placed if placed.span.stop <= n]
-        assembly.lookups += [lookup for lookup in self._lookups if lookup.start + lookup.tokens <= n]
+        fused.known[:n] = self._known[:n]
+        fused.placed += [placed for placed in self._placed if placed.span.stop <= n]
+        fused.lookups += [lookup for lookup in self._lookups if lookup.start + lookup.tokens <= n]
 
     @torch.inference_mode()
-    def take(self, assembly: FusedPrompt, known: Tensor) -> None:
-        """Hold the first `keep` tokens of an assembly instead of what was held.
+    def take(self, fused: FusedPrompt, known: Tensor) -> None:
+        """Hold the first `keep` tokens of a fused prompt instead of what was held.
 
         Args:
-            assembly: the prompt at hand.
+            fused: the prompt at hand.
             known: `[T]` bool, positions whose keys and values the next prompt may take over.
         """
-        n, buffer = self.keep, assembly.buffer
+        n, buffer = self.keep, fused.await_all()
         if not 0 < n <= self.held:  # else they are there already
             self._keys = [keys[:, :, :n].clone() for keys in buffer.keys] if n else []
             self._values = [values[:, :, :n].clone() for values in buffer.values] if n else []
             self._known = known[:n].clone()
-        self._placed, self._lookups = list(assembly.placed), list(assembly.lookups)
+        self._placed, self._lookups = list(fused.placed), list(fused.lookups)
         self.held = n

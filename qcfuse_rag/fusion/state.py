@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,36 +13,26 @@ from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.buffer_pool import BufferPool
-from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
-from qcfuse_rag.runtime.kernels.support import kernels_run_on, supports_placement
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, PendingChunk, Wait
-from qcfuse_rag.runtime.loading.loading import Loading
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
-from qcfuse_rag.runtime.placement import copy_chunk, stage_chunk
-from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BASES, BLIND, Base
-from qcfuse_rag.store.slice import cut
-
-if TYPE_CHECKING:
-    from qcfuse_rag.runtime.kernels.placement import Block
-
-STAGED_BYTES = 256 << 20
-"""What may be on a device beside the buffer before it is placed."""
+from qcfuse_rag.store.slice import slice_chunk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedChunk:
-    """A stored chunk at its place.
+    """A stored chunk at its positions in a prompt.
 
     Attributes:
-        span: the place.
-        chunk: what was placed.
-        exact: whether full prefill would give the same.
-        demand: the share of its tokens that ought to be recomputed, where an adapter knows; else None.
+        span: its positions.
+        chunk: its keys and values.
+        exact: whether full prefill would give the same keys and values.
+        demand: the share of its tokens that ought to be recomputed, where an adapter knows it; else None.
     """
 
     span: Span
@@ -52,157 +41,141 @@ class PlacedChunk:
     demand: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentLookup:
+    """A segment to look up: its positions, its key, the base of the key, and what adapts the chunk."""
+
+    span: Span
+    key: ChunkKey
+    base: Base
+    adapter: Adapter | None
+
+
 @dataclass(slots=True, eq=False)
 class FusedPrompt:
-    """Keys and values of a prompt as far as the store had them.
+    """The keys and values of a prompt, as far as the store has them.
 
     Attributes:
-        lm: the model.
+        runner: the model and the store.
         prompt: the prompt.
         ids: `[T]` int64 token ids on the model's device.
-        arriving: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for what is
-            still on its way there. See `buffer`.
-        passes: compute rows over it.
+        loading_buffer: rotated keys and values, meaningful where `known`; a pass over it waits at each layer for the
+            stored chunks of that layer. See `await_all`.
         known: `[T]` bool on the CPU, positions that hold stored keys and values.
-        placed: what was placed, the head included.
-        lookups: what became of every segment that could have been stored.
-        copied_bytes: bytes copied from the store before any pass.
+        placed: the placed chunks, the system prefix included.
+        lookups: the outcome of every segment that could have been stored.
         row_layers: rows computed so far, summed over the layers each was computed in.
-        staged: while loading, what is on the device and not at its place yet; None where chunks are copied there.
-        keys: by position, the entry each placed segment came from.
-        arrival: what is on its way; None if everything is there.
+        keys: by position, the entry that each placed segment came from.
+        loader: brings the chunks into the buffer; None if nothing is to be loaded.
     """
 
-    lm: LanguageModel
+    runner: ModelRunner
     prompt: Prompt
     ids: Tensor
-    arriving: KVBuffer
-    passes: PrefillRunner
+    loading_buffer: KVBuffer
     known: Tensor
     placed: list[PlacedChunk] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    copied_bytes: int = 0
     row_layers: int = 0
-    staged: list[Block] | None = None
     keys: dict[int, ChunkKey] = field(default_factory=dict)
-    arrival: LayerLoader | None = None
+    loader: LayerLoader | None = None
 
     @classmethod
-    def empty(
-        cls,
-        lm: LanguageModel,
-        prompt: Prompt,
-        capacity: int,
-        pool: BufferPool | None = None,
-        passes: PrefillRunner | None = None,
-    ) -> FusedPrompt:
-        """Start with nothing known and room for `capacity` tokens.
-
-        Args:
-            lm: the model.
-            prompt: the prompt.
-            capacity: tokens there will be.
-            pool: whose memory to use, if there is one.
-            passes: of the model, recorded ones perhaps.
-        """
-        ids = torch.tensor(prompt.ids, dtype=torch.int64).to(lm.device, non_blocking=True)
-        buffer = KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=pool)
+    def empty(cls, runner: ModelRunner, prompt: Prompt, capacity: int) -> FusedPrompt:
+        """Start with nothing known and memory for `capacity` tokens."""
+        ids = torch.tensor(prompt.ids, dtype=torch.int64).to(runner.lm.device, non_blocking=True)
         known = torch.zeros(len(prompt), dtype=torch.bool)
-        return cls(lm, prompt, ids, buffer, passes or PrefillRunner(lm), known)
+        return cls(runner, prompt, ids, runner.allocate(capacity), known)
+
+    @property
+    def lm(self) -> LanguageModel:
+        """The model."""
+        return self.runner.lm
 
     def load(
         self,
-        store: KVStore,
         base: Base,
         adapter: Adapter | None = None,
         *,
         start: int = 0,
-        loading: Loading | None = None,
-        patience: WaitBudget | None = None,
+        wait_budget: WaitBudget | None = None,
         refused: Mapping[int, Miss] | None = None,
     ) -> None:
-        """Place every segment the store has under a base. What it does not have, or has damaged, stays unknown.
+        """Look up every segment and begin to place the chunks that the store has; missing ones stay unknown.
 
         Args:
-            store: where chunks may be found.
             base: which stored caches chunks start from.
             adapter: alters or replaces chunks before they are placed.
             start: where to begin; the segments in front have been placed.
-            loading: how to go on loading while passes run, over `arriving`; None is done when this returns.
-            patience: how long to wait for the store; None as long as it takes.
-            refused: chunks not to look for, by their positions, and why.
-        """
-        refused = refused or {}
-        # At position 0 with nothing before it, blind is exact.
-        sought = [
-            (span, self._key(span, BLIND), BLIND, None)
-            if span.segment.role is Role.HEAD
-            else (span, self._key(span, base), base, adapter)
-            for span in self.prompt.spans
-            if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
-        ]
-
-        def look() -> list[AdaptedChunk | Miss]:
-            return [refused.get(span.start) or self._look(store, span, key, base, by) for span, key, base, by in sought]
-
-        patience = patience or WaitBudget(None)
-        try:
-            found = patience.call(look)
-        except TimeoutError:
-            found = [refused.get(span.start) or Miss(patience.exhausted) for span, _, _, _ in sought]
-        kernels = kernels_run_on(self.lm.device, self.lm.dtype, self.lm.widest_head)
-        self.staged = [] if kernels else None
-        coming = []
-        for (span, key, _, _), one in zip(sought, found, strict=True):
-            placed = self._load(store, span, key, one, at_once=loading is None)
-            coming += [] if placed is None else [PendingChunk(span.start, placed.chunk)]
-        self._place()
-        self.staged = None
-        if loading is not None and coming:
-            self.arrival = LayerLoader(
-                self.arriving, self.lm.ropes, coming, transfer=loading.transfer(), patience=patience
-            )
-            self.arriving = replace(self.arriving, arrive=self.arrival.wait)
-
-    @property
-    def buffer(self) -> KVBuffer:
-        """Rotated keys and values, all there.
+            wait_budget: how long to wait for the store; None waits as long as it takes.
+            refused: chunks not to look up, by their positions, and why.
 
         Raises:
-            LateMiss: if something that was on its way does not come.
+            LateMissError: if the runner does not overlap loading with computing and a chunk cannot be read.
         """
-        if self.arrival is not None:
-            self.arrival.wait()
-        return replace(self.arriving, arrive=None)
+        refused, wait_budget = refused or {}, wait_budget or WaitBudget(None)
+        segments = self._segments(base, adapter, start)
+
+        def look_up() -> list[AdaptedChunk | Miss]:
+            return [refused.get(segment.span.start) or self._look_up(segment) for segment in segments]
+
+        try:
+            outcomes = wait_budget.call(look_up)
+        except TimeoutError:
+            late = Miss(wait_budget.exhausted)
+            outcomes = [refused.get(segment.span.start, late) for segment in segments]
+        pending = []
+        for segment, outcome in zip(segments, outcomes, strict=True):
+            placed = self._note(segment, outcome)
+            pending += [] if placed is None else [PendingChunk(segment.span.start, placed.chunk)]
+        if not pending:
+            return
+        transfer = self.runner.open_transfer()
+        self.loader = LayerLoader(
+            self.loading_buffer, self.lm.ropes, pending, transfer=transfer, wait_budget=wait_budget
+        )
+        self.loading_buffer = replace(self.loading_buffer, wait_for_layer=self.loader.wait)
+        if not self.runner.overlap:
+            self.loader.wait()
+
+    def await_all(self) -> KVBuffer:
+        """Wait until every stored layer is in its place; return the buffer.
+
+        Raises:
+            LateMissError: if a chunk cannot be read, or not in time.
+        """
+        if self.loader is not None:
+            self.loader.wait()
+        return replace(self.loading_buffer, wait_for_layer=None)
 
     def stop(self) -> None:
-        """Load no more."""
-        if self.arrival is not None:
-            self.arrival.stop()
+        """Stop loading."""
+        if self.loader is not None:
+            self.loader.stop()
 
     @property
     def bytes_loaded(self) -> int:
         """Bytes that came from the store so far."""
-        return self.copied_bytes + (0 if self.arrival is None else self.arrival.nbytes)
+        return 0 if self.loader is None else self.loader.nbytes
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """Passes' waits for the store so far."""
-        return () if self.arrival is None else self.arrival.waits
+        """The waits of passes for the store so far."""
+        return () if self.loader is None else self.loader.waits
 
     @property
     def placed_chunks(self) -> list[PlacedChunk]:
-        """The placed passages, without the head."""
+        """The placed passages, without the system prefix."""
         return [placed for placed in self.placed if placed.span.segment.role is Role.CHUNK]
 
     def probe_rows(self, *, suffix: bool = False) -> Tensor:
         """Return the rows that ask: all text that is not stored, up to the end of the question.
 
-        Where the question comes before the passages, up to the end of the prompt instead: only what stands behind the
-        passages can look at them.
+        Where the question comes before the passages, the rows go up to the end of the prompt instead: only text behind
+        the passages can attend to them.
 
         Args:
-            suffix: up to the end of the prompt in any case, what opens the answer included.
+            suffix: go up to the end of the prompt in any case, the opening of the answer included.
 
         Returns:
             `[R]` int64 ascending positions on the CPU, never empty.
@@ -217,90 +190,73 @@ class FusedPrompt:
             asking[span.start : span.stop] = False
         return asking.nonzero()[:, 0]
 
+    def _segments(self, base: Base, adapter: Adapter | None, start: int) -> list[SegmentLookup]:
+        """List the segments to look up. The system prefix is stored blind: at position 0 that is exact."""
+        return [
+            SegmentLookup(span, self._key(span, BLIND), BLIND, None)
+            if span.segment.role is Role.HEAD
+            else SegmentLookup(span, self._key(span, base), base, adapter)
+            for span in self.prompt.spans
+            if span.start >= start and span.segment.role in (Role.HEAD, Role.CHUNK)
+        ]
+
     def _key(self, span: Span, base: Base) -> ChunkKey:
         return base.key(self.lm.fingerprint, self.prompt.prefix_ids, span.segment.stored_ids)
 
-    def _look(
-        self, store: KVStore, span: Span, key: ChunkKey, base: Base, adapter: Adapter | None
-    ) -> AdaptedChunk | Miss:
-        found = store.get(key)
-        if found == Miss("absent"):
-            found = self._absence(store, span, base)
-        if adapter is not None:
-            adapted = adapter.adapt(PlacementContext(self.lm, store, self.prompt, span, base), found)
-        elif isinstance(found, ChunkKV):
-            adapted = AdaptedChunk(found, base.exact_behind(self.prompt.ids[: span.start], self.prompt.prefix_ids))
+    def _look_up(self, segment: SegmentLookup) -> AdaptedChunk | Miss:
+        """Return the chunk to place for a segment, or why there is none."""
+        store, span, base = self.runner.store, segment.span, segment.base
+        chunk = store.get(segment.key)
+        if chunk == Miss("absent"):
+            chunk = self._explain_absence(segment)
+        if segment.adapter is not None:
+            adapted = segment.adapter.adapt(PlacementContext(self.lm, store, self.prompt, span, base), chunk)
+        elif isinstance(chunk, ChunkKV):
+            exact = base.exact_behind(self.prompt.ids[: span.start], self.prompt.prefix_ids)
+            adapted = AdaptedChunk(chunk, exact)
         else:
-            adapted = found
+            adapted = chunk
         if isinstance(adapted, AdaptedChunk):
             try:
-                adapted = replace(adapted, chunk=adapted.chunk.ready_to_probe())  # what is read is waited for here
+                # A probe reads these blocks when it is too late to wait for a store, so they are read here.
+                adapted = replace(adapted, chunk=adapted.chunk.ready_to_probe())
             except CorruptEntry as error:
-                store.discard(adapted.key or key, str(error))
+                store.discard(adapted.key or segment.key, str(error))
                 return Miss(str(error))
             except (OSError, RuntimeError, KeyError, ValueError) as error:
                 return Miss(f"cannot be read: {error}")
         return adapted
 
-    def _load(
-        self, store: KVStore, span: Span, key: ChunkKey, found: AdaptedChunk | Miss, *, at_once: bool
-    ) -> PlacedChunk | None:
-        """Note what became of a segment, and copy it to its place if that is to be done at once."""
-        copied: int | Miss = 0
-        if isinstance(found, AdaptedChunk):
-            key = found.key or key
-            found = _part_of(span, found)
-            copied = self._copy(store, key, span, found.chunk, at_once=at_once)
-        miss = next((one for one in (found, copied) if isinstance(one, Miss)), None)
-        role, reason = str(span.segment.role), miss.reason if miss else None
-        note = found.note if isinstance(found, AdaptedChunk) and miss is None else None
-        self.lookups.append(Lookup(role, span.start, len(span), miss is None, reason, note))
-        if not isinstance(found, AdaptedChunk) or isinstance(copied, Miss):
-            return None
-        self.placed.append(PlacedChunk(span, found.chunk, found.exact, found.demand))
-        self.known[span.start : span.stop] = True
-        self.keys[span.start] = key
-        self.copied_bytes += copied
-        return self.placed[-1]
-
-    def _absence(self, store: KVStore, span: Span, base: Base) -> Miss:
-        """Say if a chunk that is not there under one base is there under another."""
+    def _explain_absence(self, segment: SegmentLookup) -> Miss:
+        """Say whether a passage that is not stored under its base is stored under another."""
         others = [
             other.name
             for other in BASES.values()
-            if other is not base and span.segment.role is Role.CHUNK and self._key(span, other) in store
+            if other is not segment.base
+            and segment.span.segment.role is Role.CHUNK
+            and self._key(segment.span, other) in self.runner.store
         ]
-        return Miss(f"absent: stored {', '.join(others)}, not {base.name}" if others else "absent")
+        return Miss(f"absent: stored {', '.join(others)}, not {segment.base.name}" if others else "absent")
 
-    def _copy(self, store: KVStore, key: ChunkKey, span: Span, chunk: ChunkKV, *, at_once: bool) -> int | Miss:
-        """Copy a chunk to its place, if that is to be done at once; return the bytes, or why it cannot be."""
-        if chunk.n_tokens != len(span) or chunk.n_layers != self.lm.n_layers:
-            reason = f"has {chunk.n_tokens} tokens and {chunk.n_layers} layers"
-            store.discard(key, reason)
-            return Miss(reason)
-        try:
-            if not at_once:
-                return 0
-            if self.staged is None or not supports_placement(chunk.numbers, self.lm.device):
-                return copy_chunk(self.arriving, span.start, chunk, ropes=self.lm.ropes)
-            blocks = stage_chunk(self.arriving, span.start, chunk, self.lm.ropes)
-            self.staged += blocks
-            if sum(block.nbytes for block in self.staged) > STAGED_BYTES:
-                self._place()
-            return sum(block.nbytes for block in blocks)
-        except CorruptEntry as error:
-            store.discard(key, str(error))
-            return Miss(str(error))
-        except (OSError, RuntimeError, KeyError, ValueError) as error:
-            return Miss(f"cannot be read: {error}")
-
-    def _place(self) -> None:
-        """Put what is staged at its place."""
-        if self.staged:
-            from qcfuse_rag.runtime.kernels.placement import place_blocks
-
-            place_blocks(self.staged)
-            self.staged = []
+    def _note(self, segment: SegmentLookup, outcome: AdaptedChunk | Miss) -> PlacedChunk | None:
+        """Note the outcome of a lookup; return the chunk to load, or None."""
+        span = segment.span
+        if isinstance(outcome, AdaptedChunk):
+            key = outcome.key or segment.key
+            outcome = _part_of(span, outcome)
+            if outcome.chunk.n_tokens != len(span) or outcome.chunk.n_layers != self.lm.n_layers:
+                reason = f"has {outcome.chunk.n_tokens} tokens and {outcome.chunk.n_layers} layers"
+                self.runner.store.discard(key, reason)
+                outcome = Miss(reason)
+        role = str(span.segment.role)
+        if isinstance(outcome, Miss):
+            self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, None))
+            return None
+        self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note))
+        self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact, outcome.demand))
+        self.known[span.start : span.stop] = True
+        self.keys[span.start] = key
+        return self.placed[-1]
 
 
 def _part_of(span: Span, whole: AdaptedChunk) -> AdaptedChunk:
@@ -308,5 +264,5 @@ def _part_of(span: Span, whole: AdaptedChunk) -> AdaptedChunk:
     part = span.segment.part
     if part is None or whole.chunk.n_tokens != len(part.ids):
         return whole
-    chunk = cut(whole.chunk, part.start, part.start + len(span))
+    chunk = slice_chunk(whole.chunk, part.start, part.start + len(span))
     return replace(whole, chunk=chunk, exact=whole.exact and part.start == 0)

@@ -36,7 +36,7 @@ class MeanShift:
 
     def steer(
         self,
-        assembly: FusedPrompt,
+        fused: FusedPrompt,
         candidates: list[PlacedChunk],
         selection: Selection,
         scores: Scores | None,
@@ -53,7 +53,7 @@ class MeanShift:
                 usual = distance[span[own]].mean().clamp_min(torch.finfo(torch.float32).tiny)
                 weights = (distance[span[~own]] / usual).clamp_max(1)
                 chunks.append(ShiftedChunk(span[own], span[~own], weights))
-        return MeanShiftPass(assembly.lm.ropes, chunks, self.keys, self.values)
+        return MeanShiftPass(fused.lm.ropes, chunks, self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,15 +43,15 @@ class GradualFilter:
 
     def steer(
         self,
-        assembly: FusedPrompt,
+        fused: FusedPrompt,
         candidates: list[PlacedChunk],
         selection: Selection,
         scores: Scores | None,
         budget: int,
     ) -> GradualFilterPass:
         """Return the filter of one pass."""
-        positions = candidate_positions(candidates, assembly.lm.device)
-        layers = range(self.first_layer + 1, assembly.lm.n_layers)
+        positions = candidate_positions(candidates, fused.lm.device)
+        layers = range(self.first_layer + 1, fused.lm.n_layers)
         shares = self.shares(budget / len(positions), len(layers))
         counts = {layer: max(1, round(share * len(positions))) for layer, share in zip(layers, shares, strict=True)}
         return GradualFilterPass(positions, self.measure, counts)

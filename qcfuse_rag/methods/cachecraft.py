@@ -20,7 +20,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED, Base
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class InterProbe:
     without a context differs most.
     """
 
-    def scores(self, assembly: FusedPrompt) -> Scores:
+    def scores(self, fused: FusedPrompt) -> Scores:
         """Score every position; nothing is computed."""
-        device = assembly.lm.device
-        by_layer = torch.zeros(1, len(assembly.prompt), dtype=torch.float32, device=device)
-        for placed in assembly.placed_chunks:
+        device = fused.lm.device
+        by_layer = torch.zeros(1, len(fused.prompt), dtype=torch.float32, device=device)
+        for placed in fused.placed_chunks:
             score = -torch.arange(len(placed.span), dtype=torch.float32, device=device)
             if "inter" in placed.chunk.extras:
                 score = placed.chunk.blocks["inter"][:, 0].to(device)
@@ -80,7 +80,7 @@ class ClosestVariant:
         for overhead, exact, slot in self._ranked(place, slots):
             if overhead >= 1 and self.refuse and (slot is not None or isinstance(found, ChunkKV)):
                 return Miss(f"fix overhead {overhead:.2f}: no cache of it is worth mending")
-            chunk = found if slot is None else sound(place.store, slot)
+            chunk = found if slot is None else read_checked(place.store, slot)
             if isinstance(chunk, ChunkKV):
                 name, key = (place.base.name, None) if slot is None else (slot.key.base, slot.key)
                 note = f"{name}, exact" if exact else f"{name}, fix overhead {overhead:.2f}"
@@ -126,16 +126,16 @@ class FocusedChunks:
 
     def steer(
         self,
-        assembly: FusedPrompt,
+        fused: FusedPrompt,
         candidates: list[PlacedChunk],
         selection: Selection,
         scores: Scores | None,
         budget: int,
     ) -> FocusedChunksPass:
         """Return the watch over one pass."""
-        last = min(int(self.depth * assembly.lm.n_layers), assembly.lm.n_layers - 1)
-        asking = assembly.probe_rows().to(assembly.lm.device, non_blocking=True)
-        return FocusedChunksPass(assembly.prompt.chunks, asking, selection.positions, last, self.share)
+        last = min(int(self.depth * fused.lm.n_layers), fused.lm.n_layers - 1)
+        asking = fused.probe_rows().to(fused.lm.device, non_blocking=True)
+        return FocusedChunksPass(fused.prompt.chunks, asking, selection.positions, last, self.share)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.context_distance import context_overlap, kendall_distance
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StoredPatches:
             best = max(best, fit)
             if fit < self.threshold:
                 break
-            patch = sound(place.store, slot)
+            patch = read_checked(place.store, slot)
             if patch is not None:
                 exact = slot.key.base.startswith("difference") and slot.context == place.predecessors
                 note = f"{slot.key.base}, overlap {fit:.2f}"
@@ -74,7 +74,7 @@ class StoredPatches:
 
 
 def kamera(ratio: float = 0.0, threshold: float = 0.5, slots: int = 5) -> Method:
-    """Add stored patches to framed caches; `engine.capture(groups, keep=("patch",), rank=32)` makes them.
+    """Add stored patches to framed caches; `engine.corpus.capture(groups, keep=("patch",), rank=32)` makes them.
 
     Args:
         ratio: share of the passage tokens to recompute besides, those the question attends to most. The paper

@@ -14,7 +14,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.context_distance import context_distance
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.variant_slots import Slot, filled_slots, sound
+from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 NEGLIGIBLE = 1e-4
 """Weight below which an anchor is not read."""
@@ -56,7 +56,7 @@ class AnchorOffsets:
         slots = filled_slots(place.store, "difference", self.anchors, *where)
         same = [slot for slot in slots if slot.context == place.predecessors]
         for slot in same:
-            chunk = sound(place.store, slot)
+            chunk = read_checked(place.store, slot)
             if chunk is not None:
                 return AdaptedChunk(
                     add_differences(found, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base
@@ -74,7 +74,7 @@ class AnchorOffsets:
         for weight, slot in zip(weights, slots, strict=True):
             if weight < NEGLIGIBLE:
                 continue
-            chunk = sound(place.store, slot)
+            chunk = read_checked(place.store, slot)
             if chunk is None:
                 return Miss(f"{slot.key.base} cannot be read")
             chosen.append((weight, chunk))
@@ -88,7 +88,7 @@ class AnchorOffsets:
 
 
 def kvcomm(ratio: float = 0.0, gamma: float = 0.3, temperature: float = 1.0, anchors: int = 20) -> Method:
-    """Add stored differences to framed caches; `engine.capture(groups, keep=("difference",), variants=20)` makes them.
+    """Add stored differences to framed caches; `engine.corpus.capture(groups, keep=("difference",), variants=20)` makes them.
 
     Args:
         ratio: share of the passage tokens to recompute besides, those the question attends to most. The paper

@@ -34,7 +34,7 @@ class KVBuffer:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    arrive: Callable[[int], None] | None = None
+    wait_for_layer: Callable[[int], None] | None = None
 
     @classmethod
     def allocate(
@@ -67,7 +67,9 @@ class KVBuffer:
         at = plan.at
         return Cache(
             layers=[
-                RowsLayer(k, v, at, plan.length, None if self.arrive is None else partial(self.arrive, layer))
+                RowsLayer(
+                    k, v, at, plan.length, None if self.wait_for_layer is None else partial(self.wait_for_layer, layer)
+                )
                 for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True))
             ]
         )
@@ -84,10 +86,10 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         values: Tensor,
         at: slice | Tensor,
         length: int,
-        arrive: Callable[[], None] | None = None,
+        wait_for_layer: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self.arrive = arrive
+        self.wait_for_layer = wait_for_layer
         self.keys, self.values = keys, values
         self.at, self.length = at, length
         self.is_initialized = True
@@ -99,8 +101,8 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         """Scatter `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
         assert self.keys is not None
         assert self.values is not None
-        if self.arrive is not None:  # what is stored must be there first: rows take its place
-            self.arrive()
+        if self.wait_for_layer is not None:  # what is stored must be there first: rows take its place
+            self.wait_for_layer()
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]

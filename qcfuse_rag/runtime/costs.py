@@ -25,7 +25,7 @@ from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import copy_chunk
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk_index import INDEX_FAILURES
 from qcfuse_rag.store.prefill_base import BASES, BLIND
@@ -229,4 +229,4 @@ def save_costs(costs: Costs, path: Path) -> None:
     if read_costs(path) is not None:
         return
     with suppress(OSError):
-        write_whole(path, json.dumps(asdict(costs)))
+        write_atomically(path, json.dumps(asdict(costs)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def forward_rows(
-    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: HookedPass | None = None
+    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None
 ) -> Tensor:
     """Compute the plan's rows through all layers, writing their keys and values into the buffer.
 
@@ -30,12 +30,12 @@ def forward_rows(
         ids: `[R]` int64 token ids of the rows.
         plan: the rows and what they see.
         buffer: must hold keys and values at every position a row sees that is not itself a row.
-        course: changes the pass between layers, if given.
+        hooked_pass: changes the pass between layers, if given.
 
     Returns:
         `[vocabulary]` float32 logits after the last row.
     """
-    model = lm.model if course is None else model_view(lm.model, lm.model.get_decoder(), lm.n_layers, course)
+    model = lm.model if hooked_pass is None else model_view(lm.model, lm.model.get_decoder(), lm.n_layers, hooked_pass)
     logits = model(**model_inputs(ids, plan, buffer), logits_to_keep=1).logits
     return logits[0, -1].float()  # type: ignore[no-any-return]
 
@@ -49,7 +49,13 @@ def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuf
 
 @torch.inference_mode()
 def forward_hidden(
-    lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: HookedPass | None = None
+    lm: LanguageModel,
+    ids: Tensor,
+    plan: RowsPlan,
+    buffer: KVBuffer,
+    *,
+    depth: int,
+    hooked_pass: HookedPass | None = None,
 ) -> None:
     """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
 
@@ -59,11 +65,11 @@ def forward_hidden(
         plan: the rows and what they see.
         buffer: of as many sequences.
         depth: layers to run.
-        course: changes the pass between layers, if given.
+        hooked_pass: changes the pass between layers, if given.
     """
     decoder = lm.model.get_decoder()
-    if course is not None or depth < lm.n_layers:
-        decoder = decoder_view(decoder, depth, course)
+    if hooked_pass is not None or depth < lm.n_layers:
+        decoder = decoder_view(decoder, depth, hooked_pass)
     decoder(**model_inputs(ids, plan, buffer))
 
 

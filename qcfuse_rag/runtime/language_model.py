@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.compatibility import (
     ContextWindow,
-    refuse_strange_tokenizer,
+    refuse_mismatched_tokenizer,
     refuse_unsupported,
     stock_attention_name,
 )
@@ -99,7 +99,7 @@ class LanguageModel:
             UnsupportedModel: with the property that makes reuse wrong.
         """
         window = refuse_unsupported(model)
-        refuse_strange_tokenizer(model, tokenizer)
+        refuse_mismatched_tokenizer(model, tokenizer)
         ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
         sliding = measure_windows(model)
         attention.register()

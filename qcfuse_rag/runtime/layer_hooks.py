@@ -115,8 +115,8 @@ class HookedPass:
         buffer: of the request.
     """
 
-    def __init__(self, plan: RowsPlan, steering: LayerHook, buffer: KVBuffer) -> None:
-        self._first, self._steering, self._buffer = plan, steering, buffer
+    def __init__(self, plan: RowsPlan, hook: LayerHook, buffer: KVBuffer) -> None:
+        self._first, self._steering, self._buffer = plan, hook, buffer
         self._start = plan.rows
         self.plan = self._with(plan.rows)
         self.row_layers = 0
@@ -154,14 +154,14 @@ class HookedPass:
 
     def _with(self, rows: Tensor) -> RowsPlan:
         # Not `self`, which holds the plan: a ring of references would keep the buffer until it is collected.
-        first, steering, buffer = self._first, self._steering, self._buffer
+        first, hook, buffer = self._first, self._steering, self._buffer
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
-            steering.written(layer, rows, buffer, query)
-            if isinstance(steering, AttentionHook):
-                steering.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
+            hook.written(layer, rows, buffer, query)
+            if isinstance(hook, AttentionHook):
+                hook.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.atomic_write import write_whole
+from qcfuse_rag.store.atomic_write import write_atomically
 
 FORMAT = "qcfuse-profile-1"
 MAKE_ANEW = "make it anew with `qcfuse profile`"
@@ -28,7 +28,7 @@ class LayerProfile:
         model: how the user called it; for reports only.
         fingerprint: fields of the model's `Fingerprint`; the profile is of this model alone.
         layers: ascending indices of the critical layers.
-        recall: for each layer of the model the mean Recall@10 %, 0 to 1; see `evaluation.profile.recall`.
+        recall: for each layer of the model the mean Recall@10 %, 0 to 1; see `evaluation.profile.measure`.
         labels: what was taken for the evidence.
         samples: questions the means are over.
         skipped: questions that could not be used, by reason.
@@ -113,7 +113,7 @@ class LayerProfile:
             ProfileError: if it cannot be written.
         """
         try:
-            write_whole(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2, ensure_ascii=False))
+            write_atomically(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2, ensure_ascii=False))
         except OSError as error:
             raise ProfileError(f"cannot write {path} ({error}); name another place") from error
 

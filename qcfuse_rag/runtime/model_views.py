@@ -55,28 +55,28 @@ class LayerRunner(Protocol):
 class HookedLayer(ModuleProxy):
     """A decoder layer in a view."""
 
-    def __init__(self, inner: nn.Module, index: int, course: LayerRunner) -> None:
+    def __init__(self, inner: nn.Module, index: int, layer_runner: LayerRunner) -> None:
         super().__init__(inner)
-        self._index, self._course = index, course
+        self._index, self._layer_runner = index, layer_runner
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Have the course compute the layer."""
-        return self._course.run(self._index, self.inner, hidden_states, args, kwargs)
+        """Have the layer runner compute the layer."""
+        return self._layer_runner.run(self._index, self.inner, hidden_states, args, kwargs)
 
 
-def decoder_view(decoder: nn.Module, depth: int, course: LayerRunner | None) -> nn.Module:
-    """Return a decoder with its first `depth` layers, which a course runs if there is one."""
+def decoder_view(decoder: nn.Module, depth: int, layer_runner: LayerRunner | None) -> nn.Module:
+    """Return a decoder with its first `depth` layers, which a layer runner runs if there is one."""
     layers = decoder._modules["layers"]
     assert isinstance(layers, nn.ModuleList)
     first: Sequence[nn.Module] = list(layers[:depth])
-    if course is not None:
-        first = [HookedLayer(layer, index, course) for index, layer in enumerate(first)]
+    if layer_runner is not None:
+        first = [HookedLayer(layer, index, layer_runner) for index, layer in enumerate(first)]
     return with_module(decoder, nn.ModuleList(first), instead=layers)
 
 
-def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, course: LayerRunner) -> nn.Module:
-    """Return a model whose decoder's layers a course runs."""
-    return with_module(model, decoder_view(decoder, n_layers, course), instead=decoder)
+def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, layer_runner: LayerRunner) -> nn.Module:
+    """Return a model whose decoder's layers a layer runner runs."""
+    return with_module(model, decoder_view(decoder, n_layers, layer_runner), instead=decoder)
 
 
 class ViewCache:
@@ -91,42 +91,42 @@ class ViewCache:
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
-        self._decoder, self._given = decoder, _CurrentRunner()
-        self._model = model_view(model, decoder, n_layers, self._given)
+        self._decoder, self._current = decoder, _CurrentRunner()
+        self._model = model_view(model, decoder, n_layers, self._current)
         self._decoders: dict[int, nn.Module] = {}
 
     @contextmanager
-    def model(self, course: LayerRunner) -> Iterator[nn.Module]:
-        """Have a course run all layers; yields the model."""
-        with self._given.instead(course):
+    def model(self, layer_runner: LayerRunner) -> Iterator[nn.Module]:
+        """Have a layer runner run all layers; yields the model."""
+        with self._current.instead(layer_runner):
             yield self._model
 
     @contextmanager
-    def decoder(self, depth: int, course: LayerRunner) -> Iterator[nn.Module]:
-        """Have a course run the first `depth` layers; yields the decoder."""
+    def decoder(self, depth: int, layer_runner: LayerRunner) -> Iterator[nn.Module]:
+        """Have a layer runner run the first `depth` layers; yields the decoder."""
         if depth not in self._decoders:
-            self._decoders[depth] = decoder_view(self._decoder, depth, self._given)
-        with self._given.instead(course):
+            self._decoders[depth] = decoder_view(self._decoder, depth, self._current)
+        with self._current.instead(layer_runner):
             yield self._decoders[depth]
 
 
 class _CurrentRunner:
-    """Runs the course of the pass that is running, and holds on to none."""
+    """Forwards to the layer runner of the current pass; keeps no reference to it afterwards."""
 
     def __init__(self) -> None:
-        self._course: LayerRunner | None = None
+        self._layer_runner: LayerRunner | None = None
 
     @contextmanager
-    def instead(self, course: LayerRunner) -> Iterator[None]:
-        self._course = course
+    def instead(self, layer_runner: LayerRunner) -> Iterator[None]:
+        self._layer_runner = layer_runner
         try:
             yield
         finally:
-            self._course = None
+            self._layer_runner = None
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._course is not None
-        return self._course.run(layer, inner, hidden, args, kwargs)
+        assert self._layer_runner is not None
+        return self._layer_runner.run(layer, inner, hidden, args, kwargs)
 
 
 def with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ import torch
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles_from, rotate, rotate_into
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.quantization import companion
+from qcfuse_rag.store.quantization import side_block
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.kernels.placement import Block
@@ -116,7 +116,7 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
     """
     from qcfuse_rag.runtime.kernels.placement import Block
 
-    beside, staged = companion(chunk.numbers), []
+    beside, staged = side_block(chunk.numbers), []
     for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
         name, device = f"{kind}.{layer}", into.device
         block = chunk.part(kind, layer).transpose(0, 1).contiguous() if beside == "basis" else chunk.blocks[name]

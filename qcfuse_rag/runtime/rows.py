@@ -1,7 +1,7 @@
 """Rows: the token positions a forward pass computes, against a buffer that holds everybody else's keys and values.
 
 Full prefill is all rows, naive reuse is the question's rows, one decode step is one row. This is the one idea the
-engine rests on; see docs/architecture.md.
+engine rests on; see docs/reference/architecture.md.
 """
 
 from __future__ import annotations

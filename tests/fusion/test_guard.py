@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.runners import loading_first
 from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.estimate import estimate_prefill
@@ -23,6 +22,7 @@ from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.runners import loading_first
 
 FAST = Costs(pass_s=0.01, row_s=0.001, load_s=1e-6)
 LONG = PrefillEstimate(prompt_tokens=2000, stored_tokens=1950, selected_tokens=100, probe_rows=50, probe_share=0.5)
@@ -104,7 +104,9 @@ def test_a_prompt_without_any_stored_passage_says_that_and_is_not_the_guards(eng
 def test_a_guards_reason_names_what_was_absent_besides(engine: FusionEngine) -> None:
     engine.warm(PASSAGES[:1], bases=(FRAMED,))
     dear = replace(FAST, load_s=0.1)
-    report = prefill(loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES), guarded()).report
+    report = prefill(
+        loading_first(engine.lm, engine.store, costs=lambda: dear), engine.prompt(QUESTION, PASSAGES), guarded()
+    ).report
     assert str(report.fallback).startswith("computed in full, ")
     assert str(report.fallback).endswith("; 2 of 3 passages are absent")
 

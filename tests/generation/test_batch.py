@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag.generation.batch import answer_many
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import PromptTooLong
-from qcfuse_rag.generation.batch import shared_tokens, sharing_order
+from qcfuse_rag.generation.batch import answer_many, shared_tokens, sharing_order
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -108,25 +107,31 @@ def test_one_prompt_too_long_is_told_before_any_work(engine: FusionEngine, monke
     prompts = [engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION, PASSAGES * 8)]
     done: list[tuple[int, int]] = []
     with pytest.raises(PromptTooLong, match="context window"):
-        answer_many(engine.runner, prompts, progress=lambda *counts: done.append(counts))
+        answer_many(engine.runner, prompts, method=engine.method, progress=lambda *counts: done.append(counts))
     assert done == []
 
 
 def test_progress_counts_answers(engine: FusionEngine) -> None:
     done: list[tuple[int, int]] = []
     prompts = batch(engine)[:3]
-    answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=1), progress=lambda *counts: done.append(counts))
+    answer_many(
+        engine.runner,
+        prompts,
+        SamplingParams(max_new_tokens=1),
+        method=engine.method,
+        progress=lambda *counts: done.append(counts),
+    )
     assert done == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_sampled_answers_follow_their_seed(engine: FusionEngine) -> None:
     prompts, params = batch(engine)[:3], SamplingParams(max_new_tokens=LENGTH, temperature=1.2, seed=3)
     alone = [engine.generate(prompt, params).ids for prompt in prompts]
-    assert [answer.ids for answer in answer_many(engine.runner, prompts, params)] == alone
+    assert [answer.ids for answer in answer_many(engine.runner, prompts, params, method=engine.method)] == alone
 
 
 def test_no_prompts_no_answers(engine: FusionEngine) -> None:
-    assert answer_many(engine.runner, []) == []
+    assert answer_many(engine.runner, [], method=engine.method) == []
 
 
 def test_a_store_that_hangs_costs_each_prompt_its_limit_and_nothing_else(

@@ -10,9 +10,9 @@ from itertools import product, takewhile
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.errors import PromptTooLong
+from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support import references
@@ -52,7 +52,9 @@ def test_the_answer_is_the_models_own_greedy_continuation(engine: FusionEngine, 
     expected = up_to_the_end(engine, references.greedy_continuation(engine.lm, prompt.ids, LENGTH))
     plain = engine.generate(prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL)
     for method, draft in product(METHODS, [1, 3, 25]):
-        found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=draft)
+        found = generate_speculative(
+            engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=draft
+        )
         assert found.ids == expected, (method.name, draft)
         assert same(found, plain)
 
@@ -84,7 +86,9 @@ def test_the_counts_are_those_of_drafts_that_start_afresh(engine: FusionEngine, 
         compared += min(len(right) + 1, len(drafted), len(exact) - done)
         done += len(right) + 1
 
-    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=size)
+    found = generate_speculative(
+        engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=size
+    )
     assert (found.drafted, found.compared, found.accepted, found.passes) == (total, compared, accepted, passes)
 
 
@@ -130,7 +134,7 @@ def test_a_stop_string_ends_it_and_is_cut_off(engine: FusionEngine) -> None:
         if len(text := engine.generate(prompt, SamplingParams(max_new_tokens=24), method=FULL).text) > 3
     )
     params = SamplingParams(max_new_tokens=24, stop=(free[len(free) // 2 :][:3],))
-    found = generate_speculative(engine.runner, prompt, params, draft=6)
+    found = generate_speculative(engine.runner, prompt, params, method=engine.method, draft=6)
     assert same(found, engine.generate(prompt, params, method=FULL))
     assert found.finish_reason == "stop"
 
@@ -146,11 +150,11 @@ def test_both_prefills_are_reported_and_it_is_plain_data(engine: FusionEngine, p
 
 def test_what_cannot_be_verified_is_refused_before_any_work(engine: FusionEngine, prompt: Prompt) -> None:
     with pytest.raises(ValueError, match=r"only greedy answers can be verified, not temperature 0\.7; set it to 0"):
-        generate_speculative(engine.runner, prompt, SamplingParams(temperature=0.7))
+        generate_speculative(engine.runner, prompt, SamplingParams(temperature=0.7), method=engine.method)
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
-        generate_speculative(engine.runner, prompt, draft=0)
+        generate_speculative(engine.runner, prompt, method=engine.method, draft=0)
     with pytest.raises(PromptTooLong, match="context window"):
-        generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=5000))
+        generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=5000), method=engine.method)
 
 
 def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_the_same(

@@ -72,15 +72,15 @@ def test_a_primed_base_needs_its_primer(llama: LanguageModel, engine: FusionEngi
 
 def test_the_first_passage_is_exact_and_the_others_primed(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
+    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     assert UNGUARDED.base is not None
-    assembly.load(warmed.store, UNGUARDED.base, UNGUARDED.adapter)
-    assert [placed.exact for placed in assembly.placed_chunks] == [True, False, False]
+    fused.load(UNGUARDED.base, UNGUARDED.adapter)
+    assert [placed.exact for placed in fused.placed_chunks] == [True, False, False]
     without = make_method("auto", exact_first=False)
     assert without.base is not None
-    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
-    assembly.load(warmed.store, without.base, without.adapter)
-    assert [placed.exact for placed in assembly.placed_chunks] == [False, False, False]
+    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
+    fused.load(without.base, without.adapter)
+    assert [placed.exact for placed in fused.placed_chunks] == [False, False, False]
 
 
 def test_one_passage_is_answered_as_full_prefill_would(warmed: FusionEngine) -> None:
@@ -103,9 +103,9 @@ def test_what_is_not_primed_yet_is_taken_framed_and_what_is_not_stored_computed(
 @pytest.mark.parametrize("rows", ["question", "suffix"])
 def test_who_asks(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
-    assembly.load(warmed.store, FRAMED)
-    asking = assembly.probe_rows(suffix=rows == "suffix").tolist()
+    fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
+    fused.load(FRAMED)
+    asking = fused.probe_rows(suffix=rows == "suffix").tolist()
     assert asking[0] == prompt.chunks[-1].stop
     last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
     assert asking[-1] + 1 == (len(prompt) if rows == "suffix" else last)
@@ -136,10 +136,10 @@ def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     found = {}
     for normalized in (False, True):
-        assembly = FusedPrompt.empty(warmed.lm, prompt, len(prompt))
-        assembly.load(warmed.store, FRAMED)
-        found[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(assembly).by_layer
-    counted = candidate_positions(recomputable_chunks(assembly))
+        fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
+        fused.load(FRAMED)
+        found[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
+    counted = candidate_positions(recomputable_chunks(fused))
     by_hand = found[False][:, counted] / found[False][:, counted].sum(1, keepdim=True)
     assert torch.allclose(found[True][:, counted], by_hand, atol=1e-6)
     assert torch.allclose(found[True][:, counted].sum(1), torch.ones(warmed.lm.n_layers))

@@ -8,15 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from qcfuse_rag.runtime.loading.loading import Loading
 
 from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.rope import KVShape
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.buffer_pool import ALIGNMENT, BufferPool
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.runners import loading_first
 
 SHAPES = (KVShape(2, 8, 8), KVShape(1, 4, 6))
 MIB = 1 << 20
@@ -120,16 +121,16 @@ def test_a_buffer_in_it_is_laid_out_as_any(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["full", "qcfuse", "prophetkv", "cacheblend"])
 def test_answers_in_memory_full_of_others_are_the_same_to_the_last_bit(name: str, engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
-    prompt, loading = engine.prompt(QUESTION, PASSAGES), Loading(engine.lm)
+    prompt, runner = engine.prompt(QUESTION, PASSAGES), ModelRunner(engine.lm, engine.store)
     method = make_method(name) if name == "full" else make_method(name, ratio=0.3, base=FRAMED)
-    expected = prefill(engine.lm, engine.store, prompt, method).logits
-    before = prefill(engine.lm, engine.store, prompt, method, loading=loading)
+    expected = prefill(loading_first(engine.lm, engine.store), prompt, method).logits
+    before = prefill(runner, prompt, method)
     place = before.buffer.keys[0].data_ptr()
     with torch.inference_mode():
         for held in (*before.buffer.keys, *before.buffer.values):
             held.fill_(torch.nan)
     del before, held
-    after = prefill(engine.lm, engine.store, prompt, method, loading=loading)
+    after = prefill(runner, prompt, method)
     assert after.buffer.keys[0].data_ptr() == place
     assert torch.equal(after.logits, expected)
 

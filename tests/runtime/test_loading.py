@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qcfuse_rag.runtime.runner import ModelRunner
-from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Method, make_method
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import prefill
@@ -24,6 +22,7 @@ from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.loading.host_to_device import Ring
 from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -31,6 +30,7 @@ from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
+from tests.support.runners import loading_first
 
 Watch = Callable[[str], None]
 
@@ -188,7 +188,9 @@ def test_damage_found_late_is_computed_reported_and_discarded(
     assert done.report.fallback == "1 of 3 passages computed in full: checksum differs"
     assert FRAMED.key(engine.lm.fingerprint, prompt.prefix_ids, prompt.chunks[1].segment.ids) not in store
     store.before = None
-    assert torch.equal(done.logits, prefill(loading_first(engine.lm, store), prompt, make_method(method, base=FRAMED)).logits)
+    assert torch.equal(
+        done.logits, prefill(loading_first(engine.lm, store), prompt, make_method(method, base=FRAMED)).logits
+    )
 
 
 def test_several_chunks_that_break_one_after_the_other_all_end_in_full_prefill(

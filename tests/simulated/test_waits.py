@@ -40,7 +40,7 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     if recorded:
-        engine.passes.compile(rows=(48,))
+        engine.runner.prefills.compile(rows=(48,))
     prompt = engine.prompt(QUESTION, [*PASSAGES, *missing])
     chosen = make_method("full") if method == "full" else replace(make_method(method, base=FRAMED), guard=None)
     device.launched.clear()

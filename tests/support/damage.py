@@ -7,13 +7,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 
 
 def damaged(chunk: ChunkKV, block: str) -> ChunkKV:
     """Return a chunk of which one block cannot be read, whatever is read before it."""
 
-    class Damaged(HeldBlocks):
+    class Damaged(TensorBlocks):
         def __getitem__(self, name: str) -> Tensor:
             if name == block:
                 raise CorruptEntry(f"block {name} does not match its checksum")

@@ -13,5 +13,7 @@ def stored(engine: FusionEngine) -> set[str]:
     """Return which passages' caches are in the store."""
     base = engine.method.base
     assert base is not None
-    keys = {text: engine.keys(engine.prompts.chunk_ids(text), [base])[0] for text in (FERRY, HULL, MILL, HARBOUR)}
+    keys = {
+        text: engine.corpus.keys(engine.prompts.chunk_ids(text), [base])[0] for text in (FERRY, HULL, MILL, HARBOUR)
+    }
     return {text for text, key in keys.items() if key in engine.store}

@@ -18,6 +18,8 @@ from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfile, choose_layers
 from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.samples import Sample
 
 TOO_LONG = "longer than the context window"
@@ -100,7 +102,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
     Returns:
         `[n_layers, T]` float32 on the CPU: the attention each position gets, mean over heads and asking rows.
     """
-    fused = FusedPrompt.empty(lm, prompt, len(prompt))
+    fused = FusedPrompt.empty(ModelRunner(lm, MemoryStore()), prompt, len(prompt))
     for span in prompt.spans:
         if span.segment.role in (Role.HEAD, Role.CHUNK):
             fused.known[span.start : span.stop] = True
@@ -119,7 +121,7 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
         found[layer, :length] = weights.cpu()
 
     plan = RowsPlan.between(0, length, lm.device, lm.sliding, observe)
-    forward_hidden(lm, fused.ids[:length], plan, fused.buffer, depth=lm.n_layers)
+    forward_hidden(lm, fused.ids[:length], plan, fused.loading_buffer, depth=lm.n_layers)
     return found
 
 

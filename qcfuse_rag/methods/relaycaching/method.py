@@ -193,15 +193,15 @@ class RelayRepair:
 
     def steer(
         self,
-        assembly: FusedPrompt,
+        fused: FusedPrompt,
         candidates: list[PlacedChunk],
         selection: Selection,
         scores: Scores | None,
         budget: int,
     ) -> RelayRepairPass:
         """Return the repair of one pass."""
-        positions = candidate_positions(candidates, assembly.lm.device)
-        return RelayRepairPass(positions, self, self.layers_of(assembly.lm), budget if self.fixed else None)
+        positions = candidate_positions(candidates, fused.lm.device)
+        return RelayRepairPass(positions, self, self.layers_of(fused.lm), budget if self.fixed else None)
 
 
 @dataclass(slots=True, eq=False)

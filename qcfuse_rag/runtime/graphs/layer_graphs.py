@@ -95,10 +95,10 @@ class LayerGraphs:
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
-        course = _Replaying(self._layers, self._between, plan, buffer)
-        with self._views.model(course) as model:
+        hooked_pass = _Replaying(self._layers, self._between, plan, buffer)
+        with self._views.model(hooked_pass) as model:
             logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
-        course.check_complete(self._lm.n_layers)
+        hooked_pass.check_complete(self._lm.n_layers)
         return logits[0, -1].float()
 
     def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
@@ -107,10 +107,10 @@ class LayerGraphs:
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
-        course = _Replaying(self._layers, self._between, plan, buffer)
-        with self._views.decoder(depth, course) as decoder:
+        hooked_pass = _Replaying(self._layers, self._between, plan, buffer)
+        with self._views.decoder(depth, hooked_pass) as decoder:
             decoder(**self._inputs(ids, plan, buffer))
-        course.check_complete(depth)
+        hooked_pass.check_complete(depth)
         return True
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
@@ -211,8 +211,8 @@ class _Replaying:
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a recorded layer, when what is stored of it is there; have the pass's observer look at it."""
-        if self._buffer.arrive is not None:
-            self._buffer.arrive(layer)
+        if self._buffer.wait_for_layer is not None:
+            self._buffer.wait_for_layer(layer)
         recorded = self._layers[layer]
         if layer == 0:
             self._between[0].copy_(hidden)

@@ -71,23 +71,25 @@ class PrefillRunner:
         self.replayed = 0
 
     @torch.inference_mode()
-    def forward_rows(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, course: HookedPass | None = None) -> Tensor:
+    def forward_rows(
+        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None
+    ) -> Tensor:
         """Compute rows through all layers; see `runtime.forward.forward_rows`. A pass that is steered is not recorded."""
         logits = None
-        if course is None:
+        if hooked_pass is None:
             logits = self._replayed(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
-        return forward_rows(self._lm, ids, plan, buffer, course) if logits is None else record_stream(logits)
+        return forward_rows(self._lm, ids, plan, buffer, hooked_pass) if logits is None else record_stream(logits)
 
     @torch.inference_mode()
     def forward_hidden(
-        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, course: HookedPass | None = None
+        self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, depth: int, hooked_pass: HookedPass | None = None
     ) -> None:
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
         done = None
-        if course is None:
+        if hooked_pass is None:
             done = self._replayed(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
         if not done:
-            forward_hidden(self._lm, ids, plan, buffer, depth=depth, course=course)
+            forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
 
     def compile(self, rows: Sequence[int] = ROWS) -> None:
         """Record passes of so many rows; takes memory and seconds.
@@ -175,12 +177,12 @@ class PrefillRunner:
                 mine.fill_(torch.nan)
                 yours.normal_(generator=generator)
 
-            def arrive(layer: int, ours: KVBuffer = ours, theirs: KVBuffer = theirs) -> None:
+            def wait_for_layer(layer: int, ours: KVBuffer = ours, theirs: KVBuffer = theirs) -> None:
                 ours.keys[layer].copy_(theirs.keys[layer])
                 ours.values[layer].copy_(theirs.values[layer])
 
             plan = RowsPlan.of(rows, lm.sliding)
-            arriving = replace(ours, arrive=arrive)
+            arriving = replace(ours, wait_for_layer=wait_for_layer)
             logits = self._taking_turns(lambda: graphs.logits(ids, plan, arriving))  # noqa: B023
             if logits is None:
                 raise RuntimeError("a pass is not as it was recorded")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
 from qcfuse_rag.runtime.kernels.launch import block_dim, launching_on, triton_type
-from qcfuse_rag.store.quantization import restore
+from qcfuse_rag.store.quantization import dequantize
 
 TOKENS_PER_PROGRAM = 16
 MOST_IN_A_LAUNCH = 32768
@@ -216,7 +216,7 @@ def _launch(group: list[Block], tables: AngleTables) -> None:
 def place_blocks_reference(blocks: Sequence[Block]) -> None:
     """Do what `place_blocks` does, block by block in torch."""
     for block in blocks:
-        wide = block.stored if block.scale is None else restore(block.stored, block.scale, block.into.dtype)
+        wide = block.stored if block.scale is None else dequantize(block.stored, block.scale, block.into.dtype)
         tokens = wide.transpose(0, 1)
         stop = block.start + tokens.shape[1]
         if block.rope is not None and block.rope.inv_freq is not None:

@@ -83,7 +83,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference, takes_tall
     from qcfuse_rag.runtime.kv_table import KVTable
     from qcfuse_rag.runtime.reference_attention import plain_attention_weights
-    from qcfuse_rag.store.quantization import narrow
+    from qcfuse_rag.store.quantization import quantize
 
     generator = torch.Generator(device).manual_seed(0)
 
@@ -124,7 +124,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     for numbers in ("model", "int8"):
         stored: list[tuple[Tensor, Tensor | None]] = [(random(TOKENS, KV_HEADS, dim), None) for _ in range(2)]
         if numbers != "model":
-            stored = [narrow(wide, numbers, over=2 * place) for place, (wide, _) in enumerate(stored)]
+            stored = [quantize(wide, numbers, over=2 * place) for place, (wide, _) in enumerate(stored)]
         placed = torch.zeros(2, 2, 1, KV_HEADS, 2 * TOKENS, dim, dtype=dtype, device=device)
         for sides, how_placed in zip(placed, (place_blocks, place_blocks_reference), strict=True):
             both = zip(stored, sides, (rope, None), strict=True)  # keys, and values by the same launch

@@ -25,7 +25,7 @@ from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.placement import copy_layer, stage_layer
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.quantization import companion
+from qcfuse_rag.store.quantization import side_block
 
 AHEAD_BYTES = 256 << 20
 """What may be on a device beside the buffer before it is placed; half of it at most once placing was launched."""
@@ -81,18 +81,18 @@ class LayerLoader:
         parts: Sequence[PendingChunk],
         *,
         transfer: HostToDevice | None,
-        patience: WaitBudget,
+        wait_budget: WaitBudget,
     ) -> None:
         self._buffer: KVBuffer | None = buffer
         self._device = buffer.keys[0].device
         self._ropes, self._parts = ropes, parts
-        self._transfer, self._patience = transfer, patience
+        self._transfer, self._wait_budget = transfer, wait_budget
         self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
         self._layers: queue.SimpleQueue[LateMissError | TransferHandle | None] = queue.SimpleQueue()
         self._next_up: LateMissError | TransferHandle | None = None
         self._angles: AngleTables = {}
         self._together = transfer is not None and all(
-            supports_placement(part.chunk.numbers, transfer.device) and companion(part.chunk.numbers) != "basis"
+            supports_placement(part.chunk.numbers, transfer.device) and side_block(part.chunk.numbers) != "basis"
             for part in parts
         )
         self._placed = 0
@@ -116,8 +116,8 @@ class LayerLoader:
                 return
             began = DeviceTimestamp.on(self._device)
             try:
-                with self._patience.waiting():
-                    self._place([self._next(self._patience.left_s), *self._also_here()])
+                with self._wait_budget.waiting():
+                    self._place([self._next(self._wait_budget.left_s), *self._also_here()])
             except LateMissError:
                 self.stop()
                 raise
@@ -138,7 +138,7 @@ class LayerLoader:
             try:
                 item = self._layers.get(timeout=limit_s)
             except queue.Empty:
-                late = Miss(self._patience.exhausted)
+                late = Miss(self._wait_budget.exhausted)
                 raise LateMissError({part.start: late for part in self._parts}) from None
         if isinstance(item, LateMissError):
             raise item

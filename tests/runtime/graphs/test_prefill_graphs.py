@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag.generation.speculative import generate_speculative
-from tests.support.runners import loading_first
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
@@ -36,6 +35,7 @@ from tests.support.engines import make_engine
 from tests.support.families import build_model, build_nested_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.recorders import DEVICE, AgainAndAgain, CountingRecorder, Failing, Remembering
+from tests.support.runners import loading_first
 
 pytest.importorskip("triton")
 
@@ -349,7 +349,7 @@ def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernel_refusal", full)
+    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.unavailable_reason", full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
     passes.compile(rows=(4,))
     assert passes.refusal == "there are no kernels: there is no room to try them"

@@ -34,7 +34,7 @@ from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attent
 from qcfuse_rag.runtime.kernels.placement import Block, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 from qcfuse_rag.runtime.kv_table import KVTable
-from qcfuse_rag.store.quantization import LOSSLESS, narrow
+from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
 FP8_SINCE, HOPPER = 89, 90
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):
-                block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
+                block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
                 yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
 
 

@@ -53,7 +53,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernels_run_on", lambda *given: True)
     monkeypatch.setattr("qcfuse_rag.runtime.runner.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.kernels_place", lambda *given: True)
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.supports_placement", lambda *given: True)
     if DEVICE.type == "cpu":
         monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: Nearby())
     monkeypatch.setattr("qcfuse_rag.runtime.decode_step.kernels_run_on", lambda *given: True)

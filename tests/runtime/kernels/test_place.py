@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.kernels import placement as place
 from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
-from qcfuse_rag.store.quantization import narrow
+from qcfuse_rag.store.quantization import quantize
 from tests.runtime.kernels.operands import TOLERANCE, relative_error, watched
 from tests.support.recorders import DEVICE
 
@@ -23,7 +23,7 @@ def block(tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: Layer
     stored = torch.randn(tokens, into.shape[1], into.shape[3]).to(DEVICE, dtype)
     if numbers == "model":
         return Block(stored, None, into, start, rope)
-    return Block(*narrow(stored, numbers, over=2 if rope is None else 0), into, start, rope)
+    return Block(*quantize(stored, numbers, over=2 if rope is None else 0), into, start, rope)
 
 
 @pytest.mark.parametrize(
