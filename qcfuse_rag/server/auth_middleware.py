@@ -1,4 +1,4 @@
-"""Who is let in, by which name, and with how large a body."""
+"""Check a request's token or host name, and limit the size of its body, before the application reads it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qcfuse_rag.server.error_responses import failure
+from qcfuse_rag.server.error_responses import error_response
 
-OPEN = ("/healthz",)
-"""Paths that need no token: they say nothing of what is served."""
+PUBLIC_PATHS = ("/healthz",)
+"""Paths without authentication; they reveal nothing about the model or the store."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names by which a machine calls itself. A page that a browser shows can have any other lead here too."""
+"""Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request may be.
+class RequestLimits:
+    """Limits of one request.
 
     Attributes:
-        body_bytes: most bytes of a body.
-        documents: most documents.
-        body_s: most seconds until a body is there.
+        body_bytes: largest body, in bytes.
+        documents: largest number of documents.
+        body_s: longest time to receive the body, in seconds.
     """
 
     body_bytes: int = 8 << 20
@@ -36,17 +36,17 @@ class Limits:
     body_s: float = 60.0
 
 
-class Guard:
-    """Lets in who has the token, with bodies that are not too large; what headers show is said before a body is read.
+class AuthMiddleware:
+    """Admits requests with the right token and a small enough body; refuses by the headers alone where possible.
 
     Args:
-        app: what is behind it.
-        token: None lets everybody in who asks by one of `hosts`.
+        app: the application behind it.
+        token: None admits every request for one of `hosts`.
         limits: of requests.
-        hosts: names to be asked by where there is no token; None takes any.
+        hosts: allowed host names if there is no token; None allows any.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None, limits: Limits, hosts: Collection[str] | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, limits: RequestLimits, hosts: Collection[str] | None) -> None:
         self._app, self._token, self._limits, self._hosts = app, token, limits, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,58 +54,60 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        await (refusal or self._app)(scope, self._bounded(receive), send)
+        refusal = self._check_headers(scope)
+        await (refusal or self._app)(scope, self._limited(receive), send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _check_headers(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
-        if scope["path"] not in OPEN and (refusal := self._unknown(headers)) is not None:
+        if scope["path"] not in PUBLIC_PATHS and (refusal := self._check_client(headers)) is not None:
             return refusal
         length = headers.get(b"content-length", b"")
-        if length and b"transfer-encoding" in headers:  # servers on the way may each go by another one
-            return failure(400, "Content-Length and Transfer-Encoding exclude each other; send one", close=True)
-        most = self._limits.body_bytes
-        if length.isdigit() and int(length) > most:
-            return failure(413, f"the body has {int(length)} bytes, and this server reads at most {most}")
+        if length and b"transfer-encoding" in headers:  # proxies may disagree on which one applies: request smuggling
+            return error_response(400, "Content-Length and Transfer-Encoding exclude each other; send one", close=True)
+        limit = self._limits.body_bytes
+        if length.isdigit() and int(length) > limit:
+            return error_response(413, f"the body has {int(length)} bytes, and this server reads at most {limit}")
         return None
 
-    def _unknown(self, headers: dict[bytes, bytes]) -> Response | None:
-        """Refuse who does not give the token, or, where there is none, asks by a name that may be anybody's."""
+    def _check_client(self, headers: dict[bytes, bytes]) -> Response | None:
+        """Refuse a request without the right token, or, if there is no token, for an unknown host name."""
         if self._token is not None:
-            kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if kind.lower() != b"bearer" or not secrets.compare_digest(given, self._token.encode()):
-                return failure(401, "a bearer token is needed, and this is not it")
+            scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self._token.encode()):
+                return error_response(401, "a bearer token is needed; it is missing or wrong")
             return None
         if self._hosts is None or host_of(headers) in self._hosts:
             return None
         names = ", ".join(dict.fromkeys(self._hosts))
-        return failure(421, f"without a token this server goes by {names} alone; set QCFUSE_TOKEN where it runs")
+        return error_response(421, f"without a token this server answers only as {names}; set QCFUSE_TOKEN on it")
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Return a `receive` that takes no more of a body than may be, and waits for it no longer."""
-        most, late = self._limits.body_bytes, asyncio.get_running_loop().time() + self._limits.body_s
-        taken, whole = 0, False
+    def _limited(self, receive: Receive) -> Receive:
+        """Return a `receive` that limits the size of the body and the time until it is complete."""
+        limit, deadline = self._limits.body_bytes, asyncio.get_running_loop().time() + self._limits.body_s
+        received, complete = 0, False
 
-        async def bounded() -> Message:
-            nonlocal taken, whole
-            if whole:  # and what comes now is that the client goes
+        async def limited() -> Message:
+            nonlocal received, complete
+            if complete:  # the next message is the client's disconnect, whenever it comes
                 return await receive()
             try:
-                async with asyncio.timeout_at(late):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                raise HTTPException(408, f"the body was not there within {self._limits.body_s:g} s") from error
-            taken += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
-            if taken > most:
-                raise HTTPException(413, f"the body goes on after {taken} bytes, and this server reads at most {most}")
+                raise HTTPException(408, f"the body did not arrive within {self._limits.body_s:g} s") from error
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > limit:
+                raise HTTPException(
+                    413, f"the body has at least {received} bytes, and this server reads at most {limit}"
+                )
             return message
 
-        return bounded
+        return limited
 
 
 def host_of(headers: dict[bytes, bytes]) -> str | None:
-    """Return the name in `Host`, without the port; None if there is none."""
+    """Return the name in the `Host` header, without the port; None if there is none."""
     try:
         return urlsplit(f"//{headers.get(b'host', b'').decode('latin-1')}").hostname
     except ValueError:

@@ -1,4 +1,4 @@
-"""From a request to the events of its answer: what an endpoint asks, wherever the engine is."""
+"""Answer chat requests with an engine and return the answers as events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextvars
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
@@ -16,37 +16,43 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine, cancel_answer
 from qcfuse_rag.engine.request import ScheduledAnswer
 from qcfuse_rag.errors import Busy, QCFuseError
+from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import Generation
-from qcfuse_rag.generation.response_format import AnswerForm, AnswerReader
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.generation.tool_parsers import ToolReply
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.redact import told
 from qcfuse_rag.server.request import ChatRequest
 
 LOG = logging.getLogger(__name__)
-PREPARING = 8
-"""Requests that are tokenised at a time, which takes memory; the others wait for their turn."""
 
-FINISH = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+MAX_PREPARING = 8
+"""Requests that are tokenised at a time, because tokenising takes memory; other requests wait."""
+
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
+"""OpenAI's finish reasons for the library's."""
+
+SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
+"""Beginnings of reasons that contain only this library's words, also after a colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A piece of an answer, as plain data, so that it can cross processes.
+    """A piece of an answer, as plain data that can be sent between processes.
 
     Attributes:
         text: new text.
-        calls: in the last event, the tools that are called, in OpenAI's words.
-        finish: in the last event, why the answer is over.
-        usage: in the last event, counts of tokens, in OpenAI's words.
-        report: in the last event, what the prefill did.
-        status, error: HTTP status and message of a request that failed; then it is the only event.
+        calls: tool calls in OpenAI's format; only in the last event.
+        finish_reason: why the answer ended, in OpenAI's terms; only in the last event.
+        usage: token counts in OpenAI's format; only in the last event.
+        report: of the prefill; only in the last event.
+        status: HTTP status; other than 200 the event is the last one.
+        error: message of a failed request.
     """
 
     text: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
-    finish: str | None = None
+    finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
     status: int = 200
@@ -58,60 +64,60 @@ class Event:
 
 
 class Backend(Protocol):
-    """What answers requests."""
+    """Answers requests."""
 
     @property
     def name(self) -> str:
-        """How clients call the model."""
+        """The model's name for clients."""
 
     def ready(self) -> str | None:
-        """Return None if it can answer, else why not."""
+        """Return None if the backend can answer, else the reason why not."""
 
-    def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
-        """Answer a request; whoever stops reading cancels it."""
+    def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        """Answer a request; closing the generator cancels the request."""
 
 
 class EngineBackend:
     """Answers with an engine in this process.
 
     Args:
-        served: the engine behind its scheduler, which lets as many requests wait as there may be.
-        name: how clients call the model.
-        most_tokens: of an answer.
-        requests: most requests at a time, waiting ones included; one more is refused. None leaves that to whoever asks.
+        served: the engine with its scheduler; the scheduler's queue holds at least `max_requests` requests.
+        name: the model's name for clients.
+        most_tokens: length limit of an answer.
+        max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
     """
 
     def __init__(
-        self, served: ServedEngine, name: str, *, most_tokens: int = 4096, requests: int | None = None
+        self, served: ServedEngine, name: str, *, most_tokens: int = 4096, max_requests: int | None = None
     ) -> None:
         self.name, self._served, self._most_tokens = name, served, most_tokens
-        self._requests, self._taken = requests, 0
-        self._preparers = ThreadPoolExecutor(PREPARING, thread_name_prefix="qcfuse-prepare")
+        self._max_requests, self._running = max_requests, 0
+        self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
 
     def ready(self) -> str | None:
-        """Return why nothing can be answered, or None. Trouble with the store is not a reason: see `qcfuse store`."""
+        """Return why no request can be answered, or None. Store errors do not count: see `qcfuse store`."""
         return None if self._served.scheduler.alive else "the scheduler has ended"
 
-    async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
-        """Answer a request that `refuse_unanswerable` let pass; what else is wrong with it is an event too."""
-        if self._requests is not None and self._taken >= self._requests:
-            yield Event(status=429, error=f"{self._taken} requests are answered or waiting already; ask again later")
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        """Answer a request that `refuse_unsupported` accepted; further errors in it are events too."""
+        if self._max_requests is not None and self._running >= self._max_requests:
+            yield Event(status=429, error=f"{self._running} requests are answered or waiting already; ask again later")
             return
-        self._taken += 1
+        self._running += 1
         try:
-            form, answer = await self._ask(request)
+            response_format, answer = await self._submit(request)
             try:
-                reader = AnswerReader(self._served.engine.lm.tokenizer, form)
+                reader = ResponseReader(self._served.engine.lm.tokenizer, response_format)
                 async for piece in answer:
-                    if text := reader.show(piece):
+                    if text := reader.push(piece):
                         yield Event(text)
             finally:
                 answer.cancel()
             assert answer.generation is not None
-            rest, reply = reader.end(answer.generation)
+            text, response = reader.finish(answer.generation)
             if request.parallel_tool_calls is False:
-                reply = replace(reply, calls=reply.calls[:1])
-            yield last_event(rest, reply, answer.generation)
+                response = replace(response, calls=response.calls[:1])
+            yield last_event(text, response, answer.generation)
         except Busy as error:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
@@ -120,45 +126,53 @@ class EngineBackend:
             LOG.exception("a request failed")
             yield Event(status=500, error=f"the server failed: {type(error).__name__}")
         finally:
-            self._taken -= 1
+            self._running -= 1
 
-    async def _ask(self, request: ChatRequest) -> tuple[AnswerForm, ScheduledAnswer]:
-        """Queue a request when it has been prepared; return what its answer will be.
+    async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, ScheduledAnswer]:
+        """Prepare and queue a request; return its response format and its coming answer.
 
         Raises:
-            QCFuseError: if there is something wrong with it.
+            QCFuseError: if the request is invalid.
         """
         try:
-            form, sampling = request.form, request.sampling(self._most_tokens)
+            response_format, sampling = request.to_response_format(), request.sampling(self._most_tokens)
 
-            def asked(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
+            def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
                 prompt = request.prompt(engine)
-                room = max(1, engine.lm.window.tokens - len(prompt))
-                most = sampling.max_new_tokens if request.says_how_long else min(room, sampling.max_new_tokens)
-                return prompt, form.sampling(replace(sampling, max_new_tokens=most), engine.lm.tokenizer)
+                remaining = max(1, engine.lm.window.tokens - len(prompt))
+                limit = sampling.max_new_tokens
+                if not request.has_token_limit:
+                    limit = min(remaining, limit)
+                return prompt, response_format.sampling(replace(sampling, max_new_tokens=limit), engine.lm.tokenizer)
 
-            return form, await self._prepared(asked)
+            return response_format, await self._queue(prepare)
         except RecursionError as error:
-            raise QCFuseError("something in the body is nested too deep") from error
+            raise QCFuseError("something in the body is nested too deeply") from error
 
-    async def _prepared(self, asked: AnswerRequest) -> ScheduledAnswer:
-        """Have a request prepared and queued; one whose asker goes gives up its turn."""
-        preparing = self._preparers.submit(contextvars.copy_context().run, self._served.ask, asked)
+    async def _queue(self, prepare: AnswerRequest) -> ScheduledAnswer:
+        """Prepare a request in a thread and queue it; cancel it if its client disconnects meanwhile."""
+        preparing = self._preparers.submit(contextvars.copy_context().run, self._served.ask, prepare)
         try:
             return await asyncio.wrap_future(preparing)
         except asyncio.CancelledError:
-            preparing.add_done_callback(cancel_answer)  # if it has begun, it cannot be stopped before it is queued
+            preparing.add_done_callback(cancel_answer)  # a running preparation cannot stop before it queues the request
             raise
 
     def close(self) -> None:
-        """Finish what is being answered, then let go of the engine."""
+        """Finish the current answers, then release the engine."""
         self._preparers.shutdown(cancel_futures=True)
         self._served.scheduler.close(drain=True)
         self._served.close()
 
 
-def last_event(rest: str, reply: ToolReply, generation: Generation) -> Event:
-    """Return the end of an answer."""
+def last_event(text: str, response: ParsedResponse, generation: Generation) -> Event:
+    """Return the last event of an answer.
+
+    Args:
+        text: content that was not sent yet.
+        response: the parsed answer.
+        generation: the finished answer.
+    """
     usage = generation.usage
     calls = [
         {
@@ -166,19 +180,45 @@ def last_event(rest: str, reply: ToolReply, generation: Generation) -> Event:
             "type": "function",
             "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
         }
-        for call in reply.calls
+        for call in response.calls
     ]
-    # What was meant as a call and is none is shown, since clients have no place for it.
-    broken = "".join(call.text for call in reply.broken)
+    # OpenAI's format has no field for broken calls, so they are sent as text.
+    broken = "".join(call.text for call in response.broken)
     return Event(
-        text=rest + broken,
+        text=text + broken,
         calls=calls,
-        finish="tool_calls" if calls else FINISH[generation.finish_reason],
+        finish_reason="tool_calls" if calls else FINISH_REASONS[generation.finish_reason],
         usage={
             "prompt_tokens": usage.input_tokens,
             "completion_tokens": usage.output_tokens,
             "total_tokens": usage.input_tokens + usage.output_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        report=told(generation.report),
+        report=redact_report(generation.report),
     )
+
+
+def redact_report(report: FusionReport) -> dict[str, Any]:
+    """Return a report as plain data, without third-party error text in its reasons; log that text instead.
+
+    Third-party text follows a colon. It may name folders of a file system or hosts of a remote store, which clients
+    must not see.
+    """
+    lookups = [redact_lookup(lookup) for lookup in report.lookups]
+    fallback = report.fallback
+    if fallback == describe_misses(list(report.lookups)):
+        fallback = describe_misses(lookups)
+    elif fallback is not None and fallback.startswith(UNSOUGHT):
+        fallback = UNSOUGHT
+    withheld = {lookup.reason for lookup in report.lookups} - {lookup.reason for lookup in lookups}
+    withheld |= {report.fallback} - {fallback} if fallback == UNSOUGHT else set()
+    if withheld:
+        LOG.error("passages were not read: %s", "; ".join(sorted(map(str, withheld))))
+    return replace(report, lookups=tuple(lookups), fallback=fallback).to_dict()
+
+
+def redact_lookup(lookup: Lookup) -> Lookup:
+    """Return a lookup without third-party error text in its reason."""
+    if lookup.reason is None or lookup.reason.startswith(SAFE_REASONS):
+        return lookup
+    return replace(lookup, reason=lookup.reason.partition(":")[0])

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Error responses in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from fastapi.responses import JSONResponse, Response
 
 CLOSE = {"Connection": "close"}
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: CLOSE, 429: {"Retry-After": "1"}}
-"""What else is said with a status."""
+"""Extra response headers by status."""
 
 
-def failure(status: int, message: str, *, close: bool = False) -> Response:
-    """Return an error as a response.
+def error_response(status: int, message: str, *, close: bool = False) -> Response:
+    """Return an error response.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, for people.
-        close: the connection, since it is not known where another request on it would begin.
+        status: HTTP status.
+        message: the reason, for people.
+        close: close the connection, because it is unclear where the next request on it would begin.
     """
     return JSONResponse(error_body(status, message), status, HEADERS.get(status, {}) | (CLOSE if close else {}))
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
-    """Return the body of an error."""
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    """Return the JSON body of an error."""
+    types = {401: "authentication_error", 429: "rate_limit_error"}
+    error_type = types.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": error_type, "param": None, "code": status}}

@@ -1,12 +1,13 @@
-"""The endpoint on Ray Serve: an application in front, engines behind it, each with tiers of its own.
+"""Serve the HTTP application on Ray Serve: an ingress in front of engine replicas with their own memory tiers.
 
-The store is shared, so any replica answers rightly; requests go where their passages are likely to be in memory. A
-request whose replica is lost goes to another one, unless a part of its answer has been sent: then that is an error.
+The replicas share the store, so each of them can answer any request. A request goes to a replica that probably has its
+passages in memory. If the replica is lost, another replica answers, unless a part of the answer was sent already: then
+the request ends with an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,14 +34,14 @@ from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.auth_middleware import Limits
+from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend, Event
 from qcfuse_rag.server.request import ChatRequest
-from qcfuse_rag.server.routing import Affinity
+from qcfuse_rag.server.routing import CacheAffinity
 from qcfuse_rag.store.factory import open_store
 
-TRIES = 4
-LOST = (
+MAX_ATTEMPTS = 4
+REPLICA_LOST = (
     RayActorError,
     NodeDiedError,
     ObjectLostError,
@@ -52,21 +53,21 @@ APPLICATION = "qcfuse"
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """Replicas and what they are made of.
+class EngineDeployment:
+    """The settings of a deployment on Ray Serve.
 
     Attributes:
-        replica: model, store and resources of each; `count` is how many there are if nothing scales them.
-        name: how clients call the model.
-        method: what to reuse and recompute.
-        token: that clients give; None lets everybody ask.
+        replica: model, store and resources of each replica; `count` is the number of replicas without autoscaling.
+        name: the model's name for clients.
+        method: decides what to reuse and what to recompute.
+        token: that clients send; None admits every client.
         limits: of requests.
-        hosts: names to be asked by where there is no token, see `Guard`; None takes any.
-        most_tokens: of an answer.
-        ongoing: requests that a replica takes at a time.
-        queued: requests that wait for a replica; one more is refused with 429.
-        autoscaling: Serve's own configuration, such as `{"min_replicas": 1, "max_replicas": 8}`.
-        drain_s: seconds that a replica has to finish what it is answering when it is to go.
+        hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
+        most_tokens: length limit of an answer.
+        max_ongoing: most requests at a time in a replica.
+        max_queued: most requests that wait for a replica; further requests get 429.
+        autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
+        drain_s: seconds for a stopping replica to finish its answers.
         load_limit_s: see `FusionEngine`.
     """
 
@@ -74,18 +75,18 @@ class Fleet:
     name: str
     method: Method | None = None
     token: str | None = field(default=None, repr=False)
-    limits: Limits = field(default_factory=Limits)
+    limits: RequestLimits = field(default_factory=RequestLimits)
     hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
-    ongoing: int = 16
-    queued: int = 64
+    max_ongoing: int = 16
+    max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
     drain_s: float = 60.0
     load_limit_s: float | None = 30.0
 
     def application(self) -> serve.Application:
-        """Return what `serve.run` takes."""
-        scale: dict[str, Any] = (
+        """Return the application for `serve.run`."""
+        scaling: dict[str, Any] = (
             {"num_replicas": self.replica.count}
             if self.autoscaling is None
             else {"autoscaling_config": dict(self.autoscaling)}
@@ -94,56 +95,56 @@ class Fleet:
             EngineReplica,
             name="engine",
             ray_actor_options=self.replica.resources(),
-            max_ongoing_requests=self.ongoing,
-            max_queued_requests=self.queued,
+            max_ongoing_requests=self.max_ongoing,
+            max_queued_requests=self.max_queued,
             graceful_shutdown_timeout_s=self.drain_s,
-            request_router_config=RequestRouterConfig(request_router_class=AffinityRouter),
-            **scale,
+            request_router_config=RequestRouterConfig(request_router_class=CacheAffinityRouter),
+            **scaling,
         )
-        door = serve.deployment(
-            serve.ingress()(Door),
+        ingress = serve.deployment(
+            serve.ingress()(Ingress),
             name="door",
             ray_actor_options={"num_cpus": 0.1},
             max_ongoing_requests=10_000,
             graceful_shutdown_timeout_s=self.drain_s,
         )
-        return door.bind(self, engines.bind(replace(self, token=None)))
+        return ingress.bind(self, engines.bind(replace(self, token=None)))
 
 
 class EngineReplica:
-    """An engine in an actor of its own.
+    """An engine in a Ray actor.
 
     Args:
-        fleet: what it is made of.
+        deployment: the settings.
     """
 
-    def __init__(self, fleet: Fleet) -> None:
-        one = fleet.replica
+    def __init__(self, deployment: EngineDeployment) -> None:
+        replica = deployment.replica
         engine = FusionEngine.load(
-            one.model,
-            store=open_store(**one.store),
-            method=fleet.method,
-            device=one.device,
-            dtype=one.dtype,
+            replica.model,
+            store=open_store(**replica.store),
+            method=deployment.method,
+            device=replica.device,
+            dtype=replica.dtype,
             verdict="ignore",
-            load_limit_s=fleet.load_limit_s,
+            load_limit_s=deployment.load_limit_s,
         )
         engine.compile()
-        self._served = ServedEngine.of(engine, SchedulerSettings(waiting=fleet.ongoing + 1))
-        self._backend = EngineBackend(self._served, fleet.name, most_tokens=fleet.most_tokens)
+        self._served = ServedEngine.of(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))
+        self._backend = EngineBackend(self._served, deployment.name, most_tokens=deployment.most_tokens)
 
-    async def answer(self, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Answer a request; events as plain data."""
-        async for event in self._backend.answer(ChatRequest(**asked)):
+    async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """Answer the request with this body; yield events as plain data."""
+        async for event in self._backend.answer(ChatRequest(**body)):
             yield event.to_dict()
 
     async def memory(self) -> dict[str, int]:
-        """Return how often passages were found in the nearest tier, and how often not."""
-        near = self._served.engine.store.stats()[0]
-        return {"hits": near.hits, "misses": near.misses}
+        """Return the hits and misses of the first tier."""
+        first_tier = self._served.engine.store.stats()[0]
+        return {"hits": first_tier.hits, "misses": first_tier.misses}
 
     def check_health(self) -> None:
-        """Have Serve replace this replica if it cannot answer any more.
+        """Raise if this replica cannot answer any more, so that Ray Serve replaces it.
 
         Raises:
             RuntimeError: with the reason.
@@ -153,55 +154,56 @@ class EngineReplica:
             raise RuntimeError(reason)
 
 
-class AffinityRouter(RequestRouter):  # type: ignore[misc] # Ray's classes are taken as they are
-    """Sends a request to one of the two replicas that have most of its passages, the less busy one."""
+class CacheAffinityRouter(RequestRouter):  # type: ignore[misc] # Ray has no types
+    """Routes a request to the less busy of the two replicas with most of its passages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._affinity = Affinity()
+        self._affinity = CacheAffinity()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the two, then the others, in case both are full."""
-        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        """Return the two best replicas, then the others in case both are full."""
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         chosen = self._affinity.choose(passages_of(pending_request), by_name)
-        others = [one for name, one in by_name.items() if name not in chosen]
-        return [[by_name[name] for name in chosen], others] if others else [[by_name[name] for name in chosen]]
+        best = [by_name[name] for name in chosen]
+        others = [replica for name, replica in by_name.items() if name not in chosen]
+        return [best, others] if others else [best]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember what a replica is asked about."""
-        self._affinity.note(passages_of(pending_request), replica_id.unique_id)
+        """Record which passages a replica gets."""
+        self._affinity.record(passages_of(pending_request), replica_id.unique_id)
 
 
 def passages_of(pending: PendingRequest | None) -> Sequence[str]:
-    """Return the passages of a request on its way to a replica."""
-    asked = pending.args[0] if pending is not None and pending.args else {}
-    return asked.get("documents") or () if isinstance(asked, dict) else ()
+    """Return the passages of a pending request."""
+    body = pending.args[0] if pending is not None and pending.args else {}
+    return body.get("documents") or () if isinstance(body, dict) else ()
 
 
-class Door:
-    """The application in front of the replicas.
+class Ingress:
+    """The HTTP application in front of the replicas.
 
     Args:
-        fleet: what is behind it.
+        deployment: the settings.
         engines: a handle to the replicas.
     """
 
-    def __init__(self, fleet: Fleet, engines: DeploymentHandle) -> None:
-        self._fleet, self._backend = fleet, FleetBackend(fleet.name, engines)
+    def __init__(self, deployment: EngineDeployment, engines: DeploymentHandle) -> None:
+        self._deployment, self._backend = deployment, DeploymentBackend(deployment.name, engines)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the application, in the process where it runs."""
-        fleet = self._fleet
-        return make_app(self._backend, token=fleet.token, limits=fleet.limits, hosts=fleet.hosts)
+        """Return the application; Ray calls this in the process that runs it."""
+        deployment = self._deployment
+        return make_app(self._backend, token=deployment.token, limits=deployment.limits, hosts=deployment.hosts)
 
 
-class FleetBackend:
-    """Answers with whichever replica Serve's router chooses.
+class DeploymentBackend:
+    """Answers with the replica that Ray Serve's router chooses.
 
     Args:
-        name: how clients call the model.
+        name: the model's name for clients.
         engines: a handle to the replicas.
     """
 
@@ -209,16 +211,16 @@ class FleetBackend:
         self.name, self._engines = name, engines.options(stream=True)
 
     def ready(self) -> str | None:
-        """Serve itself looks after the replicas' health."""
+        """Return None: Ray Serve checks the replicas' health."""
         return None
 
-    async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
-        """Answer a request; one that has sent nothing when its replica is lost is sent to another."""
-        asked = request.model_dump(exclude_none=True)
-        for _ in range(TRIES):
-            held: list[Event] = []  # an answer that is not streamed can begin anew until it is whole
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+        """Answer a request; if its replica is lost before anything was sent, another replica answers."""
+        body = request.model_dump(exclude_none=True)
+        for _ in range(MAX_ATTEMPTS):
+            held: list[Event] = []  # an answer that is not streamed can be repeated until it is complete
             sent = False
-            events = self._engines.answer.remote(asked)
+            events = self._engines.answer.remote(body)
             try:
                 async for data in events:
                     if request.stream:
@@ -229,7 +231,7 @@ class FleetBackend:
             except BackPressureError as error:
                 yield Event(status=429, error=f"{error}; ask again later")
                 return
-            except LOST:
+            except REPLICA_LOST:
                 if sent:
                     yield Event(status=502, error="the replica was lost while it answered; ask again")
                     return
@@ -238,34 +240,34 @@ class FleetBackend:
                 yield Event(status=500, error=f"a replica failed: {type(error).__name__}")
                 return
             finally:
-                with suppress(Exception):  # Serve raises here again what kept the request from a replica
+                with suppress(Exception):  # Ray Serve raises a routing error here a second time
                     events.cancel()
             for event in held:
                 yield event
             return
-        yield Event(status=503, error=f"no replica could answer, {TRIES} were tried; ask again later")
+        yield Event(status=503, error=f"no replica could answer in {MAX_ATTEMPTS} attempts; ask again later")
 
 
-def stop_fleet() -> None:
-    """Let replicas finish what they are answering, and end them; other applications of the cluster stay."""
+def stop_deployment() -> None:
+    """Stop the replicas after their current answers; other applications of the cluster stay."""
     serve.delete(APPLICATION)
 
 
-def run_fleet(fleet: Fleet, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:
-    """Start the replicas and listen; returns when they can answer, and they go on until `serve.shutdown`.
+def run_deployment(deployment: EngineDeployment, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:
+    """Start the replicas and the HTTP proxies, and return when they can answer; they run until `serve.shutdown`.
 
     Args:
-        fleet: what to run.
-        host: address that the proxies on every node listen at.
-        port: and their port.
+        deployment: the settings.
+        host: address on which the proxies of all nodes listen.
+        port: of the proxies.
 
     Raises:
-        QCFuseError: if Serve listens already, perhaps elsewhere, and there is no token to keep others out.
+        QCFuseError: if Ray Serve listens already, perhaps on a public address, and there is no token.
     """
-    if fleet.token is None and serve.status().proxies:
+    if deployment.token is None and serve.status().proxies:
         raise QCFuseError(
-            "Ray Serve runs on this cluster already, at an address of its own: set QCFUSE_TOKEN to a token that "
-            "clients give, or end it with `serve shutdown`"
+            "Ray Serve runs on this cluster already, perhaps on a public address: set QCFUSE_TOKEN to a token for "
+            "clients, or stop Ray Serve with `serve shutdown`"
         )
     serve.start(http_options={"host": host, "port": port})
-    return serve.run(fleet.application(), name=APPLICATION, route_prefix="/")
+    return serve.run(deployment.application(), name=APPLICATION, route_prefix="/")

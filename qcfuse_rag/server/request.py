@@ -1,6 +1,7 @@
-"""What a client may ask: OpenAI's chat completions, with documents in a field of their own.
+"""The body of a chat request: OpenAI's chat completions, with an extra field for documents.
 
 https://platform.openai.com/docs/api-reference/chat
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server
 """
 
 from __future__ import annotations
@@ -13,32 +14,65 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.generation.response_format import AnswerForm
+from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.server.unsupported import WITHOUT_EFFECT
 
-MOST_TOKENS = 1024
-"""Tokens of an answer that does not say how many it may have, as far as they fit."""
+DEFAULT_TOKENS = 1024
+"""Length limit of an answer whose request sets none; the context window may limit it further."""
 
-MOST_STOPS, LONGEST_STOP = 16, 256
-DEEPEST = 100
-TOO_DEEP = f"the body is nested too deep: at most {DEEPEST} levels are taken"
-"""What copies it, shows it or sends it to a replica ends at some depth or other, and not in a clear error."""
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_DEPTH = 100
+TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
+"""Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
 
-COLDEST = 0.01
-"""Lower temperatures than this, other than 0, overflow."""
+MIN_TEMPERATURE = 0.01
+"""Lower temperatures, except 0, overflow."""
+
+OFF: tuple[Any, ...] = (None, 0, "", [], {})
+"""Values that disable most fields; False equals 0."""
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    # OpenAI's fields, retired ones included
+    **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"), OFF),
+    "functions": OFF,
+    "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
+    "modalities": (*OFF, ["text"]),
+    "audio": OFF,
+    "reasoning_effort": (None, "medium"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    # vLLM's fields: constraints on the answer
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), OFF),
+    # sampling
+    "top_k": (*OFF, -1),
+    "min_p": OFF,
+    "repetition_penalty": (None, 1),
+    "use_beam_search": OFF,
+    "best_of": (*OFF, 1),
+    "length_penalty": (None, 1),
+    # the end of the answer and its text
+    **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
+    "skip_special_tokens": (None, True),
+    **dict.fromkeys(("echo", "prompt_logprobs"), OFF),
+    # the prompt
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "add_special_tokens"), OFF),
+    "add_generation_prompt": (None, True),
+    "truncate_prompt_tokens": (None, -1),
+}
+"""Unsupported fields that would change the answer, each with the values that would not."""
 
 
 class TextPart(BaseModel):
-    """A piece of a message's content; images and sound are not answered."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class Function(BaseModel):
-    """A function that a tool is; what else it has is shown to the model."""
+    """A tool's function; its other fields are shown to the model."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -54,49 +88,49 @@ class ToolSpec(BaseModel):
 
 
 class FunctionName(BaseModel):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(BaseModel):
-    """The tool that has to be called."""
+    """A tool that must be called."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
 class CalledFunction(BaseModel):
-    """What an earlier call called, its arguments as JSON."""
+    """The function of an earlier call, with its arguments as JSON."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class EarlierCall(BaseModel):
-    """A call in an assistant's message."""
+    """A tool call in an assistant's message."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def plain(self) -> dict[str, Any]:
-        """Return it as chat templates read it, its arguments as an object.
+    def for_template(self) -> dict[str, Any]:
+        """Return the call for a chat template, with its arguments as an object.
 
         Raises:
-            QCFuseError: if the arguments are no JSON.
+            QCFuseError: if the arguments are not JSON.
         """
-        given = self.function.arguments
+        arguments = self.function.arguments
         try:
-            arguments = json.loads(given or "{}") if isinstance(given, str) else given
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except json.JSONDecodeError as error:
-            raise QCFuseError(f"the arguments of a tool call are no JSON: {error}") from error
+            raise QCFuseError(f"the arguments of a tool call are not JSON: {error}") from error
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
 
 
 class ChatMessage(BaseModel):
-    """A message of the conversation; whatever else it has goes to the chat template."""
+    """A message of the conversation; its other fields go to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -106,21 +140,21 @@ class ChatMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        """Its content as text."""
+        """The content as text."""
         content = self.content or ""
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def turn(self) -> dict[str, Any]:
-        """Return it as a chat template reads it: content as text, a call's arguments as an object."""
-        role = "system" if self.role == "developer" else self.role  # what templates know it as
+        """Return the message for a chat template, with its content as text."""
+        role = "system" if self.role == "developer" else self.role  # templates know no developer role
         turn: dict[str, Any] = {**(self.model_extra or {}), "role": role, "content": self.text}
         if self.tool_calls:
-            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
+            turn["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return turn
 
 
 class StreamOptions(BaseModel):
-    """What a stream brings besides text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
@@ -128,15 +162,15 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """The body of a request.
 
-    Fields that are not known are passed over, as by other servers; those that would change the answer are refused.
+    Unknown fields are ignored, as by other servers; unsupported fields that would change the answer are refused.
 
     Attributes:
-        documents: retrieved passages in order, as they were warmed; put before the last user message by the RAG prompt.
-            Without the field, warmed passages are found in the messages.
-        parallel_tool_calls: False for one call at most.
+        documents: retrieved passages in order, exactly as they were warmed. The RAG prompt puts them before the last
+            user message. Without the field, warmed passages are found in the messages.
+        parallel_tool_calls: False allows one call at most.
     """
 
-    model_config = ConfigDict(extra="allow")  # for `refuse_unanswerable` to look at
+    model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
 
     model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
@@ -155,55 +189,65 @@ class ChatRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     n: int | None = None
 
-    def refuse_unanswerable(self) -> None:
-        """Refuse what this server does not do, and let go of what is passed over.
+    def refuse_unsupported(self) -> None:
+        """Refuse unsupported fields and oversized values, and drop the ignored fields.
 
         Raises:
             QCFuseError: with the field's name.
         """
-        others = self.model_extra or {}
-        for name, value in others.items():
-            if value not in WITHOUT_EFFECT.get(name, (value,)):
-                raise QCFuseError(f"{name} is not supported; leave it out")
-        others.clear()
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if value not in NEUTRAL_VALUES.get(name, (value,)):
+                raise QCFuseError(f"{name} is not supported; omit it")
+        extra.clear()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-            raise QCFuseError(f"stop takes at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters")
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise QCFuseError(f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
         try:
             plain = self.model_dump()
             json.dumps(plain, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise QCFuseError(f"there is text that is no Unicode: {error.reason}") from error
+            raise QCFuseError(f"the body has text that is not valid Unicode: {error.reason}") from error
         except (RecursionError, ValueError) as error:
             raise QCFuseError(TOO_DEEP) from error
         level: list[Any] = [plain]
-        for _ in range(DEEPEST):
-            level = [inner for one in level for inner in _inside(one)]
+        for _ in range(MAX_DEPTH):
+            level = [child for value in level for child in _children(value)]
         if level:
             raise QCFuseError(TOO_DEEP)
         if self.n not in (None, 1):
-            raise QCFuseError(f"n is {self.n}, and only one answer is given; ask again for another")
+            raise QCFuseError(f"n is {self.n}, but only one answer is given; send the request again for another answer")
 
-    @property
-    def form(self) -> AnswerForm:
-        """What form the answer takes."""
+    def to_response_format(self) -> ResponseFormat:
+        """Return the response format.
+
+        Raises:
+            QCFuseError: if the tools, the tool choice or the response format are invalid.
+        """
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        return AnswerForm(tools, choice, self.response_format)
+        return ResponseFormat(tools, choice, self.response_format)
 
     @property
-    def says_how_long(self) -> bool:
-        """Whether it says how many tokens its answer may have."""
+    def has_token_limit(self) -> bool:
+        """Whether the request limits the tokens of its answer."""
         return (self.max_completion_tokens or self.max_tokens) is not None
 
     def sampling(self, most_tokens: int) -> SamplingParams:
-        """Return how tokens are chosen; at most `most_tokens` of them."""
-        wanted = self.max_completion_tokens or self.max_tokens or min(MOST_TOKENS, most_tokens)
-        if wanted > most_tokens:
-            raise QCFuseError(f"max_tokens is {wanted}, and this server gives at most {most_tokens}")
+        """Return the sampling settings.
+
+        Args:
+            most_tokens: the server's length limit of an answer.
+
+        Raises:
+            QCFuseError: if the request's limit is higher.
+        """
+        max_tokens = self.max_completion_tokens or self.max_tokens or min(DEFAULT_TOKENS, most_tokens)
+        if max_tokens > most_tokens:
+            raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
         return SamplingParams(
-            max_new_tokens=wanted,
-            temperature=max(self.temperature, COLDEST) if self.temperature else 0.0,
+            max_new_tokens=max_tokens,
+            temperature=max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=self.seed,
@@ -213,13 +257,14 @@ class ChatRequest(BaseModel):
         """Return the prompt.
 
         Raises:
-            QCFuseError: if there are documents and nobody asks about them.
-            InvalidTemplate: if the model's chat template does not take the messages or shows no tools.
+            QCFuseError: if there are documents and no user message.
+            InvalidTemplate: if the model's chat template rejects the messages or does not show tools.
         """
         if self.documents is not None and all(message.role != "user" for message in self.messages):
             raise QCFuseError("documents need a user's message that asks about them")
-        return self.form.prompt(engine, [message.turn() for message in self.messages], self.documents)
+        turns = [message.turn() for message in self.messages]
+        return self.to_response_format().prompt(engine, turns, self.documents)
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,10 +1,10 @@
-"""Which replicas are likely to have a request's passages in memory already.
+"""Predict which replicas have a request's passages in memory.
 
-A replica has what it was lately asked about, so passages that are retrieved together gather where one of them went
-first. A passage that nobody was asked about has two homes by rendezvous hashing (Thaler & Ravishankar 1998), the same
-in every process that routes, and a replica that comes or goes moves only the passages it takes or had. The two best
-replicas are candidates and the less busy one answers: affinity with the power of two choices, as in DualMap, so that
-what many ask for has two homes and not one.
+A replica holds the passages of its recent requests, so passages that are retrieved together gather where one of them
+went first. A passage without requests so far has two home replicas by rendezvous hashing (Thaler & Ravishankar 1998),
+the same ones in every routing process; a replica that joins or leaves moves only the passages it gets or had. The two
+best replicas are candidates, and the less busy one answers. This is cache affinity with the power of two choices, as in
+DualMap; a popular passage has two homes instead of one.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ import xxhash
 
 CHOICES = 2
 REMEMBERED = 2048
-"""Passages remembered of a replica; some of them it will not have any more."""
+"""Passages to remember for each replica; the replica may have dropped some of them."""
 
 
-def hashed(text: str) -> int:
-    """Return a number for a text, be it no Unicode either: what cannot be answered has to be routed all the same."""
+def passage_hash(text: str) -> int:
+    """Return the hash of a text; invalid Unicode is allowed, because requests are routed before they are refused."""
     return xxhash.xxh64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def homes(passage: str, replicas: Iterable[str]) -> list[str]:
-    """Return the replicas that a passage is at home in, the first one first."""
-    ranked = sorted(replicas, key=lambda name: hashed(f"{name}\0{passage}"), reverse=True)
+def home_replicas(passage: str, replicas: Iterable[str]) -> list[str]:
+    """Return the home replicas of a passage, best first."""
+    ranked = sorted(replicas, key=lambda name: passage_hash(f"{name}\0{passage}"), reverse=True)
     return ranked[:CHOICES]
 
 
-class Affinity:
-    """What replicas were lately asked about, as one router saw it. Passages are kept as hashes.
+class CacheAffinity:
+    """Remembers the passages of each replica's recent requests, as seen by one router. Passages are kept as hashes.
 
     Args:
-        remembered: most passages to remember of each replica.
+        remembered: most passages to remember for each replica.
     """
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
-        self._asked: dict[str, OrderedDict[int, None]] = {}
+        self._recent: dict[str, OrderedDict[int, None]] = {}
 
     def choose(self, passages: Sequence[str], replicas: Collection[str]) -> list[str]:
-        """Return the two replicas to choose from, best first; all if there are no passages to go by.
+        """Return the two candidate replicas, best first; all replicas if there are no passages.
 
-        Of two or three replicas it is the best one: a choice from all of them would be no affinity.
+        Of two or three replicas only the best one is returned: a choice from all of them would have no affinity.
 
         Args:
-            passages: of a request, the most relevant one first.
-            replicas: names of those that there are.
+            passages: of a request, most relevant first.
+            replicas: names of the running replicas.
         """
-        for gone in self._asked.keys() - set(replicas):
-            del self._asked[gone]
+        for stopped in self._recent.keys() - set(replicas):
+            del self._recent[stopped]
         if not passages:
             return sorted(replicas)
-        names = [hashed(passage) for passage in passages]
-        lead = {home: CHOICES - place for place, home in enumerate(homes(passages[0], replicas))}
+        hashes = [passage_hash(passage) for passage in passages]
+        home_rank = {home: CHOICES - index for index, home in enumerate(home_replicas(passages[0], replicas))}
 
-        def fit(replica: str) -> tuple[int, int, str]:
-            asked = self._asked.get(replica, ())
-            return sum(name in asked for name in names), lead.get(replica, 0), replica
+        def affinity(replica: str) -> tuple[int, int, str]:
+            recent = self._recent.get(replica, ())
+            return sum(digest in recent for digest in hashes), home_rank.get(replica, 0), replica
 
-        return sorted(replicas, key=fit, reverse=True)[: min(CHOICES, max(1, len(replicas) // 2))]
+        return sorted(replicas, key=affinity, reverse=True)[: min(CHOICES, max(1, len(replicas) // 2))]
 
-    def note(self, passages: Sequence[str], replica: str) -> None:
-        """Note which replica answers a request."""
-        asked = self._asked.setdefault(replica, OrderedDict())
+    def record(self, passages: Sequence[str], replica: str) -> None:
+        """Record which replica answers a request."""
+        recent = self._recent.setdefault(replica, OrderedDict())
         for passage in passages:
-            name = hashed(passage)
-            asked[name] = None
-            asked.move_to_end(name)
-        while len(asked) > self._remembered:
-            asked.popitem(last=False)
+            digest = passage_hash(passage)
+            recent[digest] = None
+            recent.move_to_end(digest)
+        while len(recent) > self._remembered:
+            recent.popitem(last=False)

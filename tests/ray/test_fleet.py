@@ -34,7 +34,7 @@ def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) ->
     replica = RayWorkers(model, {"remote": bucket}, address=cluster, count=2, device="cpu")
     with FusionEngine.load(model, store=replica.open()[1], device="cpu", method=method, verdict="ignore") as engine:
         engine.warm(PASSAGES)
-    running = EngineDeployment(replica, "tiny", method=method, token=TOKEN, ongoing=4, queued=400)
+    running = EngineDeployment(replica, "tiny", method=method, token=TOKEN, max_ongoing=4, max_queued=400)
     run_deployment(running, port=PORT)
     yield running
     stop_deployment()
@@ -105,7 +105,7 @@ async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) ->
 async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(fleet: Any) -> None:
     from qcfuse_rag.server.ray_serve import run_deployment, stop_deployment
 
-    scaled = replace(fleet, ongoing=2, queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
+    scaled = replace(fleet, max_ongoing=2, max_queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
     await asyncio.to_thread(run_deployment, scaled, port=PORT)
     async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
         body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 300}

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +19,7 @@ from qcfuse_rag.engine.engine_handle import ServedEngine
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.backend import PREPARING, EngineBackend, Event
+from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend, Event
 from qcfuse_rag.server.request import ChatRequest
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -41,7 +41,7 @@ def engine() -> FusionEngine:
 @pytest.fixture
 def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
     served = ServedEngine.of(engine, SchedulerSettings(waiting=3, active=1))
-    backend = EngineBackend(served, "tiny", most_tokens=600, requests=3)
+    backend = EngineBackend(served, "tiny", most_tokens=600, max_requests=3)
     yield backend
     backend.close()
 
@@ -167,7 +167,11 @@ def called(arguments: str) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "x " * 9000}]}, 400, "context window"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "documents need a user's message"),
         ({"documents": ["x"] * 257}, 400, "257 documents, and at most 256"),
-        ({"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "sink"}}}, 400, "no tool that"),
+        (
+            {"tools": [LOOK_UP], "tool_choice": {"type": "function", "function": {"name": "sink"}}},
+            400,
+            "not among the given tools",
+        ),
         ({"response_format": {"type": "yaml"}}, 400, "response_format has to be"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
@@ -188,7 +192,7 @@ def called(arguments: str) -> dict[str, Any]:
         ({"tool_choice": {"type": "function"}}, 400, "tool_choice"),
         ({"tools": [{}]}, 400, "tools.0.function: Field required"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, 400, "tool_calls.0"),
-        ({"documents": ["\ud800"]}, 400, "no Unicode"),
+        ({"documents": ["\ud800"]}, 400, "not valid Unicode"),
         ({"stop": ["x"] * 17}, 400, "at most 16 strings"),
         ({"stream": True, "max_tokens": 601}, 400, "this server gives at most 600"),
     ],
@@ -305,14 +309,14 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
         return plan(*given, **options)
 
     monkeypatch.setattr(engine, "prompt", counting)
-    count = 5 * PREPARING
+    count = 5 * MAX_PREPARING
     served = ServedEngine.of(engine, SchedulerSettings(waiting=count))
-    backend = EngineBackend(served, "tiny", requests=count)
+    backend = EngineBackend(served, "tiny", max_requests=count)
     async with client(make_app(backend)) as http:
         responses = await asyncio.gather(*(ask(http, max_tokens=1) for _ in range(count + 3)))
     backend.close()
     assert Counter(one.status_code for one in responses) == {200: count, 429: 3}
-    assert 1 < most <= PREPARING
+    assert 1 < most <= MAX_PREPARING
 
 
 async def test_who_goes_before_being_queued_is_not_answered(
@@ -328,13 +332,15 @@ async def test_who_goes_before_being_queued_is_not_answered(
     served, queued = ServedEngine.of(engine), []
     monkeypatch.setattr(engine, "prompt", slow)
     monkeypatch.setattr(served, "ask", lambda request, ask=served.ask: queued.append(ask(request)) or queued[-1])
-    backend = EngineBackend(served, "tiny", requests=PREPARING + 1)
+    backend = EngineBackend(served, "tiny", max_requests=MAX_PREPARING + 1)
 
     async def outcome(tokens: int = 1) -> str | None:
-        return [event async for event in backend.answer(ChatRequest(**{**ASKED, "max_tokens": tokens}))][-1].finish
+        return [event async for event in backend.answer(ChatRequest(**{**ASKED, "max_tokens": tokens}))][
+            -1
+        ].finish_reason
 
-    begun = [asyncio.create_task(outcome(300 if number == 0 else 1)) for number in range(PREPARING)]
-    while len(prepared) < PREPARING:
+    begun = [asyncio.create_task(outcome(300 if number == 0 else 1)) for number in range(MAX_PREPARING)]
+    while len(prepared) < MAX_PREPARING:
         await asyncio.sleep(0.001)
     late = asyncio.create_task(outcome())
     await asyncio.sleep(0.01)
@@ -344,10 +350,10 @@ async def test_who_goes_before_being_queued_is_not_answered(
     assert late.cancelled()
     assert begun[0].cancelled()
     go_on.set()
-    assert await asyncio.gather(*begun[1:]) == ["length"] * (PREPARING - 1)
+    assert await asyncio.gather(*begun[1:]) == ["length"] * (MAX_PREPARING - 1)
     assert await outcome() == "length", "both have left their places to others"
     backend.close()
-    assert len(prepared) == PREPARING + 1, "the late one was not even prepared"
+    assert len(prepared) == MAX_PREPARING + 1, "the late one was not even prepared"
     (gone,) = [answer for answer in queued if answer.params.max_new_tokens == 300]
     assert gone.generation is None or gone.generation.finish_reason == "cancelled"
 
@@ -385,7 +391,7 @@ async def test_what_fails_midway_is_an_event_and_no_end() -> None:
         def ready(self) -> str | None:
             return None
 
-        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+        async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
             yield Event("The ")
             raise RuntimeError("out of memory, and more than a client should know")
 
@@ -402,7 +408,7 @@ async def test_what_fails_midway_is_an_event_and_no_end() -> None:
         def ready(self) -> str | None:
             return "no replica"
 
-        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+        async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
             yield Event("The ")
             yield Event(status=502, error="the replica was lost")
 

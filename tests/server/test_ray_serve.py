@@ -18,7 +18,7 @@ from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineD
 from qcfuse_rag.server.request import ChatRequest
 from tests.support.serving import ask, client, error
 
-WHOLE = [Event("The "), Event("mill."), Event(finish="stop", usage={}, report={})]
+WHOLE = [Event("The "), Event("mill."), Event(finish_reason="stop", usage={}, report={})]
 
 
 class Answers:

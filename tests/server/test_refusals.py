@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -33,9 +33,9 @@ class Yes:
     def ready(self) -> str | None:
         return None
 
-    async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         yield Event("Yes.")
-        yield Event(finish="stop", usage={}, report={})
+        yield Event(finish_reason="stop", usage={}, report={})
 
 
 @asynccontextmanager
@@ -107,7 +107,7 @@ async def test_a_length_besides_chunks_is_refused() -> None:
 
 @pytest.mark.enable_socket
 async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None:
-    server = make_server(make_app(Yes(), limits=RequestLimits(body_bytes=1000)), requests=1, protocol=H11Protocol)
+    server = make_server(make_app(Yes(), limits=RequestLimits(body_bytes=1000)), max_requests=1, protocol=H11Protocol)
     chunk = b"400\r\n" + b" " * 1024 + b"\r\n"
     async with listening(server) as port:
         both = head("Content-Length: 10", "Transfer-Encoding: chunked")
@@ -119,13 +119,13 @@ async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None
 @pytest.mark.enable_socket
 @PROTOCOLS
 async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
-    server = make_server(make_app(Yes(), limits=RequestLimits(body_s=0.1)), requests=1, protocol=protocol)
+    server = make_server(make_app(Yes(), limits=RequestLimits(body_s=0.1)), max_requests=1, protocol=protocol)
     async with listening(server) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head("Content-Length: 500") + BODY[:9])
         answer = await asyncio.wait_for(reader.read(), 20)
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout")
-        assert b"the body was not there within 0.1 s" in answer
+        assert b"the body did not arrive within 0.1 s" in answer
         writer.close()
 
 
@@ -133,7 +133,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asynci
 @PROTOCOLS
 async def test_headers_that_do_not_come_are_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
     """Be it of a request that never begins, of a first one, or of the next one on the same connection."""
-    server = make_server(make_app(Yes()), requests=1, headers_s=0.1, protocol=protocol)
+    server = make_server(make_app(Yes()), max_requests=1, headers_s=0.1, protocol=protocol)
     whole = head(f"Content-Length: {len(BODY)}") + BODY
     async with listening(server) as port:
         for before, begun in ((b"", b""), (b"", whole[:30]), (whole, whole[:30])):
@@ -151,19 +151,19 @@ async def test_headers_that_do_not_come_are_not_waited_for(protocol: type[asynci
 @pytest.mark.enable_socket
 async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> None:
     class Slow(Yes):
-        async def answer(self, request: ChatRequest) -> AsyncIterator[Event]:
+        async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
             await asyncio.sleep(0.15)
             async for event in super().answer(request):
                 yield event
 
-    async with listening(make_server(make_app(Slow()), requests=1, headers_s=0.05)) as port:
+    async with listening(make_server(make_app(Slow()), max_requests=1, headers_s=0.05)) as port:
         assert await said(port, head(f"Content-Length: {len(BODY)}"), BODY) == b"HTTP/1.1 200 OK"
 
 
 @pytest.mark.enable_socket
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qcfuse_rag.server.http_server.SPARE_CONNECTIONS", 2)
-    async with listening(make_server(make_app(Yes()), requests=2)) as port:
+    async with listening(make_server(make_app(Yes()), max_requests=2)) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")
         for _, writer in held:
@@ -190,7 +190,7 @@ class TestNames:
         async with client(app, host=name) as http:
             for response in (await ask(http), await http.get("/v1/models"), await http.get("/openapi.json")):
                 assert response.status_code == 421
-                assert "goes by localhost, 127.0.0.1, ::1, 127.0.0.2 alone; set QCFUSE_TOKEN" in error(response)
+                assert "answers only as localhost, 127.0.0.1, ::1, 127.0.0.2; set QCFUSE_TOKEN" in error(response)
             assert (await http.get("/healthz")).status_code == 200
 
     async def test_who_has_the_token_may_use_any_name(self) -> None:

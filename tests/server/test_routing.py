@@ -44,7 +44,7 @@ def by_affinity(remembered: int, choices: int = CHOICES) -> Route:
     def route(passages: Sequence[str], busy: list[int], number: int) -> int:
         chosen = [REPLICAS.index(name) for name in affinity.choose(passages, REPLICAS)[:choices]]
         best = min(chosen, key=lambda one: busy[one])
-        affinity.note(passages, REPLICAS[best])
+        affinity.record(passages, REPLICAS[best])
         return best
 
     return route
@@ -103,7 +103,7 @@ def test_candidates_are_two_of_the_replicas_whatever_order_they_come_in(passages
     assert len(chosen) == len(set(chosen)) == min(CHOICES, max(1, count // 2))
     assert set(chosen) <= set(replicas)
     assert affinity.choose(passages, replicas[::-1]) == chosen
-    affinity.note(passages, replicas[-1])
+    affinity.record(passages, replicas[-1])
     assert replicas[-1] in affinity.choose(passages, replicas), "it has them now"
     assert replicas[-1] not in affinity.choose(passages, replicas[:-1])
     assert affinity.choose(passages, []) == []
@@ -120,7 +120,7 @@ def test_text_that_is_no_unicode_is_routed_like_any_other() -> None:
     affinity = CacheAffinity()
     for _ in range(2):
         (chosen,) = affinity.choose(["\ud800"], REPLICAS[:2])
-        affinity.note(["\ud800"], chosen)
+        affinity.record(["\ud800"], chosen)
     assert home_replicas("\ud800", REPLICAS) != home_replicas("\ud801", REPLICAS)
 
 
@@ -136,5 +136,5 @@ def test_a_request_without_passages_may_go_anywhere() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     affinity = CacheAffinity(remembered=3)
-    affinity.note(["a", "b", "c", "d"], REPLICAS[7])
-    assert affinity._asked[REPLICAS[7]].keys() == {xxhash.xxh64_intdigest(one) for one in (b"b", b"c", b"d")}
+    affinity.record(["a", "b", "c", "d"], REPLICAS[7])
+    assert affinity._recent[REPLICAS[7]].keys() == {xxhash.xxh64_intdigest(one) for one in (b"b", b"c", b"d")}
