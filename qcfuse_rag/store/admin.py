@@ -8,7 +8,7 @@ from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.low_rank import RANKS
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
@@ -18,7 +18,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class ActReport:
+class ChangeReport:
     """What was done to a number of entries.
 
     Attributes:
@@ -55,7 +55,7 @@ def move(
     *,
     keep: bool = False,
     progress: Progress | None = None,
-) -> ActReport:
+) -> ChangeReport:
     """Move entries from one store to another, reading and checking every byte on the way.
 
     Args:
@@ -68,7 +68,7 @@ def move(
     Raises:
         StoreError: if the target cannot be written; what was moved before stays moved.
     """
-    report = ActReport()
+    report = ChangeReport()
     before = {entry.address: entry for entry in source.entries()}
     wanted = list(before if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
@@ -97,7 +97,7 @@ def move(
 
 def rewrite(
     store: KVStore, numbers: str, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
-) -> ActReport:
+) -> ChangeReport:
     """Write entries in a narrower format; precision once lost does not come back.
 
     Patches, which are of low rank, take fewer bytes as they are and stay so. Later entries are written in the store's
@@ -116,7 +116,7 @@ def rewrite(
     check_numbers(numbers)
     if numbers == LOSSLESS:
         raise ValueError("precision that is gone does not come back; discard the entries and warm them again")
-    report = ActReport()
+    report = ChangeReport()
     before = {entry.address: entry for entry in store.entries()}
     wanted = list(before if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
@@ -133,10 +133,10 @@ def rewrite(
 
 
 def _rewrite(
-    store: KVStore, key: ChunkKey, chunk: ChunkKV, numbers: str, entry: EntryInfo | None, report: ActReport
+    store: KVStore, key: ChunkKey, chunk: ChunkKV, numbers: str, entry: EntryInfo | None, report: ChangeReport
 ) -> None:
     try:
-        narrow = compress(chunk, numbers)
+        narrow = to_format(chunk, numbers)
     except (CorruptEntry, OSError) as error:
         store.discard(key, str(error))
         report.missing[key.address] = str(error)

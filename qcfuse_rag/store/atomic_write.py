@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str, *, sync: bool = True) -> None:
+def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
     """Put a text file in the place of the one that is there, for its owner only; makes the folder if need be.
 
     Args:

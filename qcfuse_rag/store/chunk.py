@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from qcfuse_rag.store.low_rank import RANKS, factor, product
-from qcfuse_rag.store.provenance import Context, Facts, check_birth
-from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, companion, narrow, restore
+from qcfuse_rag.store.low_rank import RANKS, factorize, multiply_factors
+from qcfuse_rag.store.provenance import Context, Facts, check_provenance
+from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, dequantize, quantize, side_block
 
 RANKING = "ranking"
 KINDS = ("key", "value")
@@ -27,7 +27,7 @@ class Blocks(Mapping[str, Tensor]):
         """Return rows `start <= r < stop` of a block, reading no others where it comes from a store."""
 
 
-class HeldBlocks(Blocks):
+class TensorBlocks(Blocks):
     """Blocks in memory."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
@@ -47,7 +47,7 @@ class HeldBlocks(Blocks):
         return len(self._tensors)
 
 
-class ReadBlocks(Blocks):
+class PreloadedBlocks(Blocks):
     """Blocks of which some have been read, whatever those of a store keep of what they have read.
 
     A probe needs them when it is too late to wait for a store, or to do without the chunk.
@@ -110,7 +110,7 @@ class ChunkKV:
     extras: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_birth(self.context, self.facts, self.extras)
+        check_provenance(self.context, self.facts, self.extras)
 
     @classmethod
     def of(
@@ -146,7 +146,7 @@ class ChunkKV:
             tensors[f"key.{layer}"] = key.transpose(0, 1).contiguous()
             tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
         about = (keys[0].shape[1], len(keys), keys[0].dtype, LOSSLESS, probe_layers, None)
-        return cls(*about, HeldBlocks(tensors), context, facts or {}, tuple(added))
+        return cls(*about, TensorBlocks(tensors), context, facts or {}, tuple(added))
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
@@ -173,7 +173,7 @@ class ChunkKV:
             CorruptEntry: if one fails its check.
             OSError: if one cannot be read.
         """
-        return replace(self, blocks=ReadBlocks(self.blocks, (RANKING, *self.extras)))
+        return replace(self, blocks=PreloadedBlocks(self.blocks, (RANKING, *self.extras)))
 
     def names(self) -> list[str]:
         """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""
@@ -181,11 +181,11 @@ class ChunkKV:
 
     def layer_names(self, layer: int) -> list[str]:
         """Return the names of the blocks a layer is made of."""
-        beside = companion(self.numbers)
+        beside = side_block(self.numbers)
         names = [f"{kind}.{layer}" for kind in KINDS]
         return names if beside is None else [part for name in names for part in (f"{name}.{beside}", name)]
 
-    def held(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
+    def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy that owns its memory, every block read and checked.
 
         Args:
@@ -202,15 +202,15 @@ class ChunkKV:
 
     def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:
         """Return the same chunk with other blocks."""
-        return replace(self, numbers=numbers, blocks=HeldBlocks(tensors))
+        return replace(self, numbers=numbers, blocks=TensorBlocks(tensors))
 
-    def until(self, expires: float | None) -> ChunkKV:
+    def with_expiry(self, expires: float | None) -> ChunkKV:
         """Return the same chunk with a time to expire, unless it has one already."""
         return self if expires is None or self.expires is not None else replace(self, expires=expires)
 
-    def lasting(self, ttl_s: float | None) -> ChunkKV:
+    def with_ttl(self, ttl_s: float | None) -> ChunkKV:
         """Return the same chunk to expire after so many seconds, unless it has a time to expire already."""
-        return self.until(None if ttl_s is None else time.time() + ttl_s)
+        return self.with_expiry(None if ttl_s is None else time.time() + ttl_s)
 
     @property
     def expired(self) -> bool:
@@ -234,12 +234,12 @@ class ChunkKV:
     def _restored(self, name: str, start: int, stop: int) -> Tensor:
         whole = start == 0 and stop == self.n_tokens
         block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
-        beside = companion(self.numbers)
+        beside = side_block(self.numbers)
         if beside == "basis":
-            block = product(block, self.blocks[f"{name}.basis"], self.dtype)
+            block = multiply_factors(block, self.blocks[f"{name}.basis"], self.dtype)
         elif beside == "scale":
             scale = self.blocks[f"{name}.scale"]
-            block = restore(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
+            block = dequantize(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
         return block.transpose(0, 1)
 
 
@@ -248,13 +248,13 @@ def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...], extr
     probed = [f"key.{layer}" for layer in probe_layers]
     rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
     ordered = list(dict.fromkeys([*probed, *rest]))
-    beside = companion(numbers)
+    beside = side_block(numbers)
     if beside is None:
         return [RANKING, *extras, *ordered]
     return [RANKING, *extras, *(part for name in ordered for part in (f"{name}.{beside}", name))]
 
 
-def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
+def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
     """Return a chunk with its keys and values written in another format.
 
     Args:
@@ -275,13 +275,13 @@ def compress(chunk: ChunkKV, numbers: str) -> ChunkKV:
             if numbers == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
             elif numbers in RANKS:
-                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factor(tokens, numbers)
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factorize(tokens, numbers)
             else:
-                narrowed, scale = narrow(tokens, numbers, over=0 if kind == "key" else 2)
+                narrowed, scale = quantize(tokens, numbers, over=0 if kind == "key" else 2)
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = narrowed, scale
     return chunk.with_blocks(tensors, numbers)
 
 
-def as_kept(chunk: ChunkKV, numbers: str) -> ChunkKV:
+def to_store_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
     """Return a chunk as a store of this format keeps it: one that is narrow or of low rank already stays as it is."""
-    return compress(chunk, numbers) if chunk.numbers == LOSSLESS else chunk
+    return to_format(chunk, numbers) if chunk.numbers == LOSSLESS else chunk

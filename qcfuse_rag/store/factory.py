@@ -11,7 +11,7 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.quantization import LOSSLESS
 
 
@@ -54,7 +54,7 @@ def open_store(
     """
     if (tenant is not None or encrypt) and secret is None:
         raise StoreError("a tenant or encryption needs a secret; give one from your configuration")
-    seal = Seal(secret) if encrypt and secret is not None else None
+    seal = StoreCipher(secret) if encrypt and secret is not None else None
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
     if folder is not None:
         disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal, remote=remote)

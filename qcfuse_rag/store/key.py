@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,14 +15,14 @@ from qcfuse_rag.models.fingerprint import Fingerprint, digest
 
 @dataclass(frozen=True)
 class ChunkKey:
-    """Everything a chunk's keys and values depend on, and whose they are; the same key means the same entry.
+    """Everything a chunk's keys and values depend on, and their tenant; the same key means the same entry.
 
     Attributes:
-        fingerprint: the model.
+        fingerprint: of the model.
         base: how the chunk was prefilled, see `store.prefill_base`.
-        prefix: hash of the token ids in front of it when it was.
+        prefix: hash of the token ids it was prefilled behind.
         ids: hash of its own token ids.
-        namespace: a tenant's token, which cannot be guessed, see `store.backends.tenant`; empty for entries all may share.
+        namespace: a tenant's token, which cannot be guessed, see `store.backends.tenant`; empty for shared entries.
     """
 
     fingerprint: Fingerprint
@@ -33,9 +33,8 @@ class ChunkKey:
 
     @cached_property
     def address(self) -> str:
-        """32 hexadecimal digits that name the entry in every store, behind the tenant's 16 and a dash if it has one."""
-        own = digest(json.dumps(self.fields(), sort_keys=True).encode())
-        return f"{tenant_prefix(self.namespace)}{own}"
+        """The name of the entry in every store: 32 hexadecimal digits, after 16 and a dash for a tenant's entry."""
+        return f"{tenant_prefix(self.namespace)}{digest(json.dumps(self.fields(), sort_keys=True).encode())}"
 
     def fields(self) -> dict[str, Any]:
         """Return the parts by name, ready for JSON."""
@@ -47,6 +46,10 @@ class ChunkKey:
             "namespace": self.namespace,
         }
 
+    def passage_key(self) -> ChunkKey:
+        """Return a key that the chunk has in common with the same passage under other bases."""
+        return replace(self, base="", prefix="")
+
     def differences(self, other: ChunkKey) -> list[str]:
         """Name the parts in which another key differs from this one."""
         parts = [name for name in ("base", "prefix", "ids", "namespace") if getattr(other, name) != getattr(self, name)]
@@ -54,10 +57,10 @@ class ChunkKey:
 
     @classmethod
     def from_fields(cls, parts: dict[str, Any]) -> Self:
-        """Return the key that `fields` was taken from.
+        """Return the key that has these fields.
 
         Raises:
-            ValueError: if these are not the fields of a key.
+            ValueError: if they are not the fields of a key.
         """
         try:
             fingerprint = Fingerprint(**parts["fingerprint"])
@@ -67,12 +70,12 @@ class ChunkKey:
         texts = [getattr(key, field.name) for field in fields(cls) if field.name != "fingerprint"]
         if not all(isinstance(text, str) for text in (*texts, *fingerprint.fields().values())):
             raise ValueError("not a key: a part is not text")
-        "".join(texts).encode()  # what cannot be encoded has no address, which is a ValueError too
+        "".join(texts).encode()  # text that cannot be encoded has no address; this raises a ValueError too
         return key
 
 
 def tenant_prefix(namespace: str) -> str:
-    """Return what the addresses of a tenant's entries begin with; tells nothing of the token."""
+    """Return the beginning of the addresses of a tenant's entries; it does not reveal the token."""
     return f"{digest(namespace.encode())[:16]}-" if namespace else ""
 
 

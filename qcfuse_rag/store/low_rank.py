@@ -18,7 +18,7 @@ def effective_rank(numbers: str, tokens: int, channels: int) -> int:
     return min(RANKS[numbers], tokens, channels)
 
 
-def factor(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
+def factorize(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
     """Return the best approximation of a matrix by a product of its format's rank (Eckart and Young, 1936).
 
     Args:
@@ -41,8 +41,8 @@ def factor(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
     return left.to(tokens.dtype).contiguous(), right.reshape(m, heads, channels).to(tokens.dtype).contiguous()
 
 
-def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `factor` as far as it goes.
+def multiply_factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `factorize` as far as it goes.
 
     Args:
         left: `[r, m]`, rows of the first factor.

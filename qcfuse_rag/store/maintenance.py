@@ -13,7 +13,7 @@ from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING
-from qcfuse_rag.store.backends.disk_quota import Room
+from qcfuse_rag.store.backends.disk_quota import DiskQuota
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -162,10 +162,10 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> int:
     return count
 
 
-def _room(store: DiskStore) -> Room:
-    if store.room is None:
+def _room(store: DiskStore) -> DiskQuota:
+    if store.quota is None:
         raise StoreError(f"cannot write to {store.folder}: {'; '.join(store.health()[0].problems)}")
-    return store.room
+    return store.quota
 
 
 def _damage(store: DiskStore, address: str) -> str | None:
@@ -183,7 +183,7 @@ def _damage(store: DiskStore, address: str) -> str | None:
     return None
 
 
-def _remove_lost(store: DiskStore, room: Room) -> int:
+def _remove_lost(store: DiskStore, room: DiskQuota) -> int:
     count = 0
     for name, _, _, tag in list(room.index.rows(ENTRY, PINNED, QUARANTINE)):
         path = store.files.quarantined / name if tag == QUARANTINE else store.files.path(name)
@@ -193,7 +193,7 @@ def _remove_lost(store: DiskStore, room: Room) -> int:
     return count
 
 
-def _remove_leftovers(store: DiskStore, room: Room) -> int:
+def _remove_leftovers(store: DiskStore, room: DiskQuota) -> int:
     """Remove temporary files that no living writer on this machine is writing."""
     count = 0
     with room.index.transact():

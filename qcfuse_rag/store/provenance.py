@@ -24,7 +24,7 @@ Context = tuple[str, ...]
 Facts = Mapping[str, tuple[float, ...]]
 
 
-def check_birth(context: Context | None, facts: Facts, extras: Sequence[str]) -> None:
+def check_provenance(context: Context | None, facts: Facts, extras: Sequence[str]) -> None:
     """Check that this is what a chunk may say of its birth.
 
     Args:
@@ -48,7 +48,7 @@ def check_birth(context: Context | None, facts: Facts, extras: Sequence[str]) ->
         raise ValueError(f"blocks cannot be: besides keys and values there are {', '.join(EXTRAS)}")
 
 
-def birth_fields(context: Context | None, facts: Facts, extras: Sequence[str]) -> dict[str, Any]:
+def provenance_fields(context: Context | None, facts: Facts, extras: Sequence[str]) -> dict[str, Any]:
     """Return the header's fields about a birth as plain data for JSON; what is not said has no field."""
     fields: dict[str, Any] = {}
     if context is not None:
@@ -60,7 +60,7 @@ def birth_fields(context: Context | None, facts: Facts, extras: Sequence[str]) -
     return fields
 
 
-def parse_birth(about: Mapping[str, Any]) -> tuple[Context | None, Facts, tuple[str, ...]]:
+def parse_provenance(about: Mapping[str, Any]) -> tuple[Context | None, Facts, tuple[str, ...]]:
     """Return context, facts and extras of a header, checked.
 
     Raises:
@@ -71,6 +71,6 @@ def parse_birth(about: Mapping[str, Any]) -> tuple[Context | None, Facts, tuple[
     lists = [given[name] for name in ("context", "extras") if name in given]
     if not all(type(one) is list for one in lists) or not all(type(one) is list for one in facts.values()):
         raise ValueError("context, facts and extras are lists")
-    check_birth(tuple(context), facts, extras)
+    check_provenance(tuple(context), facts, extras)
     floats = {name: tuple(float(one) for one in numbers) for name, numbers in facts.items()}
     return (tuple(context) if "context" in given else None), floats, tuple(extras)

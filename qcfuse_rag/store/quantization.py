@@ -18,20 +18,20 @@ from qcfuse_rag.store.low_rank import RANKS
 LOSSLESS = "model"
 """The model's dtype, unchanged."""
 
-NARROW = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+ONE_BYTE_FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Formats of one byte a number, with the largest number each can hold."""
 
-NUMBERS = (LOSSLESS, *NARROW)
+STORE_FORMATS = (LOSSLESS, *ONE_BYTE_FORMATS)
 """Formats a store may write everything in."""
 
-FORMATS = (*NUMBERS, *RANKS)
+FORMATS = (*STORE_FORMATS, *RANKS)
 """Formats an entry may be written in."""
 
 
 def check_numbers(numbers: str) -> None:
     """Raise `ValueError` unless there is such a format for all a store writes."""
-    if numbers not in NUMBERS:
-        raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(NUMBERS)}")
+    if numbers not in STORE_FORMATS:
+        raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
 
 def check_rank(rank: int) -> str:
@@ -45,14 +45,14 @@ def check_rank(rank: int) -> str:
     return f"rank{rank}"
 
 
-def companion(numbers: str) -> Literal["scale", "basis"] | None:
+def side_block(numbers: str) -> Literal["scale", "basis"] | None:
     """Return what stands beside each block of keys or values in a format, or None."""
     if numbers == LOSSLESS:
         return None
     return "basis" if numbers in RANKS else "scale"
 
 
-def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
+def quantize(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
     """Write numbers in one byte each, with shared scales.
 
     Args:
@@ -63,7 +63,7 @@ def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
     Returns:
         `[n, H, D]` in the narrow dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
     """
-    dtype, largest = NARROW[numbers]
+    dtype, largest = ONE_BYTE_FORMATS[numbers]
     wide = tokens.to(torch.float32)
     scale = wide.abs().amax(over, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny * largest) / largest
     scaled = wide / scale
@@ -72,8 +72,8 @@ def narrow(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor]:
     return scaled.clamp(-largest, largest).to(dtype).contiguous(), scale.contiguous()
 
 
-def restore(narrowed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `narrow` as far as it goes.
+def dequantize(narrowed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `quantize` as far as it goes.
 
     Args:
         narrowed: `[n, H, D]`.

@@ -10,7 +10,7 @@ from torch import Tensor
 from qcfuse_rag.store.chunk import RANKING, Blocks, ChunkKV
 
 
-class CutBlocks(Blocks):
+class SlicedBlocks(Blocks):
     """Blocks of some tokens; a store reads and checks no others."""
 
     def __init__(self, inner: Blocks, start: int, stop: int) -> None:
@@ -43,7 +43,7 @@ class CutBlocks(Blocks):
         return name == RANKING or name.endswith(".basis") or (name.startswith("key.") and name.endswith(".scale"))
 
 
-def cut(chunk: ChunkKV, start: int, stop: int) -> ChunkKV:
+def slice_chunk(chunk: ChunkKV, start: int, stop: int) -> ChunkKV:
     """Return tokens `start <= t < stop` of a chunk; keys are unrotated, so nothing else changes.
 
     Raises:
@@ -51,4 +51,4 @@ def cut(chunk: ChunkKV, start: int, stop: int) -> ChunkKV:
     """
     if not 0 <= start < stop <= chunk.n_tokens:
         raise ValueError(f"a chunk of {chunk.n_tokens} tokens has none from {start} to {stop}")
-    return replace(chunk, n_tokens=stop - start, blocks=CutBlocks(chunk.blocks, start, stop))
+    return replace(chunk, n_tokens=stop - start, blocks=SlicedBlocks(chunk.blocks, start, stop))

@@ -17,9 +17,9 @@ import torch
 
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, KVStore, Miss
-from qcfuse_rag.store.chunk import ChunkKV, HeldBlocks, compress
+from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks, to_format
 from qcfuse_rag.store.key import ChunkKey, hash_ids
-from qcfuse_rag.store.quantization import NARROW
+from qcfuse_rag.store.quantization import ONE_BYTE_FORMATS
 
 FINGERPRINT = Fingerprint("weights", "config", "tokenizer", "rope", "float32")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -45,8 +45,8 @@ def example_patch(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
     tensors = {name: plain.blocks[name] for name in plain.names()}
     tensors["inter"] = torch.linspace(0.0, 1.0, n_tokens)[:, None]
     context, facts = (hash_ids([8]), hash_ids([number])), {"cci": (0.625,), "inter": (1.5, 0.1)}
-    born = replace(plain, context=context, facts=facts, extras=("inter",), blocks=HeldBlocks(tensors))
-    return compress(born, "rank4")
+    born = replace(plain, context=context, facts=facts, extras=("inter",), blocks=TensorBlocks(tensors))
+    return to_format(born, "rank4")
 
 
 def assert_same(found: ChunkKV | Miss, expected: ChunkKV) -> None:
@@ -94,19 +94,19 @@ class KVStoreTests:
             extremes = torch.tensor([-0.0, about.smallest_normal, about.max, about.min], dtype=dtype)
             chunk.blocks["value.1"][2, 1] = extremes
             store.put(example_key(number), chunk)
-            assert_same(store.get(example_key(number)), compress(chunk, store.numbers))
+            assert_same(store.get(example_key(number)), to_format(chunk, store.numbers))
 
     def test_a_chunk_that_is_narrow_already_stays_as_it_is(self, store: KVStore) -> None:
         """It would only lose more."""
-        for number, numbers in enumerate(NARROW):
-            narrow = compress(example_chunk(number), numbers)
+        for number, numbers in enumerate(ONE_BYTE_FORMATS):
+            narrow = to_format(example_chunk(number), numbers)
             store.put(example_key(number), narrow)
             assert_same(store.get(example_key(number)), narrow)
 
     def test_what_a_chunk_knows_of_its_birth_comes_back(self, store: KVStore) -> None:
         """Its context, what was measured, the blocks it has besides; and its low rank, by key and by address."""
         for number, dtype in enumerate(DTYPES):
-            patch = example_patch(number, n_tokens=150, dtype=dtype).until(4e9)
+            patch = example_patch(number, n_tokens=150, dtype=dtype).with_expiry(4e9)
             store.put(example_key(number), patch)
             store.flush()
             assert_same(store.get(example_key(number)), patch)
@@ -240,14 +240,14 @@ class KVStoreTests:
     def test_an_entry_whose_time_is_over_is_a_miss(self, store: KVStore) -> None:
         """Both by key and by address."""
         for number in range(2):
-            store.put(example_key(number), example_chunk().until(time.time() - 1.0))
+            store.put(example_key(number), example_chunk().with_expiry(time.time() - 1.0))
         assert isinstance(store.get(example_key(0)), Miss)
         assert isinstance(store.open(store.address(example_key(1))), Miss)
 
     def test_an_entry_keeps_the_time_at_which_it_expires(self, store: KVStore) -> None:
         """And is used until then."""
         soon = time.time() + 3600.0
-        store.put(example_key(), example_chunk().until(soon))
+        store.put(example_key(), example_chunk().with_expiry(soon))
         assert self._found(store).expires == soon
         [entry] = store.entries()
         assert entry.expires is None or abs(entry.expires - soon) < 1.0
@@ -369,4 +369,4 @@ class KVStoreTests:
     @staticmethod
     def _kept(store: KVStore, number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
         """Return an example in the numbers the store writes."""
-        return compress(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.numbers)
+        return to_format(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.numbers)

@@ -121,7 +121,7 @@ def worth_by_use(found: Sequence[Slot], uses: Callable[[Slot], float]) -> Callab
     return lambda slot: uses(slot) if slot.number in oldest else float("inf")
 
 
-def sound(store: KVStore, slot: Slot) -> ChunkKV | None:
+def read_checked(store: KVStore, slot: Slot) -> ChunkKV | None:
     """Return a slot's entry, read and checked, which counts as a use; None if there is no whole one any more.
 
     A damaged entry is discarded: what is made of it later could not tell which of its parts was damaged.

@@ -9,7 +9,7 @@ import pytest
 
 from qcfuse_rag import DiskStore, KVStore, MemoryStore, TieredStore
 from qcfuse_rag.store.backends.tenant import TenantStore
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.testing import KVStoreTests
 
 MIB = 1 << 20
@@ -52,7 +52,7 @@ class TestDiskStoreFp8(KVStoreTests):
 class TestEncryptedDiskStore(KVStoreTests):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[KVStore]:
-        with DiskStore(tmp_path / "kv", 8 * MIB, seal=Seal(SECRET)) as store:
+        with DiskStore(tmp_path / "kv", 8 * MIB, seal=StoreCipher(SECRET)) as store:
             yield store
 
 

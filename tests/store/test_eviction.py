@@ -14,11 +14,11 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.eviction import (
     HALF_LIFE_S,
     POLICIES,
-    Usage,
+    EntryUsage,
+    eviction_policy,
     least_frequently_used,
     least_recently_used,
     least_saving,
-    policy_named,
 )
 from qcfuse_rag.store.testing import example_chunk, example_key
 
@@ -26,12 +26,12 @@ WEEK = HALF_LIFE_S
 SIZE = example_chunk().nbytes
 
 
-def usage(size_bytes: int = 1000, saved_ms: float = 10.0, uses: float = 1.0, used: float = 0.0) -> Usage:
-    return Usage(size_bytes, saved_ms, uses, used)
+def usage(size_bytes: int = 1000, saved_ms: float = 10.0, uses: float = 1.0, used: float = 0.0) -> EntryUsage:
+    return EntryUsage(size_bytes, saved_ms, uses, used)
 
 
 usages = st.builds(
-    Usage,
+    EntryUsage,
     size_bytes=st.integers(1, 1 << 40),
     saved_ms=st.floats(0.001, 1e7),
     uses=st.floats(0.01, 1e6),
@@ -54,12 +54,12 @@ def test_a_use_a_week_ago_counts_half() -> None:
 
 
 def test_uses_are_added_to_what_is_left_of_older_ones() -> None:
-    assert usage(uses=4.0, used=0.0).again(WEEK) == usage(uses=3.0, used=WEEK)
-    assert usage(uses=4.0, used=0.0).again(2 * WEEK, 5) == usage(uses=6.0, used=2 * WEEK)
+    assert usage(uses=4.0, used=0.0).after_uses(WEEK) == usage(uses=3.0, used=WEEK)
+    assert usage(uses=4.0, used=0.0).after_uses(2 * WEEK, 5) == usage(uses=6.0, used=2 * WEEK)
 
 
 def test_a_clock_that_was_put_back_makes_nothing_worth_more() -> None:
-    assert usage(uses=4.0, used=WEEK).again(0.0) == usage(uses=5.0, used=WEEK)
+    assert usage(uses=4.0, used=WEEK).after_uses(0.0) == usage(uses=5.0, used=WEEK)
 
 
 def test_cost_keeps_what_saves_more_for_every_byte() -> None:
@@ -77,11 +77,13 @@ def test_what_saves_nothing_goes_before_all_else() -> None:
 
 
 @given(one=usages, other=usages, days=st.floats(0.0, 1000.0))
-def test_the_order_is_that_of_todays_worth_and_of_any_later_days(one: Usage, other: Usage, days: float) -> None:
+def test_the_order_is_that_of_todays_worth_and_of_any_later_days(
+    one: EntryUsage, other: EntryUsage, days: float
+) -> None:
     """So that a rank need not be computed again before an entry is used again."""
     now = max(one.used, other.used) + days * 24 * 3600.0
 
-    def worth(u: Usage) -> float:  # its logarithm: after years, worth itself is no longer a number above 0
+    def worth(u: EntryUsage) -> float:  # its logarithm: after years, worth itself is no longer a number above 0
         return math.log2(u.saved_ms / u.size_bytes * u.uses) - (now - u.used) / HALF_LIFE_S
 
     assume(abs(worth(one) - worth(other)) > 1e-3)
@@ -89,15 +91,15 @@ def test_the_order_is_that_of_todays_worth_and_of_any_later_days(one: Usage, oth
 
 
 @given(one=usages, hours=st.floats(0.0, 1e5), count=st.integers(1, 100))
-def test_a_use_never_makes_an_entry_worth_less(one: Usage, hours: float, count: int) -> None:
-    again = one.again(one.used + hours * 3600.0, count)
+def test_a_use_never_makes_an_entry_worth_less(one: EntryUsage, hours: float, count: int) -> None:
+    again = one.after_uses(one.used + hours * 3600.0, count)
     for worth in POLICIES.values():
         assert worth(again) >= worth(one) - 1e-6
 
 
 def test_a_policy_that_does_not_exist_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="no eviction policy 'fifo'; there are cost, lru, lfu"):
-        policy_named("fifo")
+        eviction_policy("fifo")
 
 
 # In memory; on disk the same policies are at work, see tests/store/disk.
@@ -183,7 +185,7 @@ def test_memory_with_a_time_to_live_gives_nothing_older(monkeypatch: pytest.Monk
 
 def test_an_expiry_of_its_own_counts_before_the_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     store = MemoryStore(ttl_s=60.0)
-    store.put(example_key(), example_chunk().until(4e9))
+    store.put(example_key(), example_chunk().with_expiry(4e9))
     assert [entry.expires for entry in store.entries()] == [4e9]
 
 

@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.store.chunk import ChunkKV, as_kept, compress
+from qcfuse_rag.store.chunk import ChunkKV, to_format, to_store_format
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.header import entry_bytes
-from qcfuse_rag.store.low_rank import RANKS, factor, product
-from qcfuse_rag.store.quantization import LOSSLESS, NARROW, NUMBERS, check_numbers, check_rank, narrow, restore
+from qcfuse_rag.store.low_rank import RANKS, factorize, multiply_factors
+from qcfuse_rag.store.quantization import (
+    LOSSLESS,
+    ONE_BYTE_FORMATS,
+    STORE_FORMATS,
+    check_numbers,
+    check_rank,
+    dequantize,
+    quantize,
+)
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key, example_patch
 
 CHANNEL, TOKEN = 0, 2
@@ -34,8 +42,8 @@ def allowed(original: torch.Tensor, scale: torch.Tensor, numbers: str) -> torch.
 
 def errors(original: torch.Tensor, numbers: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each number is off after having been written, and how far it may be."""
-    narrowed, scale = narrow(original, numbers, over=over)
-    restored = restore(narrowed, scale, torch.float32)
+    narrowed, scale = quantize(original, numbers, over=over)
+    restored = dequantize(narrowed, scale, torch.float32)
     return (restored - original).abs(), allowed(original, scale, numbers)
 
 
@@ -46,50 +54,52 @@ def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
     return shapes.flatmap(lambda shape: arrays(np.float32, shape, elements=sizes)).map(torch.from_numpy)
 
 
-@given(original=tensors(), numbers=st.sampled_from(list(NARROW)), over=st.sampled_from([CHANNEL, TOKEN]))
+@given(original=tensors(), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)), over=st.sampled_from([CHANNEL, TOKEN]))
 @settings(max_examples=150, deadline=None)
 def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, numbers: str, over: int) -> None:
     off, bound = errors(original, numbers, over)
     assert (off <= bound).all()
 
 
-@given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(NARROW)))
+@given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)))
 @settings(max_examples=50, deadline=None)
 def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, numbers: str) -> None:
-    narrowed, scale = narrow(original, numbers, over=CHANNEL)
-    restored = restore(narrowed, scale, torch.float32)
+    narrowed, scale = quantize(original, numbers, over=CHANNEL)
+    restored = dequantize(narrowed, scale, torch.float32)
     assert (restored * original.sign() >= 0).all()
     assert (restored.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()
 
 
 @pytest.mark.parametrize("over", [CHANNEL, TOKEN])
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_zeros_stay_zeros_beside_other_numbers_and_alone(numbers: str, over: int) -> None:
     original = torch.randn(6, 2, 4)
     original[:, 1, 2] = 0.0
     original[3] = 0.0
-    narrowed, scale = narrow(original, numbers, over=over)
+    narrowed, scale = quantize(original, numbers, over=over)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
-    assert (restore(narrowed, scale, torch.float32)[original == 0.0] == 0.0).all()
+    assert (dequantize(narrowed, scale, torch.float32)[original == 0.0] == 0.0).all()
     nothing = torch.zeros(6, 2, 4)
-    assert torch.equal(restore(*narrow(nothing, numbers, over=over), torch.float32), nothing)
+    assert torch.equal(dequantize(*quantize(nothing, numbers, over=over), torch.float32), nothing)
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_the_largest_number_of_a_channel_is_restored(numbers: str) -> None:
     original = torch.randn(50, 2, 4)
-    restored = restore(*narrow(original, numbers, over=CHANNEL), torch.float32)
+    restored = dequantize(*quantize(original, numbers, over=CHANNEL), torch.float32)
     assert torch.allclose(restored.abs().amax(0), original.abs().amax(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_a_channel_of_large_keys_does_not_spoil_the_others(numbers: str) -> None:
     original = torch.randn(100, 2, 8)
     with_outlier = original.clone()
     with_outlier[:, :, 3] *= 1000.0
     others = [channel for channel in range(8) if channel != 3]
-    plain, spoiled = (restore(*narrow(keys, numbers, over=CHANNEL), torch.float32) for keys in (original, with_outlier))
+    plain, spoiled = (
+        dequantize(*quantize(keys, numbers, over=CHANNEL), torch.float32) for keys in (original, with_outlier)
+    )
     assert torch.equal(spoiled[..., others], plain[..., others])
 
 
@@ -101,21 +111,21 @@ def test_it_would_spoil_them_if_they_shared_its_scale() -> None:
     assert per_token > 20 * per_channel
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_keys_have_a_scale_a_channel_and_values_one_a_token(numbers: str) -> None:
-    chunk = compress(example_chunk(), numbers)
+    chunk = to_format(example_chunk(), numbers)
     assert chunk.blocks["key.0"].shape == (5, 2, 8)
     assert chunk.blocks["key.0.scale"].shape == (1, 2, 8)
     assert chunk.blocks["value.0"].shape == (5, 2, 4)
     assert chunk.blocks["value.0.scale"].shape == (5, 2, 1)
     kinds = {chunk.blocks[name].dtype for name in chunk.names() if not name.endswith("scale") and name != "ranking"}
-    assert kinds == {NARROW[numbers][0]}
+    assert kinds == {ONE_BYTE_FORMATS[numbers][0]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_layers_are_near_what_they_were_and_of_the_dtype_they_were(numbers: str, dtype: torch.dtype) -> None:
-    original, chunk = example_chunk(dtype=dtype), compress(example_chunk(dtype=dtype), numbers)
+    original, chunk = example_chunk(dtype=dtype), to_format(example_chunk(dtype=dtype), numbers)
     for layer in range(3):
         for kind, found, expected in zip(("key", "value"), chunk.layer(layer), original.layer(layer), strict=True):
             assert found.dtype == dtype
@@ -125,44 +135,44 @@ def test_layers_are_near_what_they_were_and_of_the_dtype_they_were(numbers: str,
             assert ((found.to(torch.float32) - wide).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_what_the_anchors_are_does_not_change(numbers: str) -> None:
-    chunk = compress(example_chunk(n_tokens=40), numbers)
+    chunk = to_format(example_chunk(n_tokens=40), numbers)
     assert torch.equal(chunk.anchors(0.25)[2], example_chunk(n_tokens=40).anchors(0.25)[2])
 
 
 @pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.52), (torch.float32, 0.26)], ids=str)
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_a_passage_takes_a_byte_a_number_and_little_more(numbers: str, dtype: torch.dtype, share: float) -> None:
     keys, values = ([torch.randn(4, 256, 128).to(dtype) for _ in range(2)] for _ in range(2))
     chunk = ChunkKV.of(keys, values, torch.arange(256).expand(2, 256))
-    assert 0.49 * share < compress(chunk, numbers).nbytes / chunk.nbytes < share
+    assert 0.49 * share < to_format(chunk, numbers).nbytes / chunk.nbytes < share
 
 
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", STORE_FORMATS)
 def test_what_is_in_a_format_already_stays_as_it_is(numbers: str) -> None:
-    chunk = compress(example_chunk(), numbers)
-    assert compress(chunk, numbers) is chunk
+    chunk = to_format(example_chunk(), numbers)
+    assert to_format(chunk, numbers) is chunk
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_a_store_keeps_what_is_narrow_as_it_is_and_makes_the_rest_narrow(numbers: str) -> None:
-    narrow_already = compress(example_chunk(), "int8")
-    assert as_kept(narrow_already, numbers) is narrow_already
-    assert as_kept(narrow_already, LOSSLESS) is narrow_already
-    assert_same(as_kept(example_chunk(), numbers), compress(example_chunk(), numbers))
+    narrow_already = to_format(example_chunk(), "int8")
+    assert to_store_format(narrow_already, numbers) is narrow_already
+    assert to_store_format(narrow_already, LOSSLESS) is narrow_already
+    assert_same(to_store_format(example_chunk(), numbers), to_format(example_chunk(), numbers))
 
 
-@pytest.mark.parametrize("numbers", NARROW)
+@pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_the_way_back_gives_the_models_dtype_without_what_was_lost(numbers: str) -> None:
-    chunk = compress(example_chunk(dtype=torch.float16), numbers)
-    back = compress(chunk, LOSSLESS)
+    chunk = to_format(example_chunk(dtype=torch.float16), numbers)
+    back = to_format(chunk, LOSSLESS)
     assert (back.numbers, back.blocks["key.0"].dtype) == (LOSSLESS, torch.float16)
     assert all(torch.equal(one, other) for one, other in zip(back.layer(1), chunk.layer(1), strict=True))
 
 
 def test_a_format_that_does_not_exist_is_refused_by_name() -> None:
-    for refuse in (check_numbers, lambda numbers: compress(example_chunk(), numbers)):
+    for refuse in (check_numbers, lambda numbers: to_format(example_chunk(), numbers)):
         with pytest.raises(ValueError, match="no format of numbers 'int4'; there are model, int8, fp8"):
             refuse("int4")
 
@@ -177,10 +187,10 @@ def of_rank(rank: int, n_tokens: int, heads: int, dim: int) -> torch.Tensor:
 @pytest.mark.parametrize(("n_tokens", "dim"), [(50, 8), (5, 8), (50, 30), (1, 4)], ids=str)
 def test_what_is_of_low_rank_comes_back(n_tokens: int, dim: int) -> None:
     original = of_rank(4, n_tokens, 2, dim)
-    left, right = factor(original, "rank4")
+    left, right = factorize(original, "rank4")
     rank = min(4, n_tokens)
     assert (left.shape, right.shape) == ((n_tokens, rank), (rank, 2, dim))
-    assert torch.allclose(product(left, right, torch.float32), original, atol=1e-4)
+    assert torch.allclose(multiply_factors(left, right, torch.float32), original, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(60, 2, 20), (30, 3, 40)], ids=str)
@@ -188,7 +198,7 @@ def test_what_is_of_low_rank_comes_back(n_tokens: int, dim: int) -> None:
 def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], numbers: str) -> None:
     """Eckart and Young: what is left is what the singular values left out say, which numpy computes by itself."""
     original = torch.randn(shape)
-    off = product(*factor(original, numbers), torch.float32) - original
+    off = multiply_factors(*factorize(original, numbers), torch.float32) - original
     singular = np.linalg.svd(original.reshape(shape[0], -1).numpy().astype(np.float64), compute_uv=False)
     assert float(off.norm()) == pytest.approx(
         float(np.sqrt((singular[RANKS[numbers] :] ** 2).sum())), rel=1e-4, abs=1e-3
@@ -197,19 +207,19 @@ def test_nothing_of_its_rank_is_nearer(shape: tuple[int, int, int], numbers: str
 
 def test_a_full_rank_loses_nothing_and_zeros_stay_zeros() -> None:
     original = torch.randn(10, 2, 8)
-    assert torch.allclose(product(*factor(original, "rank64"), torch.float32), original, atol=1e-5)
-    assert product(*factor(torch.zeros(10, 2, 8), "rank4"), torch.float32).abs().max() == 0.0
+    assert torch.allclose(multiply_factors(*factorize(original, "rank64"), torch.float32), original, atol=1e-5)
+    assert multiply_factors(*factorize(torch.zeros(10, 2, 8), "rank4"), torch.float32).abs().max() == 0.0
 
 
 def test_the_same_difference_is_the_same_bytes() -> None:
     original = torch.randn(40, 2, 8)
-    for one, other in zip(factor(original, "rank8"), factor(original, "rank8"), strict=True):
+    for one, other in zip(factorize(original, "rank8"), factorize(original, "rank8"), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_of_low_rank_come_back_in_the_models_dtype_and_in_ranges(dtype: torch.dtype) -> None:
-    patch = compress(example_chunk(n_tokens=300, dtype=dtype), "rank16")
+    patch = to_format(example_chunk(n_tokens=300, dtype=dtype), "rank16")
     exact = example_chunk(n_tokens=300, dtype=dtype)
     for layer in range(3):
         for found, expected in zip(patch.layer(layer), exact.layer(layer), strict=True):
@@ -225,9 +235,9 @@ def test_no_store_turns_caches_into_ranks_and_none_narrows_a_patch() -> None:
     with pytest.raises(ValueError, match="no format of numbers 'rank32'; there are model, int8, fp8"):
         check_numbers("rank32")
     patch = example_patch()
-    for numbers in NUMBERS:
-        assert as_kept(patch, numbers) is patch
-        assert as_kept(example_chunk(), numbers).numbers == numbers
+    for numbers in STORE_FORMATS:
+        assert to_store_format(patch, numbers) is patch
+        assert to_store_format(example_chunk(), numbers).numbers == numbers
     assert check_rank(32) == "rank32"
     with pytest.raises(ValueError, match="no format of rank 5; there are 4, 8, 16, 32, 64"):
         check_rank(5)
@@ -235,17 +245,17 @@ def test_no_store_turns_caches_into_ranks_and_none_narrows_a_patch() -> None:
 
 def test_a_format_changes_nothing_of_what_a_chunk_knows_of_its_birth() -> None:
     patch = example_patch(n_tokens=40)
-    for numbers in NUMBERS:
-        other = compress(patch, numbers)
+    for numbers in STORE_FORMATS:
+        other = to_format(patch, numbers)
         assert (other.context, other.facts, other.extras) == (patch.context, patch.facts, ("inter",))
         assert torch.equal(other.blocks["inter"], patch.blocks["inter"])
 
 
-@pytest.mark.parametrize("numbers", [*NUMBERS, *RANKS])
+@pytest.mark.parametrize("numbers", [*STORE_FORMATS, *RANKS])
 @pytest.mark.parametrize("n_tokens", [20, 300])
 def test_how_many_bytes_an_entry_takes_is_known_before(numbers: str, n_tokens: int) -> None:
     shape = KVShape(2, 40, 24)
     keys, values = ([torch.randn(2, n_tokens, dim) for _ in range(3)] for dim in (40, 24))
-    chunk = compress(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), numbers)
+    chunk = to_format(ChunkKV.of(keys, values, torch.arange(n_tokens).expand(3, n_tokens)), numbers)
     actual = len(b"".join(encode(example_key(), chunk)))
     assert abs(entry_bytes([shape] * 3, torch.float32, numbers, n_tokens) - actual) <= 8192

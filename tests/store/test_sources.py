@@ -85,13 +85,13 @@ def test_what_is_said_again_is_no_change(store: DiskStore, sources: Sources, own
     said = stored(store, 0, 1)
     other.restrict("a.md", "board")
     other.replace("a.md", said)
-    before = sources.version
+    before = sources.manifest.version()
     other.restrict("a.md", "board")
     other.replace("a.md", said)
     other.add("a.md", said[:1])
-    assert sources.version == before
+    assert sources.manifest.version() == before
     other.add("b.md", said[:1])
-    assert sources.version != before
+    assert sources.manifest.version() != before
     other.close()
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
     monkeypatch.setattr("qcfuse_rag.store.documents.manifest.sqlite3.connect", unwritable)
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)
-    assert time.monotonic() - begun < manifest.OPENING_S / 2
+    assert time.monotonic() - begun < manifest.OPEN_TIMEOUT_S / 2
 
 
 def unwritable(*_: object, **__: object) -> Any:
@@ -153,13 +153,13 @@ def test_chunks_that_never_had_a_source_are_left_alone(store: DiskStore, sources
     stored(store, 0)
     sources.replace("a.md", stored(store, 1))
     sources.forget("a.md")
-    assert sources.collect() == 0
+    assert sources.garbage.collect() == 0
     assert present(store, 2) == [0]
 
 
 def test_a_source_does_not_remove_what_it_never_had(store: DiskStore, sources: Sources) -> None:
     assert sources.remove("a.md", stored(store, 0)) == 0
-    assert sources.collect() == 0
+    assert sources.garbage.collect() == 0
     assert present(store, 1) == [0]
 
 
@@ -209,9 +209,9 @@ def test_what_a_crash_left_undone_is_finished_later(
             sources.forget("a.md")
     assert (sources.names(), present(store, 2)) == ([], [0, 1])
     again = Sources(store)
-    assert again.collect() == 2
+    assert again.garbage.collect() == 2
     assert present(store, 2) == []
-    assert again.collect() == 0
+    assert again.garbage.collect() == 0
 
 
 def test_a_chunk_taken_up_again_meanwhile_is_not_removed(
@@ -219,10 +219,10 @@ def test_a_chunk_taken_up_again_meanwhile_is_not_removed(
 ) -> None:
     sources.replace("a.md", stored(store, 0, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "collect", lambda: 0)
+        patch.setattr(sources.garbage, "collect", lambda: 0)
         sources.forget("a.md")
     sources.replace("b.md", keys(1))
-    assert sources.collect() == 0
+    assert sources.garbage.collect() == 0
     assert present(store, 2) == [1]
 
 
@@ -230,7 +230,7 @@ def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
     store: DiskStore, sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking for what nobody wants and removing it."""
-    other, begin = Sources(store), sources.writing
+    other, begin = Sources(store), sources.manifest.writing
 
     def begin_late() -> object:
         if not other.names():
@@ -239,11 +239,11 @@ def test_a_chunk_taken_up_again_at_the_last_moment_is_not_removed_either(
 
     sources.replace("a.md", stored(store, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "collect", lambda: 0)
+        patch.setattr(sources.garbage, "collect", lambda: 0)
         sources.forget("a.md")
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "writing", begin_late)
-        assert sources.collect() == 0
+        patch.setattr(sources.manifest, "writing", begin_late)
+        assert sources.garbage.collect() == 0
     assert present(store, 1) == [0]
 
 
@@ -254,7 +254,7 @@ def test_what_a_store_could_not_remove_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(store, "discard", lambda key, reason=None: False)
         assert sources.forget("a.md") == 0
-    assert sources.collect() == 1
+    assert sources.garbage.collect() == 1
     assert present(store, 1) == []
 
 
@@ -322,7 +322,7 @@ def test_a_tenant_does_not_remove_anothers_chunk_by_naming_it(store: DiskStore) 
     stored(alice, 0)
     of_bob = Sources(bob)
     assert of_bob.remove("a.md", [alice.address(example_key(0))]) == 0
-    assert Sources(store).collect() == 0
+    assert Sources(store).garbage.collect() == 0
     assert_same(alice.get(example_key(0)), example_chunk(0))
 
 
@@ -335,9 +335,9 @@ def test_what_one_tenants_crash_left_undone_is_not_anothers_to_finish(
     with monkeypatch.context() as patch:
         patch.setattr(of_alice, "collect", lambda: 0)
         of_alice.forget("a.md")
-    assert Sources(bob).collect() == 0
+    assert Sources(bob).garbage.collect() == 0
     assert example_key(0) in alice
-    assert of_alice.collect() == 1
+    assert of_alice.garbage.collect() == 1
 
 
 # Manifests that fail.
@@ -352,7 +352,7 @@ def test_a_damaged_manifest_is_one_clear_error(store: DiskStore) -> None:
 def test_a_manifest_that_fails_later_is_one_clear_error(store: DiskStore, sources: Sources) -> None:
     sources.replace("a.md", stored(store, 0))
     sources.close()
-    for act in (sources.names, sources.missing, sources.collect, lambda: sources.addresses("a.md")):
+    for act in (sources.names, sources.missing, sources.garbage.collect, lambda: sources.addresses("a.md")):
         with pytest.raises(StoreError, match="cannot read the manifest of sources"):
             act()
     with pytest.raises(StoreError, match="cannot write the manifest of sources"):

@@ -13,7 +13,7 @@ import torch
 from qcfuse_rag import DiskStore, MemoryStore, TieredStore, open_store
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 
@@ -218,7 +218,7 @@ def test_every_tier_answers_the_same_numbers(near: str) -> None:
         answers = [store.near.get(KEY), store.far.get(KEY)]
         store.near.clear()
         answers += [store.get(KEY), store.get(KEY)]
-        expected = compress(example_chunk(), "int8").layer(2)
+        expected = to_format(example_chunk(), "int8").layer(2)
         for answer in answers:
             assert isinstance(answer, ChunkKV)
             assert all(torch.equal(one, other) for one, other in zip(answer.layer(2), expected, strict=True))
@@ -365,7 +365,7 @@ def test_what_is_discarded_while_it_is_written_is_gone_afterwards(later: TieredS
 
 
 def test_what_expires_while_it_waits_is_a_miss(later: TieredStore) -> None:
-    later.put(KEY, example_chunk().until(1.0))
+    later.put(KEY, example_chunk().with_expiry(1.0))
     assert isinstance(later.get(KEY), Miss)
     assert isinstance(later.open(KEY.address), Miss)
 

@@ -238,7 +238,7 @@ def test_what_was_forgotten_can_be_captured_again(engine: FusionEngine) -> None:
         engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
         assert engine.corpus.capture([PASSAGES]).captured == 2
         engine.forget("ferry")
-    assert engine.corpus.open_sources().collect() == 0
+    assert engine.corpus.open_sources().garbage.collect() == 0
 
 
 def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(engine: FusionEngine) -> None:
@@ -251,7 +251,7 @@ def test_a_forgotten_document_takes_along_the_enriched_caches_of_its_neighbours(
     assert framed == [True, False, True]
     left = [PASSAGES[0], PASSAGES[2]]
     assert engine.warm(left, bases=[base], neighbours=[[1], []], sources=["ferry", "mill"]).warmed == 1
-    assert engine.corpus.open_sources().collect() == 0
+    assert engine.corpus.open_sources().garbage.collect() == 0
     engine.forget("mill")
     assert len(list(engine.store.entries())) == 2, "the head and the ferry's framed cache"
 

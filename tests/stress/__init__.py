@@ -1,4 +1,4 @@
 """Campaigns: a store under kill -9, changed bytes, fuzzed headers, crowds and failing disks.
 
-Small by default; `QCFUSE_STRESS=full pytest tests/stress -s` runs them as docs/reliability.md reports them.
+Small by default; `QCFUSE_STRESS=full pytest tests/stress -s` runs them as docs/notes/reliability.md reports them.
 """

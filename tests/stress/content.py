@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.testing import example_chunk
 
 SIZES = (1, 5, 40, 129, 300, 700)
@@ -20,7 +20,7 @@ LARGEST_BYTES = 300_000
 @cache
 def chunk_of(number: int, numbers: str = "model") -> ChunkKV:
     """Return what is stored under `example_key(number)`, in a format of numbers."""
-    return compress(example_chunk(number, n_tokens=SIZES[number % len(SIZES)]), numbers)
+    return to_format(example_chunk(number, n_tokens=SIZES[number % len(SIZES)]), numbers)
 
 
 def wrong_bytes(found: ChunkKV, expected: ChunkKV) -> int:

@@ -58,8 +58,8 @@ def test_a_crowd_on_one_folder(tmp_path: Path) -> None:
         if not report.clean:
             tally.errors.append(f"not clean at the end: {report}")
         sizes = sum(size for path, size in files_of(folder).items() if path.suffix == ".kv")
-        if sizes != store.room.index.size():
-            tally.errors.append(f"files take {sizes:,}, the index says {store.room.index.size():,}")
+        if sizes != store.quota.index.size():
+            tally.errors.append(f"files take {sizes:,}, the index says {store.quota.index.size():,}")
     assert min(tally.notes[what] for what in WEIGHTS) > 0
     tally.finish()
 
@@ -72,7 +72,7 @@ def observe(folder: Path, until: float) -> tuple[int, int]:
     largest = looks = 0
     with DiskStore(folder) as store:
         while time.monotonic() < until:
-            with store.room.index.transact():
+            with store.quota.index.transact():
                 largest = max(largest, sum(files_of(folder).values()))
             looks += 1
             time.sleep(0.02)
@@ -155,7 +155,7 @@ class Worker:
             assert not report.damaged, report
         else:
             with DiskStore(self._folder) as another:
-                assert another.room is not None, another.health()
+                assert another.quota is not None, another.health()
                 self._read(another, number, slot)
 
     def _read(self, store: DiskStore, number: int, slot: int) -> None:

@@ -12,7 +12,7 @@ from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import Tally, sized
@@ -25,7 +25,7 @@ UNUSED = range(20, 24)
 """Bytes of the preamble that mean nothing."""
 
 
-@pytest.fixture(params=[None, Seal(b"sixteen bytes or more")], ids=["plain", "encrypted"])
+@pytest.fixture(params=[None, StoreCipher(b"sixteen bytes or more")], ids=["plain", "encrypted"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> DiskStore:
     return DiskStore(tmp_path, seal=request.param)
 

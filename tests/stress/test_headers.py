@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import block_names
 from qcfuse_rag.store.entry.codec import MAGIC, MAX_HEADER_BYTES, PREAMBLE, VERSION
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
 from tests.stress.bounds import bounded
 from tests.stress.campaign import Tally, sized
@@ -24,7 +24,7 @@ FUZZ = settings(max_examples=sized(300, 12_000), deadline=None, database=None, s
 START = PREAMBLE.pack(MAGIC, VERSION, 0, 100, 0, bytes(32))
 
 
-def examine(data: bytes, tally: Tally, seal: Seal | None = None, *, memory_bytes: int = MEMORY_BYTES) -> None:
+def examine(data: bytes, tally: Tally, seal: StoreCipher | None = None, *, memory_bytes: int = MEMORY_BYTES) -> None:
     """Open an entry and read all of it, within bounds; anything but `CorruptEntry` comes out."""
     tally.trials += 1
     with bounded(memory_bytes=memory_bytes + len(data), cpu_s=CPU_S):
@@ -47,8 +47,8 @@ def test_random_bytes_are_refused() -> None:
     behind = [anything, anything.map(lambda b: MAGIC + b), anything.map(lambda b: START[:16] + b), anything.map(entry)]
 
     @FUZZ
-    @given(st.one_of(behind), st.sampled_from((None, Seal(bytes(16)))))
-    def fuzz(data: bytes, seal: Seal | None) -> None:
+    @given(st.one_of(behind), st.sampled_from((None, StoreCipher(bytes(16)))))
+    def fuzz(data: bytes, seal: StoreCipher | None) -> None:
         examine(data, tally, seal)
 
     fuzz()

@@ -13,7 +13,7 @@ import torch
 from qcfuse_rag import DiskStore
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk_files import StoreFiles
-from qcfuse_rag.store.backends.disk_quota import Room
+from qcfuse_rag.store.backends.disk_quota import DiskQuota
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.campaign import FULL
@@ -25,7 +25,7 @@ OLD, PINNED, PUT_ASIDE, NEW = 3, 10, 4, 5
 
 MOMENTS = [(StoreFiles, name) for name in ("write", "publish", "remove", "quarantine", "remove_quarantined")]
 if FULL:
-    MOMENTS += [(Room, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
+    MOMENTS += [(DiskQuota, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
 DEEDS: dict[str, Callable[[DiskStore], object]] = {
     "put": lambda store: store.put(example_key(NEW), chunk_of(NEW)),
     "put again": lambda store: store.put(example_key(OLD), chunk_of(OLD)),
@@ -74,7 +74,7 @@ def test_death_right_after(deed: str, owner: type, name: str, numbers: str, tmp_
         assert not fsck(store).damaged
         assert fsck(store).clean
         sizes = sum(size for path, size in files_of(tmp_path).items() if path.suffix == ".kv")
-        assert sizes == store.room.index.size() <= LIMIT_BYTES
+        assert sizes == store.quota.index.size() <= LIMIT_BYTES
         if deed not in ("rebuild", "clear"):
             assert [entry.pinned for entry in store.entries() if entry.address == example_key(PINNED).address] == [True]
         store.clear()

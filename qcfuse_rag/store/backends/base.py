@@ -199,7 +199,7 @@ class KVStore(ABC):
     def advance(self) -> None:  # noqa: B027
         """Let one of the steps that hints are counted in go by."""
 
-    def drop_removed(self, addresses: Iterable[str]) -> None:  # noqa: B027
+    def evict_removed(self, addresses: Iterable[str]) -> None:  # noqa: B027
         """Let go of what was removed behind this store's back, as by another process that forgot a document."""
 
     def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:

@@ -8,7 +8,7 @@ from typing import Protocol
 from qcfuse_rag.store.entry.codec import Buffer
 
 
-class Blobs(Protocol):
+class BlobStore(Protocol):
     """Bytes under names, kept by a bucket, a server or a shared folder. Safe to use from several threads.
 
     Names are letters, digits, dots and dashes, with at most one folder and a slash in front. Every method may raise

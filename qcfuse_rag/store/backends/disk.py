@@ -13,13 +13,13 @@ from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, open_index
-from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, Room
-from qcfuse_rag.store.backends.disk_settings import settle, try_writing
-from qcfuse_rag.store.backends.eviction import policy_named
-from qcfuse_rag.store.backends.remote import lasting_url
-from qcfuse_rag.store.chunk import ChunkKV, as_kept
+from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, DiskQuota
+from qcfuse_rag.store.backends.disk_settings import resolve_settings, write_if_possible
+from qcfuse_rag.store.backends.eviction import eviction_policy
+from qcfuse_rag.store.backends.remote import url_without_secrets
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
 
@@ -56,7 +56,7 @@ class DiskStore(KVStore):
         numbers: str | None = None,
         eviction: str | None = None,
         ttl_s: float | None = None,
-        seal: Seal | None = None,
+        seal: StoreCipher | None = None,
         remote: str | None = None,
     ) -> None:
         place = Path(folder).expanduser()
@@ -74,12 +74,12 @@ class DiskStore(KVStore):
                 raise StoreError(f"cannot open a store in {place}: {error}") from error
             self._broken.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
-        given["remote"] = None if remote is None else lasting_url(remote)
-        self.settings = settle(self.files, given, seal)
+        given["remote"] = None if remote is None else url_without_secrets(remote)
+        self.settings = resolve_settings(self.files, given, seal)
         self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s
         self._models = self._known_models()
-        self.room = self._open_room()
+        self.quota = self._open_room()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, its blocks checked when they are used, or why there is none."""
@@ -88,8 +88,8 @@ class DiskStore(KVStore):
             self._counts["misses" if isinstance(found, Miss) else "hits"] += 1
         if isinstance(found, Miss):
             return Miss(self._absence(key)) if found == Miss("absent") else found
-        if self.room is not None:
-            self.room.note_use(key.address)
+        if self.quota is not None:
+            self.quota.note_use(key.address)
         return found[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
@@ -98,18 +98,18 @@ class DiskStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be found only once it is complete on disk."""
-        if self.room is None:
+        if self.quota is None:
             raise self._unwritable()
-        lasting = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        lasting = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
         parts = encode(key, lasting, seal=self.seal)
         saved = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN if saved_ms is None else saved_ms
         try:
-            reserved = self.room.reserve(key.address, sum(len(part) for part in parts))
+            reserved = self.quota.reserve(key.address, sum(len(part) for part in parts))
             try:
                 self.files.write(reserved.temporary, parts)
-                self.room.publish(reserved, lasting.numbers, saved, lasting.expires)
+                self.quota.publish(reserved, lasting.numbers, saved, lasting.expires)
             except BaseException:
-                self.room.release(reserved)
+                self.quota.release(reserved)
                 raise
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
@@ -118,10 +118,10 @@ class DiskStore(KVStore):
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry; one that was found damaged goes into quarantine."""
         address = address_of(key)
-        if self.room is None:
+        if self.quota is None:
             return False
         try:
-            found = self.room.remove(address) if reason is None else self.room.quarantine(address, reason)
+            found = self.quota.remove(address) if reason is None else self.quota.quarantine(address, reason)
         except INDEX_FAILURES:
             return False
         with self._lock:
@@ -137,11 +137,11 @@ class DiskStore(KVStore):
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""
-        if self.room is None:
+        if self.quota is None:
             for address, path in self.files.entries():
                 yield EntryInfo(address, path.stat().st_size)
             return
-        for address, record, expires, tag in list(self.room.index.rows(ENTRY, PINNED)):
+        for address, record, expires, tag in list(self.quota.index.rows(ENTRY, PINNED)):
             u = record.usage
             about = (u.size_bytes, record.numbers, u.uses, u.used, u.saved_ms, expires)
             yield EntryInfo(address, *about, pinned=tag == PINNED)
@@ -153,20 +153,20 @@ class DiskStore(KVStore):
             StoreError: if it cannot be done.
         """
         try:
-            if self.room is not None:
+            if self.quota is not None:
                 addresses = {one.address for one in self.entries()} | {address for address, _ in self.files.entries()}
-                return sum(self.room.remove(address) for address in addresses)
+                return sum(self.quota.remove(address) for address in addresses)
         except INDEX_FAILURES:
             pass  # a full disk has no room for the index to note that there is room again
         try:
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
         except OSError as error:
             raise self._unwritable(error) from error
-        if self.room is None:
+        if self.quota is None:
             shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # made again by whoever opens the store
         else:
-            with suppress(*INDEX_FAILURES), self.room.index.transact():
-                self.room.index.clear()
+            with suppress(*INDEX_FAILURES), self.quota.index.transact():
+                self.quota.index.clear()
         return count
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
@@ -175,20 +175,20 @@ class DiskStore(KVStore):
         Raises:
             StoreError: if the index cannot be written.
         """
-        if self.room is None:
+        if self.quota is None:
             raise self._unwritable()
         try:
-            return self.room.pin(address_of(key), pinned=pinned)
+            return self.quota.pin(address_of(key), pinned=pinned)
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
 
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
-        limit, evicted = self.settings.limit_bytes, self.room.evicted if self.room else 0
+        limit, evicted = self.settings.limit_bytes, self.quota.evicted if self.quota else 0
         try:
-            if self.room is not None:
-                self.room.write_uses()
-                entries, size = self.room.index.count(ENTRY, PINNED), self.room.index.size()
+            if self.quota is not None:
+                self.quota.write_uses()
+                entries, size = self.quota.index.count(ENTRY, PINNED), self.quota.index.size()
             else:
                 sizes = [entry.size_bytes for entry in self.entries()]
                 entries, size = len(sizes), sum(sizes)
@@ -203,8 +203,8 @@ class DiskStore(KVStore):
             probe = self.files.new_temporary()
             self.files.write(probe, [b"health"])
             probe.unlink()
-            if self.room is not None:
-                left = self.settings.limit_bytes - self.room.index.size()
+            if self.quota is not None:
+                left = self.settings.limit_bytes - self.quota.index.size()
                 if left < 0:
                     problems.append(f"holds {-left:,} bytes more than its limit, pinned ones; unpin some, or raise it")
                 free = shutil.disk_usage(self.files.folder).free
@@ -216,9 +216,9 @@ class DiskStore(KVStore):
 
     def close(self) -> None:
         """Write what was counted and close the index."""
-        if self.room is not None:
-            self.room.write_uses()
-            self.room.index.close()
+        if self.quota is not None:
+            self.quota.write_uses()
+            self.quota.index.close()
 
     def models(self) -> dict[str, dict[str, str]]:
         """Return the fingerprints of the models whose chunks have been stored here, by digest."""
@@ -249,15 +249,15 @@ class DiskStore(KVStore):
         differing = min((key.fingerprint.differences(other) for other in self._models.values()), key=len)
         return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
 
-    def _open_room(self) -> Room | None:
+    def _open_room(self) -> DiskQuota | None:
         """Open the index, and fill it from the files if it is new and they are not."""
         index, note, problem = open_index(self.files.folder / "index")
         self.notes += [note] if note else []
         self._broken += [problem] if problem else []
         if index is None:
             return None
-        worth = policy_named(self.settings.eviction)
-        room = Room(index, self.files, self.settings.limit_bytes, worth, self.seal)
+        worth = eviction_policy(self.settings.eviction)
+        room = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.seal)
         try:
             if not index.count(ENTRY, PINNED):
                 room.adopt_all()
@@ -284,4 +284,4 @@ class DiskStore(KVStore):
         if digest not in self._models:
             self._models[digest] = key.fingerprint.fields()
             path = self.files.folder / "models" / f"{digest}.json"
-            try_writing(lambda: self.files.write_json(path, key.fingerprint.fields()))
+            write_if_possible(lambda: self.files.write_json(path, key.fingerprint.fields()))

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.entry.codec import PREAMBLE, SEALED, Buffer, Preamble
+from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Buffer, Preamble
 
 ENDING, TEMPORARY = ".kv", ".part"
-PARTS_AT_ONCE = 1000
+MAX_PARTS_PER_WRITE = 1000
 """`writev` takes 1024 on Linux and macOS."""
 ADDRESS_CHARACTERS = frozenset("0123456789abcdef-")
 
@@ -37,8 +37,8 @@ class StoreFiles:
 
     def create(self) -> None:
         """Make the folders, for their owner only."""
-        for place in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for process_namespace in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
+            process_namespace.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, address: str) -> Path:
         """Return where an entry is, or would be.
@@ -52,7 +52,7 @@ class StoreFiles:
 
     def new_temporary(self) -> Path:
         """Return a name under which something can be written, which says who is writing."""
-        return self.tmp / f"{place()}-{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
+        return self.tmp / f"{process_namespace()}-{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
 
     def temporary(self, name: str) -> Path:
         """Return what is being written under a name.
@@ -75,7 +75,7 @@ class StoreFiles:
             try:
                 left = [memoryview(part) for part in parts]
                 while left:
-                    left = _after(left, os.writev(descriptor, left[:PARTS_AT_ONCE]))
+                    left = _after(left, os.writev(descriptor, left[:MAX_PARTS_PER_WRITE]))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -125,14 +125,14 @@ class StoreFiles:
     def is_abandoned(self, temporary: str) -> bool:
         """Return whether whoever was writing a temporary file, on this machine, is gone."""
         there, _, pid = temporary.rpartition("-")[0].rpartition("-")
-        return pid.isdigit() and is_gone(there, int(pid))
+        return pid.isdigit() and process_has_ended(there, int(pid))
 
     def sealed(self) -> bool | None:
         """Return whether entries are encrypted, by one of them that can be read; None if there is none."""
         for _, path in self.entries():
             try:
                 with open(path, "rb") as file:
-                    return bool(Preamble.read(file.read(PREAMBLE.size)).flags & SEALED)
+                    return bool(Preamble.read(file.read(PREAMBLE.size)).flags & ENCRYPTED)
             except (OSError, CorruptEntry):
                 continue
         return None
@@ -144,7 +144,7 @@ class StoreFiles:
         temporary.rename(path)
 
 
-def place() -> str:
+def process_namespace() -> str:
     """Return where this process counts: the machine's name, and which of its process numbers are meant.
 
     Containers may share a name and a folder and number their processes each for themselves.
@@ -155,9 +155,9 @@ def place() -> str:
         return platform.node()
 
 
-def is_gone(there: str, pid: int) -> bool:
-    """Return whether a process is over for certain; what goes on in another `place` is not known."""
-    if there != place():
+def process_has_ended(there: str, pid: int) -> bool:
+    """Return whether a process is over for certain; what goes on in another `process_namespace` is not known."""
+    if there != process_namespace():
         return False
     try:
         os.kill(pid, 0)

@@ -24,14 +24,14 @@ import diskcache
 from diskcache.core import MODE_RAW, UNKNOWN
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.backends.eviction import Usage
+from qcfuse_rag.store.backends.eviction import EntryUsage
 
 ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
 """Tags: what a row stands for."""
 
 INDEX_FAILURES = (sqlite3.Error, diskcache.Timeout, CorruptEntry, OSError)
-DAMAGE = ("malformed", "not a database")
-PATIENCE_S = 60.0
+DAMAGE_MESSAGES = ("malformed", "not a database")
+BUSY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class Record:
         about: of a row that is being written, the address; of one in quarantine, what was wrong.
     """
 
-    usage: Usage
+    usage: EntryUsage
     numbers: str = ""
     worth: float = 0.0
     about: str = ""
 
-    def again(self, now: float, count: int, worth: Callable[[Usage], float]) -> Record:
+    def after_uses(self, now: float, count: int, worth: Callable[[EntryUsage], float]) -> Record:
         """Return the record after `count` more uses, ranked by `worth`."""
-        usage = self.usage.again(now, count)
+        usage = self.usage.after_uses(now, count)
         return replace(self, usage=usage, worth=worth(usage))
 
     def to_json(self) -> str:
@@ -68,7 +68,7 @@ class Record:
         """
         try:
             data = json.loads(text)
-            return cls(Usage(**data.pop("usage")), **data)
+            return cls(EntryUsage(**data.pop("usage")), **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptEntry(f"the index holds a record that makes no sense: {error}") from error
 
@@ -135,7 +135,7 @@ class Index:
         self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 
     @contextmanager
-    def transact(self, *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    def transact(self, *, patience_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
         """Hold the index against all other writers, who see all or nothing of what happens inside.
 
         Args:
@@ -217,7 +217,7 @@ def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
     try:
         return Index(folder), None, None
     except INDEX_FAILURES as error:
-        if not isinstance(error, CorruptEntry) and not any(sign in str(error) for sign in DAMAGE):
+        if not isinstance(error, CorruptEntry) and not any(sign in str(error) for sign in DAMAGE_MESSAGES):
             return None, None, f"its index cannot be opened: {error}"
         reason = str(error)
     try:

@@ -17,14 +17,14 @@ from pathlib import Path
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.disk_files import ENDING, StoreFiles
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING, Index, Record
-from qcfuse_rag.store.backends.eviction import Usage
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_header
 
-WRITING_S = 600.0
-PATIENCE_S = 30.0
-USES_KEPT_BACK = 64
-EVICTED_AT_ONCE = 32
+WRITE_TIMEOUT_S = 600.0
+RESERVE_TIMEOUT_S = 30.0
+USES_PER_WRITE = 64
+EVICTION_BATCH = 32
 UNKNOWN_MS_PER_TOKEN = 1.0
 """Stands for prefill times that nobody has measured; the same for all, so that they rank by use and size alone."""
 
@@ -38,7 +38,7 @@ class Reservation:
     size: int
 
 
-class Room:
+class DiskQuota:
     """Keeps the files of a store within its limit.
 
     Args:
@@ -54,8 +54,8 @@ class Room:
         index: Index,
         files: StoreFiles,
         limit_bytes: int,
-        worth: Callable[[Usage], float],
-        seal: Seal | None = None,
+        worth: Callable[[EntryUsage], float],
+        seal: StoreCipher | None = None,
     ) -> None:
         self.index, self._files, self._limit, self._worth, self._seal = index, files, limit_bytes, worth, seal
         self._uses: Counter[str] = Counter()
@@ -68,15 +68,15 @@ class Room:
         Raises:
             StoreError: if there can be no room: the entry is too large, or too much is pinned or being written.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + RESERVE_TIMEOUT_S
         while True:
             with self.index.transact():
                 self._write_uses()
                 self.reclaim()
                 if self._evict_for(size):
                     temporary = self._files.new_temporary()
-                    row = Record(Usage(size, 0.0, 1.0, time.time()), about=address)
-                    self.index.set(temporary.name, row, WRITING, expires=time.time() + WRITING_S)
+                    row = Record(EntryUsage(size, 0.0, 1.0, time.time()), about=address)
+                    self.index.set(temporary.name, row, WRITING, expires=time.time() + WRITE_TIMEOUT_S)
                     return Reservation(address, temporary, size)
                 pinned, writing = self.index.size_of(PINNED), self.index.size_of(WRITING)
             if not writing or pinned + size > self._limit or time.monotonic() > deadline:
@@ -86,7 +86,7 @@ class Room:
 
     def publish(self, reserved: Reservation, numbers: str, saved_ms: float, expires: float | None) -> None:
         """Turn a reservation whose file is written into an entry."""
-        usage = Usage(reserved.size, saved_ms, 1.0, time.time())
+        usage = EntryUsage(reserved.size, saved_ms, 1.0, time.time())
         with self.index.transact():
             before = self.index.get(reserved.address)
             self.index.delete(reserved.temporary.name)
@@ -118,7 +118,7 @@ class Room:
             self.quarantine(address, str(error))
             return False
         about, before = path.stat(), self.index.get(address)
-        usage = Usage(about.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
+        usage = EntryUsage(about.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
         tag = PINNED if before is not None and before[2] == PINNED else ENTRY
         self.index.set(address, Record(usage, numbers, self._worth(usage)), tag, expires)
         return True
@@ -168,11 +168,11 @@ class Room:
         """Count a use; written to the index later, together with others."""
         with self._lock:
             self._uses[address] += 1
-            many = self._uses.total() % USES_KEPT_BACK == 0
+            many = self._uses.total() % USES_PER_WRITE == 0
         if many:
             self.write_uses(patience_s=0.0)  # a reader does not wait for writers
 
-    def write_uses(self, *, patience_s: float = PATIENCE_S) -> None:
+    def write_uses(self, *, patience_s: float = RESERVE_TIMEOUT_S) -> None:
         """Write counted uses to the index; one that cannot be written loses them at worst."""
         try:
             with self.index.transact(patience_s=patience_s):
@@ -213,7 +213,7 @@ class Room:
 
     def _index_quarantined(self, path: Path, reason: str, expires: float | None = None) -> None:
         about = path.stat()
-        row = Record(Usage(about.st_size, 0.0, 1.0, about.st_mtime), worth=about.st_mtime, about=reason)
+        row = Record(EntryUsage(about.st_size, 0.0, 1.0, about.st_mtime), worth=about.st_mtime, about=reason)
         self.index.set(path.name, row, QUARANTINE, expires)
 
     def _evict_for(self, size: int) -> bool:
@@ -221,7 +221,7 @@ class Room:
             return False
         while (excess := self.index.size() + size - self._limit) > 0:
             tag = QUARANTINE if self.index.count(QUARANTINE) else ENTRY
-            worst = self.index.worst(tag, EVICTED_AT_ONCE)
+            worst = self.index.worst(tag, EVICTION_BATCH)
             if not worst:
                 return False
             for name, taken in worst:
@@ -244,4 +244,4 @@ class Room:
             row = self.index.get(address)
             if row is not None:
                 record, expires, tag = row
-                self.index.set(address, record.again(now, count, self._worth), tag, expires)
+                self.index.set(address, record.after_uses(now, count, self._worth), tag, expires)

@@ -10,8 +10,8 @@ from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.disk_files import StoreFiles
-from qcfuse_rag.store.backends.eviction import policy_named
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.backends.eviction import eviction_policy
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
@@ -43,7 +43,7 @@ class StoreSettings:
         if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
             raise ValueError("limit_bytes and ttl_s must be more than 0")
         check_numbers(self.numbers)
-        policy_named(self.eviction)
+        eviction_policy(self.eviction)
 
     @property
     def encrypted(self) -> bool:
@@ -51,7 +51,7 @@ class StoreSettings:
         return self.secret is not None
 
 
-def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> StoreSettings:
+def resolve_settings(files: StoreFiles, given: dict[str, Any], seal: StoreCipher | None) -> StoreSettings:
     """Return a store's settings: those given, else those kept with it, else the defaults; and keep them.
 
     Args:
@@ -64,7 +64,7 @@ def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> Store
         ValueError: if there is no such format or policy.
     """
     path = files.folder / "store.json"
-    kept = kept_settings(files.folder)
+    kept = read_settings(files.folder)
     proof = None if seal is None else seal.proof
     if kept is not None and kept.secret != proof:
         if kept.secret is None or proof is None:
@@ -74,17 +74,17 @@ def settle(files: StoreFiles, given: dict[str, Any], seal: Seal | None) -> Store
     if kept is None and (sealed := files.sealed()) is not None and sealed != (seal is not None):
         have, need = ("no secret was given", "are") if sealed else ("a secret was given", "are not")
         raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
-    if kept is None and seal is not None and not opens(files, seal):
+    if kept is None and seal is not None and not secret_matches(files, seal):
         raise StoreError(f"entries of the store in {files.folder} are encrypted under another secret")
     start = kept or StoreSettings(secret=proof)
     settings = replace(start, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
-        try_writing(lambda: files.write_json(path, written))
+        write_if_possible(lambda: files.write_json(path, written))
     return settings
 
 
-def opens(files: StoreFiles, seal: Seal) -> bool:
+def secret_matches(files: StoreFiles, seal: StoreCipher) -> bool:
     """Return whether a secret is that of a store: of one of its entries, if there are any that can be read."""
     foreign = False
     for _, path in files.entries():
@@ -98,7 +98,7 @@ def opens(files: StoreFiles, seal: Seal) -> bool:
     return not foreign
 
 
-def try_writing(write: Callable[[], None]) -> None:
+def write_if_possible(write: Callable[[], None]) -> None:
     """Write something that a store can do without; a disk that is full or read-only is reported elsewhere."""
     try:
         write()
@@ -106,7 +106,7 @@ def try_writing(write: Callable[[], None]) -> None:
         return
 
 
-def kept_settings(folder: Path) -> StoreSettings | None:
+def read_settings(folder: Path) -> StoreSettings | None:
     """Return the settings kept with a store, or None if there is no store.
 
     Raises:

@@ -11,7 +11,7 @@ HALF_LIFE_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class EntryUsage:
     """What is known of an entry's worth.
 
     Attributes:
@@ -26,23 +26,23 @@ class Usage:
     uses: float
     used: float
 
-    def again(self, now: float, count: int = 1) -> Usage:
+    def after_uses(self, now: float, count: int = 1) -> EntryUsage:
         """Return the usage after `count` more uses."""
         decayed = self.uses * 2.0 ** (-max(0.0, now - self.used) / HALF_LIFE_S)
         return replace(self, uses=decayed + count, used=max(now, self.used))
 
 
-def least_recently_used(usage: Usage) -> float:
+def least_recently_used(usage: EntryUsage) -> float:
     """Rank by the last use."""
     return usage.used
 
 
-def least_frequently_used(usage: Usage) -> float:
+def least_frequently_used(usage: EntryUsage) -> float:
     """Rank by uses, older ones counting less."""
     return math.log2(usage.uses) + usage.used / HALF_LIFE_S
 
 
-def least_saving(usage: Usage) -> float:
+def least_saving(usage: EntryUsage) -> float:
     """Rank by milliseconds saved per byte kept, times uses.
 
     All entries lose worth at the same rate, so the logarithm of today's worth plus time in half-lives orders them the
@@ -51,14 +51,14 @@ def least_saving(usage: Usage) -> float:
     return least_frequently_used(usage) + math.log2(max(usage.saved_ms, 1e-6) / usage.size_bytes)
 
 
-POLICIES: dict[str, Callable[[Usage], float]] = {
+POLICIES: dict[str, Callable[[EntryUsage], float]] = {
     "cost": least_saving,
     "lru": least_recently_used,
     "lfu": least_frequently_used,
 }
 
 
-def policy_named(name: str) -> Callable[[Usage], float]:
+def eviction_policy(name: str) -> Callable[[EntryUsage], float]:
     """Return a policy.
 
     Raises:

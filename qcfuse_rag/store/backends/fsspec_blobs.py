@@ -11,14 +11,14 @@ from typing import Any
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.entry.codec import Buffer
 
-WHOLE = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+ATOMIC_PROTOCOLS = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols under which an object can be seen only once all of it is there."""
 
-UNFINISHED = "tmp"
+TEMPORARY_FOLDER = "tmp"
 """Folder where the others write before they rename; what is in it has no name yet."""
 
 
-class Bucket:
+class FsspecBlobs:
     """Blobs under a URL; nothing is connected to before it is asked for.
 
     A bucket keeps expired entries until somebody asks for one, and files in `tmp/` if their writers died; give it a
@@ -62,10 +62,10 @@ class Bucket:
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
         """Write a blob: under its name where that shows all of it or nothing, else under another one first."""
         data = b"".join(parts)
-        if self.kind in WHOLE:
+        if self.kind in ATOMIC_PROTOCOLS:
             self._ask("pipe_file", self._path(name), data)
             return
-        temporary = f"{UNFINISHED}/{secrets.token_hex(16)}.part"
+        temporary = f"{TEMPORARY_FOLDER}/{secrets.token_hex(16)}.part"
         self._make_folder(temporary)
         try:
             self._ask("pipe_file", self._path(temporary), data)
@@ -105,7 +105,7 @@ class Bucket:
     def rename(self, name: str, new: str) -> bool:
         """Give a blob another name; object stores copy it."""
         try:
-            if self.kind not in WHOLE:
+            if self.kind not in ATOMIC_PROTOCOLS:
                 self._make_folder(new)
             self._move(name, new)
         except FileNotFoundError:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-MOST_HINTS = 4096
-PATIENCE_STEPS = 64
+MAX_HINTS = 4096
+OVERDUE_STEPS = 64
 """Steps for which an entry that was expected and did not come is kept in mind."""
 
 EXPECTED = 1.0
@@ -24,7 +24,7 @@ class Hints:
         most: hints to hold; the least urgent are dropped beyond.
     """
 
-    def __init__(self, most: int = MOST_HINTS) -> None:
+    def __init__(self, most: int = MAX_HINTS) -> None:
         self._most, self._now = most, 0
         self._due: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Hints:
         """Let a step go by."""
         with self._lock:
             self._now += 1
-            for address in [one for one, due in self._due.items() if due < self._now - PATIENCE_STEPS]:
+            for address in [one for one, due in self._due.items() if due < self._now - OVERDUE_STEPS]:
                 del self._due[address]
 
     def urgency(self, address: str) -> float:

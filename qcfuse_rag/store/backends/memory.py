@@ -11,20 +11,20 @@ import torch
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
-from qcfuse_rag.store.backends.eviction import Usage, policy_named
+from qcfuse_rag.store.backends.eviction import EntryUsage, eviction_policy
 from qcfuse_rag.store.backends.hints import EXPECTED, Hints
-from qcfuse_rag.store.chunk import ChunkKV, as_kept
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
 
 @dataclass(slots=True)
-class Held:
+class MemoryEntry:
     """An entry in memory."""
 
     key: ChunkKey
     chunk: ChunkKV
-    usage: Usage
+    usage: EntryUsage
     pinned: bool = False
 
 
@@ -58,8 +58,8 @@ class MemoryStore(KVStore):
         self.numbers = numbers
         self.limit_bytes, self._limit, self.ttl_s = limit_bytes, limit_bytes, ttl_s
         self._device, self._pinned = torch.device(device), pinned
-        self._worth = policy_named(eviction)
-        self._entries: dict[str, Held] = {}
+        self._worth = eviction_policy(eviction)
+        self._entries: dict[str, MemoryEntry] = {}
         self._hints = Hints()
         self._size = self._hits = self._misses = self._evicted = self._discarded = 0
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class MemoryStore(KVStore):
                 self._misses += 1
                 return Miss("expired" if self._remove(key.address) else "absent")
             self._hits += 1
-            held.usage = held.usage.again(time.time())
+            held.usage = held.usage.after_uses(time.time())
             return held.chunk
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
@@ -86,10 +86,10 @@ class MemoryStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Keep a copy of the chunk."""
-        lasting = chunk.lasting(self.ttl_s)
-        copied = as_kept(lasting, self.numbers).held(self._device, pinned=self._pinned)
+        lasting = chunk.with_ttl(self.ttl_s)
+        copied = to_store_format(lasting, self.numbers).copied(self._device, pinned=self._pinned)
         size = copied.nbytes
-        usage = Usage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
+        usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:
             pinned = key.address in self._entries and self._entries[key.address].pinned
             kept = sum(h.usage.size_bytes for a, h in self._entries.items() if h.pinned and a != key.address)
@@ -103,7 +103,7 @@ class MemoryStore(KVStore):
                 free = (address for address, held in self._entries.items() if not held.pinned)
                 self._remove(min(free, key=self._rank))
                 self._evicted += 1
-            self._entries[key.address] = Held(key, copied, usage, pinned)
+            self._entries[key.address] = MemoryEntry(key, copied, usage, pinned)
             self._size += size
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:

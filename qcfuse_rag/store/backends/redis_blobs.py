@@ -10,10 +10,10 @@ from itertools import islice
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.entry.codec import Buffer
 
-LISTED_AT_ONCE = 1000
+SCAN_BATCH = 1000
 
 
-class RedisServer:
+class RedisBlobs:
     """Blobs as strings of one server, which is connected to when it is first asked for something.
 
     Give the server a limit and let it forget: `maxmemory`, and `maxmemory-policy allkeys-lru` or another that evicts.
@@ -72,8 +72,8 @@ class RedisServer:
         start = f"{self._prefix}{folder}/" if folder else self._prefix
         pattern = re.sub(r"([\\*?\[\]])", r"\\\1", start) + "*"
         seen: set[bytes] = set()
-        found = self._client.scan_iter(pattern, LISTED_AT_ONCE, "string")
-        while batch := list(islice(found, LISTED_AT_ONCE)):
+        found = self._client.scan_iter(pattern, SCAN_BATCH, "string")
+        while batch := list(islice(found, SCAN_BATCH)):
             new = [key for key in dict.fromkeys(batch) if key not in seen and b"/" not in key[len(start.encode()) :]]
             seen.update(new)
             with self._client.pipeline(transaction=False) as pipeline:

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
-from qcfuse_rag.store.backends.blob_store import Blobs
-from qcfuse_rag.store.chunk import ChunkKV, as_kept
+from qcfuse_rag.store.backends.blob_store import BlobStore
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MemorySource, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
 ENDING = ".kv"
 QUARANTINE = "quarantine"
-SECRET = re.compile("password|secret|token|key|sig", re.IGNORECASE)
+SECRET_PARAMETER = re.compile("password|secret|token|key|sig", re.IGNORECASE)
 """In the names of a URL's parameters."""
 Answer = TypeVar("Answer")
 
@@ -48,11 +48,11 @@ class RemoteStore(KVStore):
 
     def __init__(
         self,
-        blobs: Blobs,
+        blobs: BlobStore,
         *,
         numbers: str = LOSSLESS,
         ttl_s: float | None = None,
-        seal: Seal | None = None,
+        seal: StoreCipher | None = None,
         rest_s: float = 30.0,
     ) -> None:
         check_numbers(numbers)
@@ -75,7 +75,7 @@ class RemoteStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be found only once all of it is there."""
-        lasting = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        lasting = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
         parts = encode(key, lasting, seal=self._seal)
         left_s = None if lasting.expires is None else max(lasting.expires - time.time(), 0.001)
         self._ask(lambda: self._blobs.write(_name(key), parts, left_s))
@@ -232,20 +232,20 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
     """Open a store on a remote, which is connected to when it is first asked for something.
 
     Args:
-        url: of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`), else of a bucket or folder, see `Bucket`.
+        url: of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`), else of a bucket or folder, see `FsspecBlobs`.
         options: for `RemoteStore`.
 
     Raises:
         StoreError: if what such a URL needs is not installed.
     """
-    from qcfuse_rag.store.backends.fsspec_blobs import Bucket
-    from qcfuse_rag.store.backends.redis_blobs import RedisServer
+    from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+    from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 
     server = url.startswith(("redis://", "rediss://", "unix://"))
-    return RemoteStore(RedisServer(url) if server else Bucket(url), **options)
+    return RemoteStore(RedisBlobs(url) if server else FsspecBlobs(url), **options)
 
 
-def lasting_url(url: str) -> str:
+def url_without_secrets(url: str) -> str:
     """Return a URL as it may be written down for use from elsewhere: without its password, a folder's path whole."""
     if url and "://" not in url:
         return str(Path(url).expanduser().absolute())
@@ -254,7 +254,7 @@ def lasting_url(url: str) -> str:
     user, at, machine = host.rpartition("@")
     kept = f"{user.partition(':')[0]}@{machine}".removeprefix("@") if at else host
     place, _, query = f"{kept}{slash}{path}".partition("?")
-    safe = "&".join(one for one in query.split("&") if one and not SECRET.search(one.partition("=")[0]))
+    safe = "&".join(one for one in query.split("&") if one and not SECRET_PARAMETER.search(one.partition("=")[0]))
     return f"{scheme}://{place}{'?' * bool(safe)}{safe}" if url else ""
 
 

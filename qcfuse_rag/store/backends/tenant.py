@@ -14,7 +14,7 @@ from dataclasses import replace
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.encryption import MIN_SECRET_BYTES, PROVING
+from qcfuse_rag.store.entry.encryption import MIN_SECRET_BYTES, PROOF_TEXT
 from qcfuse_rag.store.key import ChunkKey, tenant_prefix
 
 
@@ -36,8 +36,8 @@ class TenantStore(KVStore):
             raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
         self.store, self.numbers, self.folder, self._owned = store, store.numbers, store.folder, owned
         self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
-        if tenant == PROVING:
-            raise StoreError(f"no tenant can be called {PROVING!r}; give it another name")
+        if tenant == PROOF_TEXT:
+            raise StoreError(f"no tenant can be called {PROOF_TEXT!r}; give it another name")
         key = hashlib.blake2b(secret, digest_size=64).digest()
         self._token = hashlib.blake2b(tenant.encode(), key=key, digest_size=16).hexdigest()
         self.prefix = tenant_prefix(self._token)
@@ -103,9 +103,9 @@ class TenantStore(KVStore):
         """Let a step go by, for all tenants."""
         self.store.advance()
 
-    def drop_removed(self, addresses: Iterable[str]) -> None:
+    def evict_removed(self, addresses: Iterable[str]) -> None:
         """Let go of what was removed behind the store's back."""
-        self.store.drop_removed(addresses)
+        self.store.evict_removed(addresses)
 
     def flush(self) -> None:
         """Wait until everything put is where it is to stay."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.backends.write_behind import WriteBehind
-from qcfuse_rag.store.chunk import ChunkKV, as_kept
+from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.key import ChunkKey, address_of
 from qcfuse_rag.store.quantization import LOSSLESS
 
@@ -93,10 +93,10 @@ class TieredStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Keep a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
-        converted = as_kept(chunk, self.numbers).lasting(self.ttl_s)
+        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
         trouble: StoreError | None = None
         if self._behind is not None:
-            self._behind.put(key, converted.held(), saved_ms)
+            self._behind.put(key, converted.copied(), saved_ms)
         else:
             try:
                 self.far.put(key, converted, saved_ms=saved_ms)
@@ -174,13 +174,13 @@ class TieredStore(KVStore):
         """Let a step go by."""
         self.near.advance()
 
-    def drop_removed(self, addresses: Iterable[str]) -> None:
+    def evict_removed(self, addresses: Iterable[str]) -> None:
         """Drop from the near tier what the one behind it has no more; a remote is not asked."""
         gone, behind = list(addresses), self.far.tiers[0]
         for address in gone:
             if behind.folder is not None and address not in behind:  # else it was warmed again meanwhile
                 self.near.discard(address)
-        self.far.drop_removed(gone)
+        self.far.evict_removed(gone)
 
     def flush(self) -> None:
         """Wait until everything put is in the far tier."""

@@ -13,7 +13,7 @@ from qcfuse_rag.store.key import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedChunk:
     """A chunk that has not been written yet."""
 
     key: ChunkKey
@@ -32,7 +32,7 @@ class WriteBehind:
 
     def __init__(self, store: KVStore, limit_bytes: int) -> None:
         self._store, self._limit = store, limit_bytes
-        self._waiting: OrderedDict[str, Waiting] = OrderedDict()
+        self._waiting: OrderedDict[str, QueuedChunk] = OrderedDict()
         self._size = 0
         self._writing: str | None = None
         self._errors: list[str] = []
@@ -43,7 +43,7 @@ class WriteBehind:
 
     def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
         """Queue a chunk that nobody else will change."""
-        item = Waiting(key, chunk, saved_ms, chunk.nbytes)
+        item = QueuedChunk(key, chunk, saved_ms, chunk.nbytes)
         with self._changed:
             self._remove(key.address)
             while self._waiting and self._size + item.size > self._limit:

@@ -1,59 +1,123 @@
-"""The file in which a store's sources are kept: a database beside the entries."""
+"""Open, read, write and repair the manifest: the database of a store's sources, `sources.db` beside the entries."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from qcfuse_rag.store.documents import acl as access
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.documents.schema import COLUMNS_ADDED, LAST_TABLE, SCHEMA
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS chunks (
-    source TEXT, address TEXT, wording TEXT, passage TEXT, PRIMARY KEY (source, address)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS chunks_by_address ON chunks (address);
-CREATE INDEX IF NOT EXISTS chunks_by_passage ON chunks (passage);
-CREATE TABLE IF NOT EXISTS unwanted (address TEXT PRIMARY KEY, by_origin INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS derived (
-    address TEXT, origin TEXT, passage TEXT, PRIMARY KEY (address, origin)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS derived_by_origin ON derived (origin);
-CREATE TABLE IF NOT EXISTS lost (number INTEGER PRIMARY KEY AUTOINCREMENT, passage TEXT);
-CREATE TABLE IF NOT EXISTS gone (number INTEGER PRIMARY KEY AUTOINCREMENT, address TEXT);
-"""
+FILE_NAME = "sources.db"
 
-SIGNATURES_SCHEMA = """
-CREATE TABLE IF NOT EXISTS located (
-    name TEXT, anchor INTEGER, atoms INTEGER, gaps BLOB, passage TEXT, PRIMARY KEY (name, passage)
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS located_by_anchor ON located (anchor);
-CREATE INDEX IF NOT EXISTS located_by_passage ON located (passage);
-CREATE TRIGGER IF NOT EXISTS no_longer_located AFTER DELETE ON chunks
-WHEN NOT EXISTS (SELECT 1 FROM chunks WHERE passage = OLD.passage)
-BEGIN DELETE FROM located WHERE passage = OLD.passage; END;
-"""
+OPEN_TIMEOUT_S = 10.0
+"""Seconds to wait for other processes that open the manifest at the same time."""
 
-TABLES = SCHEMA + access.SCHEMA + SIGNATURES_SCHEMA
-
-OPENING_S = 10.0
-"""Seconds to wait for others who open the manifest at the same time."""
-
-FULL = ("disk is full", "disk I/O error", "No space left")
-"""How SQLite and the system say that nothing more can be written."""
+DISK_FULL_MESSAGES = ("disk is full", "disk I/O error", "No space left")
+"""Parts of the messages with which SQLite and the system say that nothing more can be written."""
 
 
-class Opened(NamedTuple):
-    """A manifest that is open.
+class Manifest:
+    """An open manifest. Safe to use from several threads.
+
+    Args:
+        folder: the store's folder, or None for a manifest in memory.
+
+    Raises:
+        StoreError: if the manifest cannot be opened.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / FILE_NAME
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        # In memory there is only one connection, hence one lock.
+        self._reader_lock = self._lock if self._path is None else threading.Lock()
+        self._open()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one that opened the file: SQLite cannot be shared that way."""
+        return self._path is not None and self._process != os.getpid()
+
+    def version(self) -> tuple[int, int]:
+        """Return a value that changes whenever this or another process has written to the manifest.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        [(version,)] = self.read("PRAGMA data_version")
+        return version, self._reader.total_changes
+
+    def query(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
+        """Return the rows of a query, after waiting for a change that this process is making.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        with self._lock:
+            return _fetch(self._database, statement, values)
+
+    def read(self, statement: str, *values: str | int) -> list[tuple[Any, ...]]:
+        """Return the rows of a query as last committed, without waiting for changes being made.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        with self._reader_lock:
+            return _fetch(self._reader, statement, values)
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Change the manifest in one transaction, which is rolled back if anything is raised.
+
+        Raises:
+            StoreError: if it cannot be written.
+        """
+        with self._lock:
+            if not self._writable:  # the disk may have space again by now
+                with self._reader_lock:
+                    self._open()
+            try:
+                self._database.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._database
+                except BaseException:
+                    self._database.execute("ROLLBACK")
+                    raise
+                self._database.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise StoreError(f"cannot write the manifest of sources: {error}") from error
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock, nullcontext() if self._reader_lock is self._lock else self._reader_lock:
+            self._database.close()
+            self._reader.close()
+
+    def _open(self) -> None:
+        try:
+            self._database, self._reader, self._writable = open_manifest(self._path)
+        except (sqlite3.Error, OSError) as error:
+            damaged = "not a database" in str(error)
+            hint = "; `qcfuse store rebuild` puts it aside, warm again then" if damaged else ""
+            raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
+
+
+class OpenManifest(NamedTuple):
+    """Connections to a manifest.
 
     Attributes:
-        database: to change it by.
-        reader: to read it by beside whoever removes chunks, which may take as long as a remote takes; the same for one
-            in memory.
-        writable: whether it can be changed.
+        database: for changes.
+        reader: for reading while a change is being made, which may take as long as a remote takes; the same connection
+            for a manifest in memory.
+        writable: whether the manifest can be changed.
     """
 
     database: sqlite3.Connection
@@ -61,98 +125,105 @@ class Opened(NamedTuple):
     writable: bool
 
 
-def opened(place: Path | None) -> Opened:
-    """Open a manifest.
+def open_manifest(path: Path | None) -> OpenManifest:
+    """Open a manifest, creating it if need be.
 
-    One that cannot be written, as on a read-only mount or a full disk, is read as it lies there: what others change in
-    it meanwhile may not be seen.
+    A manifest that cannot be written, as on a read-only mount or a full disk, is opened as an immutable file: changes
+    that others make meanwhile may not be seen.
 
     Args:
-        place: its file, or None for one in memory.
+        path: its file, or None for a manifest in memory.
 
     Raises:
-        OSError: if its file cannot be made.
+        OSError: if its file cannot be created.
         sqlite3.Error: if it cannot be opened.
     """
-    if place is None:
-        database = _connected(":memory:")
-        database.executescript(TABLES)
-        return Opened(database, database, writable=True)
+    if path is None:
+        database = _connect(":memory:")
+        database.executescript(SCHEMA)
+        return OpenManifest(database, database, writable=True)
     try:
-        database = _connected(str(place))
-        place.chmod(0o600)
-        _write_ahead(database)
-        _bring_up_to_date(database)
-        database.executescript(TABLES)
+        database = _connect(str(path))
+        path.chmod(0o600)
+        _use_write_ahead_log(database)
+        _add_missing_columns(database)
+        database.executescript(SCHEMA)
     except (sqlite3.OperationalError, OSError) as error:
-        full = any(reason in str(error) for reason in FULL)
-        if not place.exists() or (os.access(place.parent, os.W_OK) and not full):
+        full = any(message in str(error) for message in DISK_FULL_MESSAGES)
+        if not path.exists() or (os.access(path.parent, os.W_OK) and not full):
             raise
-        unchanged = f"{place.absolute().as_uri()}?mode=ro&immutable=1"
-        database = _connected(unchanged)
+        immutable = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        database = _connect(immutable)
         try:
-            database.execute("SELECT 1 FROM located LIMIT 1")  # the last table that is made
+            database.execute(f"SELECT 1 FROM {LAST_TABLE} LIMIT 1")
         except sqlite3.Error:
             raise error from None
-        return Opened(database, _connected(unchanged), writable=False)
-    reader = _connected(str(place), timeout=1)
+        return OpenManifest(database, _connect(immutable), writable=False)
+    reader = _connect(str(path), timeout=1)
     reader.execute("PRAGMA query_only = 1")
-    return Opened(database, reader, writable=True)
+    return OpenManifest(database, reader, writable=True)
 
 
-def _connected(place: str, *, timeout: float = 60) -> sqlite3.Connection:
+def manifest_damage(folder: Path) -> str | None:
+    """Return what is wrong with a store's manifest; None if it is sound or does not exist."""
+    path = folder / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(path)) as database:
+            [(result,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+    except sqlite3.OperationalError:  # busy or not readable: nothing that a rebuild would repair
+        return None
+    except sqlite3.DatabaseError as error:
+        result = str(error)
+    return None if result == "ok" else f"{path}: {result}; `qcfuse store rebuild` puts it aside, warm again then"
+
+
+def quarantine_manifest(folder: Path) -> Path | None:
+    """Rename a damaged manifest, so that the next process creates a new one; return the new path.
+
+    The new manifest learns which documents have which chunks when they are warmed again. Until then they cannot be
+    forgotten by name.
+    """
+    if manifest_damage(folder) is None:
+        return None
+    path = folder / FILE_NAME
+    renamed = path.with_name(f"{path.name}.damaged")
+    path.replace(renamed)
+    for ending in ("-wal", "-shm"):
+        path.with_name(path.name + ending).unlink(missing_ok=True)
+    return renamed
+
+
+def _fetch(database: sqlite3.Connection, statement: str, values: tuple[str | int, ...]) -> list[tuple[Any, ...]]:
+    try:
+        return database.execute(statement, values).fetchall()
+    except sqlite3.Error as error:
+        raise StoreError(f"cannot read the manifest of sources: {error}") from error
+
+
+def _connect(path: str, *, timeout: float = 60) -> sqlite3.Connection:
     return sqlite3.connect(
-        place, timeout=timeout, isolation_level=None, check_same_thread=False, uri=place.startswith("file:")
+        path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=path.startswith("file:")
     )
 
 
-def _write_ahead(database: sqlite3.Connection) -> None:
-    """Switch to a write-ahead log; SQLite does not wait for others who open the file at the same time, so this does."""
-    until = time.monotonic() + OPENING_S
+def _use_write_ahead_log(database: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log, retrying: SQLite itself does not wait for other processes that open the file."""
+    deadline = time.monotonic() + OPEN_TIMEOUT_S
     while True:
         try:
             database.execute("PRAGMA journal_mode = WAL")
             return
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > until:
+            if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
 
 
-def _bring_up_to_date(database: sqlite3.Connection) -> None:
-    """Add what manifests of earlier versions lack; which passage a chunk is, they learn when it is warmed again."""
-    added = (("chunks", "passage TEXT"), ("unwanted", "by_origin INTEGER DEFAULT 0"), ("derived", "passage TEXT"))
-    for table, column in added:
+def _add_missing_columns(database: sqlite3.Connection) -> None:
+    """Add the columns that manifests of earlier versions lack; warming again fills in the passages."""
+    for table, column in COLUMNS_ADDED:
         columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
         if columns and column.split()[0] not in columns:
             database.execute(f"ALTER TABLE {table} ADD COLUMN {column}")
-
-
-def damage_of(folder: Path) -> str | None:
-    """Return what is wrong with a store's manifest; None if nothing is, or there is none."""
-    place = folder / "sources.db"
-    if not place.exists():
-        return None
-    try:
-        with closing(sqlite3.connect(place)) as database:
-            [(found,)] = database.execute("PRAGMA quick_check(1)").fetchall()
-    except sqlite3.OperationalError:  # busy, or not to be opened: nothing that would be mended
-        return None
-    except sqlite3.DatabaseError as error:
-        found = str(error)
-    return None if found == "ok" else f"{place}: {found}; `qcfuse store rebuild` puts it aside, warm again then"
-
-
-def put_aside(folder: Path) -> Path | None:
-    """Put a damaged manifest aside, so that the next one to open it makes it anew; return where it is.
-
-    What documents have which chunks is learnt again when they are warmed; until then they cannot be forgotten by name.
-    """
-    if damage_of(folder) is None:
-        return None
-    place = folder / "sources.db"
-    aside = place.with_name(f"{place.name}.damaged")
-    place.replace(aside)
-    for ending in ("-wal", "-shm"):
-        place.with_name(place.name + ending).unlink(missing_ok=True)
-    return aside

@@ -1,7 +1,7 @@
-"""By what warmed passages are recognised in a text, kept beside what is known of their sources.
+"""Keep in the manifest what warmed passages are recognised by in a text.
 
-What is kept are hashes, as hard to guess as a chunk's address, and the whitespace of each passage. A passage that loses
-its last source is no longer recognised.
+Kept are hashes, as hard to guess as a chunk's address, and the whitespace of each passage. A passage that loses its
+last source is no longer recognised.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from qcfuse_rag.models.fingerprint import Fingerprint
-from qcfuse_rag.store.documents.passage_match import Found, Traits, locate, traits
+from qcfuse_rag.store.documents.passage_match import PassageMatch, PassageSignature, find_passages, passage_signature
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 
-KNOWN = """
+INSERT_SIGNATURE = """
 INSERT OR REPLACE INTO located SELECT ?1, ?2, ?3, ?4, ?5 WHERE NOT EXISTS (
     SELECT 1 FROM located WHERE name = ?1 AND anchor = ?2 AND atoms = ?3 AND gaps IS ?4 AND passage = ?5
 )
 """
-"""Nothing is written that is there already: every process would read all anchors again."""
+"""Does not write a row that exists: every process would read all anchors again."""
 
 HEX_DIGITS = 32
-ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name) - {HEX_DIGITS}) = ?"
-"""Those of whom an address says by what stands before its digits."""
+SELECT_ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name) - {HEX_DIGITS}) = ?"
+"""Of one tenant, whose names have the same characters before the digits; it must not learn how many others have."""
 
 
-class Located:
+class PassageSignatures:
     """Recognises the passages of a model's chunks.
 
     Args:
-        sources: of the store; asked for each time, since a fork opens them anew.
+        sources: returns the store's sources; called each time, since a fork opens them anew.
         fingerprint: the model.
     """
 
@@ -39,33 +39,38 @@ class Located:
         self._anchors: tuple[object, frozenset[int]] = (None, frozenset())
 
     def add(self, passages: Iterable[tuple[str, ChunkKey]]) -> None:
-        """Recognise these from now on.
+        """Recognise these passages from now on.
 
         Args:
-            passages: texts, as they will stand in prompts, with a key of each under any base.
+            passages: texts as they will be in prompts, with a key of each under any base.
 
         Raises:
             StoreError: if the manifest cannot be written.
         """
         rows = [
-            (self._name(one.name), one.anchor, one.atoms, one.gaps, self._sources().passage(key))
+            (
+                self._name(signature.name),
+                signature.anchor,
+                signature.atoms,
+                signature.gaps,
+                self._sources().passage_id(key),
+            )
             for text, key in passages
-            if (one := traits(text, self._seed)) is not None
+            if (signature := passage_signature(text, self._seed)) is not None
         ]
-        with self._sources().writing() as database:
-            database.executemany(KNOWN, rows)
+        with self._sources().manifest.writing() as database:
+            database.executemany(INSERT_SIGNATURE, rows)
 
-    @property
     def count(self) -> int:
-        """How many passages could be recognised, less those that begin alike.
+        """Return how many passages can be recognised; those with the same beginning count once.
 
         Raises:
             StoreError: if the manifest cannot be read.
         """
         return len(self._known_anchors())
 
-    def find(self, text: str) -> list[Found]:
-        """Return the passages that stand in a text, in order.
+    def find(self, text: str) -> list[PassageMatch]:
+        """Return the passages in a text, in order.
 
         Raises:
             StoreError: if the manifest cannot be read.
@@ -73,21 +78,23 @@ class Located:
         anchors = self._known_anchors()
         if not anchors:
             return []
-        return locate(text, self._seed, lambda anchor: self._of(anchor) if anchor in anchors else (), self._name)
+        known = lambda anchor: self._with_anchor(anchor) if anchor in anchors else ()  # noqa: E731
+        return find_passages(text, self._seed, known, self._name)
 
-    def _of(self, anchor: int) -> list[Traits]:
-        rows = self._sources().read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
-        return [Traits(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
+    def _with_anchor(self, anchor: int) -> list[PassageSignature]:
+        rows = self._sources().manifest.read("SELECT name, atoms, gaps FROM located WHERE anchor = ?", anchor)
+        return [PassageSignature(anchor, atoms, name, gaps) for name, atoms, gaps in rows]
 
     def _known_anchors(self) -> frozenset[int]:
-        """Return all anchors, read again when somebody has written since."""
-        sources, (seen, anchors) = self._sources(), self._anchors
-        version = sources, sources.version
+        """Return all anchors, read again whenever somebody has written to the manifest."""
+        manifest, (seen, anchors) = self._sources().manifest, self._anchors
+        version = manifest, manifest.version()
         if version != seen:
-            # A tenant is not told how many passages others have.
-            anchors = frozenset(row[0] for row in sources.read(ANCHORS, self._name("")[:-HEX_DIGITS]))
+            rows = manifest.read(SELECT_ANCHORS, self._name("")[:-HEX_DIGITS])
+            anchors = frozenset(anchor for (anchor,) in rows)
             self._anchors = (version, anchors)
         return anchors
 
     def _name(self, digest: str) -> str:
-        return self._sources().passage(ChunkKey(self._fingerprint, "located", "", digest))
+        """Return the name under which a passage with this digest of atoms is kept."""
+        return self._sources().passage_id(ChunkKey(self._fingerprint, "located", "", digest))

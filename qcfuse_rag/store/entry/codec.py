@@ -1,4 +1,4 @@
-"""The layout of a stored chunk; docs/store-format.md describes it for other readers.
+"""The layout of a stored chunk; docs/reference/store-format.md describes it for other readers.
 
     offset 0    preamble, 64 bytes: magic, version, flags, header length, checksum, salt
     then        header, JSON, at most 4 MiB; says what the entry is and where its blocks are
@@ -22,17 +22,17 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.chunk import ChunkKV
-from qcfuse_rag.store.entry.encryption import SALT_BYTES, EntrySeal, Seal
+from qcfuse_rag.store.entry.encryption import SALT_BYTES, EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, Header, aligned, parse_header
 from qcfuse_rag.store.key import ChunkKey
-from qcfuse_rag.store.provenance import birth_fields
+from qcfuse_rag.store.provenance import provenance_fields
 
 MAGIC = b"QCFUSEKV"
 VERSION = 2
-SEALED = 1
+ENCRYPTED = 1
 MAX_HEADER_BYTES = 4 << 20
 PREAMBLE = struct.Struct(f"<8sIII4xQ{SALT_BYTES}s")
-MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 Buffer = bytes | bytearray | memoryview
 
 
@@ -66,12 +66,12 @@ class Preamble:
             raise CorruptEntry("not a stored chunk")
         if version != VERSION:
             raise CorruptEntry(f"format version {version}, this library reads {VERSION}")
-        if flags not in (0, SEALED) or header_bytes > MAX_HEADER_BYTES:
+        if flags not in (0, ENCRYPTED) or header_bytes > MAX_HEADER_BYTES:
             raise CorruptEntry("damaged preamble")
         return cls(flags, header_bytes, checksum, salt)
 
 
-def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[Buffer]:
+def encode(key: ChunkKey, chunk: ChunkKV, *, seal: StoreCipher | None = None) -> list[Buffer]:
     """Serialise a chunk.
 
     Args:
@@ -111,13 +111,13 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[B
         "numbers": chunk.numbers,
         "probe_layers": list(chunk.probe_layers),
         "expires": chunk.expires,
-        **birth_fields(chunk.context, chunk.facts, chunk.extras),
+        **provenance_fields(chunk.context, chunk.facts, chunk.extras),
         "blocks": described,
     }
     header = json.dumps(about).encode()
     flags = 0
     if entry is not None:
-        flags, header = SEALED, entry.close(0, header, _context(SEALED, salt))
+        flags, header = ENCRYPTED, entry.close(0, header, _context(ENCRYPTED, salt))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"a chunk of {chunk.n_tokens:,} tokens is too long to be stored; make passages shorter")
     checksum = _header_checksum(flags, salt, header)
@@ -126,7 +126,7 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: Seal | None = None) -> list[B
     return [preamble, header, padding, *body]
 
 
-def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[Header, EntrySeal | None]:
+def read_header(preamble: Preamble, data: Buffer, seal: StoreCipher | None) -> tuple[Header, EntryCipher | None]:
     """Check and parse a header.
 
     Args:
@@ -145,9 +145,9 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
         raise CorruptEntry("truncated header")
     if _header_checksum(preamble.flags, preamble.salt, data) != preamble.checksum:
         raise CorruptEntry("header checksum differs")
-    if preamble.flags & SEALED and seal is None:
+    if preamble.flags & ENCRYPTED and seal is None:
         raise ForeignEntry("is encrypted and no secret was given")
-    if seal is not None and not preamble.flags & SEALED:
+    if seal is not None and not preamble.flags & ENCRYPTED:
         raise ForeignEntry("is not encrypted, in a store that is")
     entry = seal.entry(preamble.salt) if seal is not None else None
     if entry is not None:
@@ -158,7 +158,7 @@ def read_header(preamble: Preamble, data: Buffer, seal: Seal | None) -> tuple[He
     try:
         start = aligned(PREAMBLE.size + preamble.header_bytes)
         return parse_header(json.loads(bytes(data)), start, sealed=entry is not None), entry
-    except MISSHAPEN as error:
+    except PARSE_ERRORS as error:
         raise CorruptEntry(f"header makes no sense: {str(error)[:100]}") from error
 
 

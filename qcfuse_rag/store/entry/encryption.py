@@ -16,12 +16,12 @@ from qcfuse_rag.errors import CorruptEntry, StoreError
 TAG_BYTES = 16
 SALT_BYTES = 32
 MIN_SECRET_BYTES = 16
-PROVING = "qcfuse-rag proof"
+PROOF_TEXT = "qcfuse-rag proof"
 """What is hashed under a secret to prove it, and is no tenant's name for that reason."""
 
 
 @dataclass(frozen=True)
-class Seal:
+class StoreCipher:
     """Encrypts and decrypts entries under a secret.
 
     Attributes:
@@ -43,14 +43,14 @@ class Seal:
     def proof(self) -> str:
         """What only this secret gives and what does not give the secret away: 32 hexadecimal digits."""
         key = hashlib.blake2b(self.secret, digest_size=64).digest()
-        return hashlib.blake2b(PROVING.encode(), key=key, digest_size=16).hexdigest()
+        return hashlib.blake2b(PROOF_TEXT.encode(), key=key, digest_size=16).hexdigest()
 
-    def new_entry(self) -> tuple[bytes, EntrySeal]:
+    def new_entry(self) -> tuple[bytes, EntryCipher]:
         """Return fresh salt and the seal of an entry to be written."""
         salt = os.urandom(SALT_BYTES)
         return salt, self.entry(salt)
 
-    def entry(self, salt: bytes) -> EntrySeal:
+    def entry(self, salt: bytes) -> EntryCipher:
         """Return the seal of the entry that holds this salt."""
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -59,10 +59,10 @@ class Seal:
         except ImportError as error:
             raise StoreError("encryption needs `pip install 'qcfuse-rag[encryption]'`") from error
         key = HKDF(algorithm=SHA256(), length=32, salt=salt, info=b"qcfuse-rag entry").derive(self.secret)
-        return EntrySeal(AESGCM(key))
+        return EntryCipher(AESGCM(key))
 
 
-class EntrySeal:
+class EntryCipher:
     """Encrypts and decrypts the numbered parts of one entry."""
 
     def __init__(self, cipher: object) -> None:

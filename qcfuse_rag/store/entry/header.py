@@ -14,8 +14,8 @@ from qcfuse_rag.store.chunk import RANKING, block_names
 from qcfuse_rag.store.entry.encryption import TAG_BYTES
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.low_rank import RANKS, effective_rank
-from qcfuse_rag.store.provenance import Context, Facts, parse_birth
-from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, companion
+from qcfuse_rag.store.provenance import Context, Facts, parse_provenance
+from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, side_block
 
 ALIGNMENT = 4096
 ROWS_PER_PIECE = 128
@@ -28,7 +28,7 @@ DTYPES = {
 }
 
 
-class Block(NamedTuple):
+class BlockRange(NamedTuple):
     """Where a tensor of an entry lies.
 
     Attributes:
@@ -83,7 +83,7 @@ class Header:
     numbers: str
     probe_layers: tuple[int, ...]
     expires: float | None
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockRange, ...]
     start: int
     sealed: bool
     context: Context | None
@@ -112,7 +112,7 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
     found = [one["name"] for one in described]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
     # Counts first: nothing is made in numbers that the header has only claimed.
-    context, facts, extras = parse_birth(about)
+    context, facts, extras = parse_provenance(about)
     count = 1 + len(extras) + layers * (2 if numbers == LOSSLESS else 4)
     _require(numbers in FORMATS and len(found) == count, "numbers of blocks")
     _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
@@ -120,7 +120,7 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
     names = block_names(layers, numbers, probe_layers, extras)
     _require(found == names, "names of blocks")
-    blocks: list[Block] = []
+    blocks: list[BlockRange] = []
     offset, number = 0, 1
     for one in described:
         name, shape, sums = one["name"], tuple(one["shape"]), tuple(one["xxh3"])
@@ -131,7 +131,7 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
         dtype = DTYPES[one["dtype"]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * sealed
-        blocks.append(Block(name, dtype, shape, offset, sums, number, row_bytes, piece_bytes))
+        blocks.append(BlockRange(name, dtype, shape, offset, sums, number, row_bytes, piece_bytes))
         offset, number = aligned(blocks[-1].end), number + len(sums)
     _require(blocks[0].shape == (layers, tokens), "ranking")
     _require(
@@ -195,10 +195,10 @@ def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: 
     if name.endswith(".basis"):
         return len(shape) == 3 and shape[0] <= RANKS[numbers]
     rows = 1 if name.startswith("key.") and name.endswith(".scale") else tokens
-    return len(shape) == (2 if companion(numbers) == "basis" else 3) and shape[0] == rows
+    return len(shape) == (2 if side_block(numbers) == "basis" else 3) and shape[0] == rows
 
 
-def _require_factors(blocks: Sequence[Block], numbers: str, tokens: int) -> None:
+def _require_factors(blocks: Sequence[BlockRange], numbers: str, tokens: int) -> None:
     """Require that each basis and the factor behind it have the rank that their format and sizes give."""
     for basis, factor in zip(blocks[::2], blocks[1::2], strict=True):
         rank = effective_rank(numbers, tokens, math.prod(basis.shape[1:]))

@@ -16,8 +16,8 @@ from torch import Tensor
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble, check_piece, read_header
-from qcfuse_rag.store.entry.encryption import EntrySeal, Seal
-from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, Block, Header
+from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
+from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
 from qcfuse_rag.store.key import ChunkKey
 
 MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
@@ -100,7 +100,7 @@ class MappedFile:
             return memoryview(bytearray(file.read(stop - start)))
 
 
-def open_header(source: Source, seal: Seal | None = None) -> tuple[Header, EntrySeal | None]:
+def open_header(source: Source, seal: StoreCipher | None = None) -> tuple[Header, EntryCipher | None]:
     """Read and check an entry's header, and that the entry is as long as it says.
 
     Raises:
@@ -115,7 +115,7 @@ def open_header(source: Source, seal: Seal | None = None) -> tuple[Header, Entry
     return header, entry
 
 
-def open_chunk(source: Source, seal: Seal | None = None) -> tuple[Header, ChunkKV]:
+def open_chunk(source: Source, seal: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
     """Open an entry without reading its blocks.
 
     Raises:
@@ -150,7 +150,7 @@ class StoredBlocks(Blocks):
         entry: what decrypts it, or None.
     """
 
-    def __init__(self, source: Source, header: Header, entry: EntrySeal | None) -> None:
+    def __init__(self, source: Source, header: Header, entry: EntryCipher | None) -> None:
         self._source, self._start, self._entry = source, header.start, entry
         self._blocks = {block.name: block for block in header.blocks}
         self._whole: dict[str, Tensor] = {}
@@ -178,7 +178,7 @@ class StoredBlocks(Blocks):
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def _pieces(self, block: Block, first: int, last: int) -> Tensor:
+    def _pieces(self, block: BlockRange, first: int, last: int) -> Tensor:
         """Read and check pieces `first <= i < last`, which lie one behind the other."""
         begin, end = block.range(first, last)
         stored = self._source.read(self._start + begin, self._start + end)
@@ -190,7 +190,7 @@ class StoredBlocks(Blocks):
         return torch.frombuffer(raw, dtype=block.dtype).reshape(-1, *block.shape[1:])
 
     @staticmethod
-    def _decrypted(entry: EntrySeal, block: Block, first: int, stored: memoryview) -> bytearray:
+    def _decrypted(entry: EntryCipher, block: BlockRange, first: int, stored: memoryview) -> bytearray:
         clear, size = bytearray(), block.piece_bytes
         for number, at in enumerate(range(0, len(stored), size), start=block.first_piece + first):
             clear += entry.open(number, stored[at : at + size])

@@ -13,7 +13,7 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.disk_quota import Room
+from qcfuse_rag.store.backends.disk_quota import DiskQuota
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, present, put, taken
 
@@ -40,7 +40,7 @@ def test_an_index_that_fails_at_the_last_moment_undoes_the_entry(
 ) -> None:
     """A file that the index does not know would not count towards the limit."""
     put(store, 0)
-    index = store.room.index
+    index = store.quota.index
     real = index.set
 
     def fail(name: str, record: object, tag: str, expires: float | None = None) -> None:
@@ -86,7 +86,7 @@ def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
                 "qcfuse_rag.store.backends.disk.open_index", lambda folder: (None, None, "database or disk is full")
             )
         store = DiskStore(folder)
-        patch.setattr(Room, "remove", full)
+        patch.setattr(DiskQuota, "remove", full)
         assert store.clear() == 3
         store.close()
     with DiskStore(folder) as store:

@@ -16,7 +16,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk_index import ENTRY as ENTRY_TAG
 from qcfuse_rag.store.backends.disk_index import PINNED, QUARANTINE, WRITING, Record
-from qcfuse_rag.store.backends.eviction import Usage
+from qcfuse_rag.store.backends.eviction import EntryUsage
 from qcfuse_rag.store.maintenance import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, present, put, taken
@@ -170,7 +170,7 @@ def test_an_index_that_fails_later_does_not_keep_entries_from_being_read(
         raise sqlite3.OperationalError("disk I/O error")
 
     put(store, 0)
-    monkeypatch.setattr(store.room.index, "transact", fail)
+    monkeypatch.setattr(store.quota.index, "transact", fail)
     for _ in range(100):
         assert not isinstance(store.get(KEY), Miss)
     with pytest.raises(StoreError, match="disk I/O error"):
@@ -199,9 +199,9 @@ def thesis(tmp_path: Path) -> Path:
 
 def name_outside(store: DiskStore, tag: str, name: str, about: str, file: Path) -> None:
     """Write a row that has expired and names a file outside of the store."""
-    assert store.room is not None
-    record = Record(Usage(1, 0.0, 1.0, 1.0), about=about.format(file=file))
-    store.room.index.set(name.format(file=file), record, tag, expires=1.0)
+    assert store.quota is not None
+    record = Record(EntryUsage(1, 0.0, 1.0, 1.0), about=about.format(file=file))
+    store.quota.index.set(name.format(file=file), record, tag, expires=1.0)
 
 
 @pytest.mark.parametrize(("tag", "name", "about"), OUTSIDE.values(), ids=OUTSIDE)

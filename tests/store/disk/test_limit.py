@@ -133,19 +133,19 @@ def test_the_small_and_dear_is_kept_before_the_large_and_cheap(folder: Path) -> 
 
 def test_a_writer_waits_for_room_that_another_has_set_aside(folder: Path) -> None:
     with DiskStore(folder, 2 * ENTRY) as store:
-        reserved = store.room.reserve(example_key(1).address, 2 * ENTRY)
+        reserved = store.quota.reserve(example_key(1).address, 2 * ENTRY)
         writer = threading.Thread(target=put, args=(store, 0))
         writer.start()
         writer.join(0.1)
         assert writer.is_alive()
-        store.room.release(reserved)
+        store.quota.release(reserved)
         writer.join(20.0)
         assert_same(store.get(KEY), example_chunk())
 
 
 def test_an_entry_that_can_never_fit_does_not_wait_for_others(folder: Path) -> None:
     with DiskStore(folder, 2 * ENTRY) as store:
-        store.room.reserve(example_key(1).address, ENTRY)
+        store.quota.reserve(example_key(1).address, ENTRY)
         started = time.monotonic()
         with pytest.raises(StoreError, match=f"of which 0 are pinned and {ENTRY:,} being written"):
             store.put(KEY, example_chunk(n_tokens=500))

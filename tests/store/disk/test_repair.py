@@ -14,9 +14,9 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.disk_files import place
+from qcfuse_rag.store.backends.disk_files import process_namespace
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild, wipe
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 
@@ -48,7 +48,7 @@ def addresses(store: DiskStore) -> set[str]:
     return {entry.address for entry in store.entries()}
 
 
-def temporary(store: DiskStore, pid: int | str, host: str = place()) -> Path:
+def temporary(store: DiskStore, pid: int | str, host: str = process_namespace()) -> Path:
     path = store.files.tmp / f"{host}-{pid}-0123456789abcdef.part"
     path.write_bytes(b"half an entry")
     return path
@@ -86,7 +86,7 @@ def test_damage_is_found_and_goes_into_quarantine(store: DiskStore, position: in
 
 
 def test_damage_in_an_encrypted_store_is_found_too(folder: Path) -> None:
-    with DiskStore(folder, seal=Seal(bytes(range(32)))) as store:
+    with DiskStore(folder, seal=StoreCipher(bytes(range(32)))) as store:
         store.put(KEY, example_chunk(n_tokens=300))
         assert fsck(store).clean
         data = bytearray(file_of(store).read_bytes())
@@ -98,7 +98,7 @@ def test_damage_in_an_encrypted_store_is_found_too(folder: Path) -> None:
 def test_files_the_index_does_not_know_are_taken_up(store: DiskStore) -> None:
     before = store.stats()
     for number in (0, 1):
-        store.room.index.delete(example_key(number).address)
+        store.quota.index.delete(example_key(number).address)
     report = fsck(store)
     assert (report.found, report.checked, report.sound) == (2, 3, 3)
     assert store.stats() == before
@@ -131,12 +131,12 @@ def test_what_a_dead_writer_left_is_removed(store: DiskStore, gone: int) -> None
 
 
 def test_what_a_living_writer_is_writing_is_left_alone(store: DiskStore) -> None:
-    reserved = store.room.reserve(example_key(9).address, 1000)
+    reserved = store.quota.reserve(example_key(9).address, 1000)
     reserved.temporary.write_bytes(b"half an entry")
     writing = [reserved.temporary, temporary(store, os.getpid())]
     assert fsck(store).clean
     assert all(path.exists() for path in writing)
-    assert store.room.index.size_of("writing") == 1000
+    assert store.quota.index.size_of("writing") == 1000
 
 
 def test_what_another_machine_or_a_stranger_left_is_not_touched(store: DiskStore, gone: int) -> None:
@@ -148,7 +148,7 @@ def test_what_another_machine_or_a_stranger_left_is_not_touched(store: DiskStore
 
 def test_what_has_expired_is_removed(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = time.time() + 60.0
-    store.put(example_key(7), example_chunk().until(soon))
+    store.put(example_key(7), example_chunk().with_expiry(soon))
     monkeypatch.setattr(time, "time", lambda: soon + 1.0)
     report = fsck(store)
     assert (report.checked, report.sound) == (3, 3)
@@ -159,7 +159,7 @@ def test_what_has_expired_is_removed(store: DiskStore, monkeypatch: pytest.Monke
 def test_a_store_that_cannot_be_written_cannot_be_looked_after(
     store: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def locked(place: Path) -> None:
+    def locked(process_namespace: Path) -> None:
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("qcfuse_rag.store.backends.disk_index.Index", locked)
@@ -176,7 +176,7 @@ def test_garbage_is_collected(store: DiskStore, gone: int, monkeypatch: pytest.M
     before = store.stats()[0].size_bytes
     size = file_of(store).stat().st_size
     soon = time.time() + 60.0
-    store.put(KEY, example_chunk().until(soon))
+    store.put(KEY, example_chunk().with_expiry(soon))
     store.discard(example_key(1), "looks odd")
     left = temporary(store, gone)
     monkeypatch.setattr(time, "time", lambda: soon + 1.0)
@@ -209,7 +209,7 @@ def test_an_index_whose_folder_was_removed_is_the_same_afterwards(store: DiskSto
     def known(store: DiskStore) -> set[tuple[object, ...]]:
         return {(e.address, e.size_bytes, e.numbers, e.expires) for e in store.entries()}
 
-    store.put(example_key(3), example_chunk(3).until(4e9))
+    store.put(example_key(3), example_chunk(3).with_expiry(4e9))
     before = known(store)
     store.close()
     shutil.rmtree(folder / "index")
@@ -286,7 +286,9 @@ def test_wiping_leaves_what_is_not_the_stores(tmp_path: Path) -> None:
 
 def test_an_entry_under_another_secret_is_told_of_and_left_alone(tmp_path: Path) -> None:
     secret = bytes(range(32))
-    one, other = (DiskStore(tmp_path / name, seal=Seal(key)) for name, key in (("a", secret), ("b", secret[::-1])))
+    one, other = (
+        DiskStore(tmp_path / name, seal=StoreCipher(key)) for name, key in (("a", secret), ("b", secret[::-1]))
+    )
     with one, other:
         for number in (0, 1):
             one.put(example_key(number), example_chunk(number))

@@ -24,7 +24,7 @@ def test_an_entry_is_gone_when_its_time_is_over(folder: Path, monkeypatch: pytes
 
 def test_what_has_expired_makes_room_before_anything_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
-        store.put(KEY, example_chunk().until(time.time() + 60.0), saved_ms=1e6)
+        store.put(KEY, example_chunk().with_expiry(time.time() + 60.0), saved_ms=1e6)
         store.pin(KEY)
         put(store, 1, 2)
         later(monkeypatch, 61.0)
@@ -34,13 +34,13 @@ def test_what_has_expired_makes_room_before_anything_else(folder: Path, monkeypa
 
 def test_an_expiry_of_its_own_counts_before_the_stores(folder: Path) -> None:
     with DiskStore(folder, ttl_s=60.0) as store:
-        store.put(KEY, example_chunk().until(4e9))
+        store.put(KEY, example_chunk().with_expiry(4e9))
         assert [round(entry.expires or 0.0) for entry in store.entries()] == [4_000_000_000]
 
 
 def test_an_expired_entry_is_not_there(folder: Path) -> None:
     with DiskStore(folder, ttl_s=60.0) as store:
-        store.put(KEY, example_chunk().until(1.0))
+        store.put(KEY, example_chunk().with_expiry(1.0))
         assert KEY not in store
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.store.backends.disk_files import place
+from qcfuse_rag.store.backends.disk_files import process_namespace
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, later, put, taken
@@ -24,7 +24,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DiskStore], None]:
     process.wait()
 
     def die(store: DiskStore) -> None:
-        name = f"{place()}-{process.pid}-0123456789abcdef.part"
+        name = f"{process_namespace()}-{process.pid}-0123456789abcdef.part"
         monkeypatch.setattr(store.files, "new_temporary", lambda: store.files.tmp / name)
 
     return die
@@ -33,7 +33,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DiskStore], None]:
 def test_room_set_aside_by_a_dead_writer_is_taken_back(folder: Path, dead: Callable[[DiskStore], None]) -> None:
     with DiskStore(folder) as store:
         dead(store)
-        reserved = store.room.reserve(example_key(1).address, 3 * ENTRY)
+        reserved = store.quota.reserve(example_key(1).address, 3 * ENTRY)
         reserved.temporary.write_bytes(b"half an entry")
     with DiskStore(folder, 3 * ENTRY) as store:
         assert store.stats()[0].size_bytes == 3 * ENTRY
@@ -44,7 +44,7 @@ def test_room_set_aside_by_a_dead_writer_is_taken_back(folder: Path, dead: Calla
 
 def test_room_set_aside_by_a_living_writer_is_not(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
-        reserved = store.room.reserve(example_key(1).address, ENTRY)
+        reserved = store.quota.reserve(example_key(1).address, ENTRY)
         reserved.temporary.write_bytes(b"half an entry")
         put(store, 0, 2, 3)
         assert store.stats()[0].size_bytes == 3 * ENTRY
@@ -53,11 +53,11 @@ def test_room_set_aside_by_a_living_writer_is_not(folder: Path) -> None:
 
 def test_room_set_aside_too_long_ago_is_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
-        reserved = store.room.reserve(example_key(1).address, 3 * ENTRY)
+        reserved = store.quota.reserve(example_key(1).address, 3 * ENTRY)
         later(monkeypatch, 3600.0)
         put(store, 0)
         with pytest.raises(OSError, match="No such file"):
-            store.room.publish(reserved, "model", 1.0, None)
+            store.quota.publish(reserved, "model", 1.0, None)
         assert store.stats()[0].size_bytes == taken(folder) == ENTRY
 
 
@@ -67,7 +67,7 @@ def test_an_entry_whose_writer_died_before_it_was_indexed_is_taken_up(
     with DiskStore(folder) as store:
         put(store, 1)
         dead(store)
-        reserved = store.room.reserve(KEY.address, ENTRY)
+        reserved = store.quota.reserve(KEY.address, ENTRY)
         store.files.write(reserved.temporary, encode(KEY, example_chunk()))
         store.files.publish(reserved.temporary, KEY.address)
     with DiskStore(folder) as store:
@@ -81,7 +81,7 @@ def test_so_is_one_that_replaced_a_smaller_one(folder: Path, dead: Callable[[Dis
         put(store, 0)
         dead(store)
         larger = encode(KEY, example_chunk(n_tokens=300))
-        reserved = store.room.reserve(KEY.address, sum(map(len, larger)))
+        reserved = store.quota.reserve(KEY.address, sum(map(len, larger)))
         store.files.write(reserved.temporary, larger)
         store.files.publish(reserved.temporary, KEY.address)
     with DiskStore(folder) as store:
@@ -93,6 +93,6 @@ def test_a_writer_in_another_container_is_not_taken_for_dead(store: DiskStore, m
     """Of the same name, over the same folder, with process numbers of its own."""
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     pid = int(gone.stdout)
-    assert store.files.is_abandoned(f"{place()}-{pid}-0123456789abcdef.part")
-    assert not store.files.is_abandoned(f"{place()}0-{pid}-0123456789abcdef.part")
-    assert not store.files.is_abandoned(f"{place()}-{os.getpid()}-0123456789abcdef.part")
+    assert store.files.is_abandoned(f"{process_namespace()}-{pid}-0123456789abcdef.part")
+    assert not store.files.is_abandoned(f"{process_namespace()}0-{pid}-0123456789abcdef.part")
+    assert not store.files.is_abandoned(f"{process_namespace()}-{os.getpid()}-0123456789abcdef.part")

@@ -10,21 +10,21 @@ import xxhash
 
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import encode
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.header import Header
 from qcfuse_rag.store.entry.reader import MemorySource, open_chunk
 from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))
 
-SEALS = {"plain": None, "sealed": Seal(SECRET)}
+SEALS = {"plain": None, "sealed": StoreCipher(SECRET)}
 
 
-def written(chunk: ChunkKV, seal: Seal | None = None) -> bytes:
+def written(chunk: ChunkKV, seal: StoreCipher | None = None) -> bytes:
     return b"".join(encode(example_key(), chunk, seal=seal))
 
 
-def opened(data: bytes, seal: Seal | None = None) -> tuple[Header, ChunkKV]:
+def opened(data: bytes, seal: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
     return open_chunk(MemorySource(data), seal)
 
 

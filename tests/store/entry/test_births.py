@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_patch
 from tests.store.entry.entries import SEALS, CountingSource, header_of, opened, with_header, written
@@ -18,7 +18,7 @@ from tests.store.entry.entries import SEALS, CountingSource, header_of, opened, 
 
 @pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_context_facts_and_extra_blocks_are_read_back(dtype: torch.dtype, seal: Seal | None) -> None:
+def test_context_facts_and_extra_blocks_are_read_back(dtype: torch.dtype, seal: StoreCipher | None) -> None:
     patch = example_patch(n_tokens=300, dtype=dtype)
     assert_same(opened(written(patch, seal), seal)[1], patch)
     assert opened(written(patch, seal), seal)[1].names()[:4] == ["ranking", "inter", "key.1.basis", "key.1"]

@@ -1,4 +1,4 @@
-"""The bytes themselves, as docs/store-format.md describes them."""
+"""The bytes themselves, as docs/reference/store-format.md describes them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 import torch
 import xxhash
 
-from qcfuse_rag.store.chunk import ChunkKV, compress
-from qcfuse_rag.store.entry.encryption import Seal
-from qcfuse_rag.store.quantization import NUMBERS
+from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.quantization import STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, example_chunk, example_key
 from tests.store.entry.entries import SEALS, SECRET, header_of, written
 
@@ -45,7 +45,7 @@ def test_the_preamble_is_laid_out_as_documented() -> None:
 
 
 def test_the_preamble_of_a_sealed_entry_has_a_flag_and_a_salt() -> None:
-    data = written(example_chunk(), Seal(SECRET))
+    data = written(example_chunk(), StoreCipher(SECRET))
     assert data[8:16] == b"\x02\x00\x00\x00\x01\x00\x00\x00"
     assert data[32:64] != bytes(32)
 
@@ -78,7 +78,7 @@ NUMPY = {"int32": "<i4", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", 
 
 
 def read_by_hand(data: bytes, secret: bytes | None = None) -> dict[str, np.ndarray]:
-    """Read an entry as a stranger would who has docs/store-format.md and nothing of this library."""
+    """Read an entry as a stranger would who has docs/reference/store-format.md and nothing of this library."""
     magic, version, flags, length, checksum, salt = struct.unpack("<8sIII4xQ32s", data[:64])
     assert (magic, version, flags) == (b"QCFUSEKV", 2, int(secret is not None))
     header, context = data[64 : 64 + length], struct.pack("<8sII", magic, version, flags) + salt
@@ -109,11 +109,11 @@ def decryption(secret: bytes, salt: bytes) -> Callable[[int, bytes, bytes], byte
 
 
 @pytest.mark.parametrize("secret", [None, SECRET], ids=SEALS)
-@pytest.mark.parametrize("numbers", [*NUMBERS, "rank16"])
+@pytest.mark.parametrize("numbers", [*STORE_FORMATS, "rank16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: bytes | None) -> None:
-    chunk = compress(example_chunk(n_tokens=300, dtype=dtype), numbers)
-    blocks = read_by_hand(written(chunk, None if secret is None else Seal(secret)), secret)
+    chunk = to_format(example_chunk(n_tokens=300, dtype=dtype), numbers)
+    blocks = read_by_hand(written(chunk, None if secret is None else StoreCipher(secret)), secret)
     assert list(blocks) == chunk.names()
     for name in chunk.names():
         assert blocks[name].shape == tuple(chunk.blocks[name].shape)
@@ -130,7 +130,7 @@ def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: 
 )
 def test_an_entry_is_the_same_bytes_as_ever(numbers: str, expected: str) -> None:
     """If this fails, stores written before cannot be read: raise the version of the format."""
-    data = written(compress(fixed_chunk(), numbers))
+    data = written(to_format(fixed_chunk(), numbers))
     assert hashlib.blake2b(data, digest_size=16).hexdigest() == expected
 
 

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.chunk import ChunkKV, compress
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.chunk import ChunkKV, to_format
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import open_chunk
-from qcfuse_rag.store.quantization import FORMATS, NUMBERS
+from qcfuse_rag.store.quantization import FORMATS, STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
 from tests.store.entry.entries import SEALS, SECRET, CountingSource, opened, written
 
 
 @pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
-@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("numbers", STORE_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, seal: Seal | None) -> None:
-    chunk = compress(example_chunk(n_tokens=300, dtype=dtype), numbers)
+def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, seal: StoreCipher | None) -> None:
+    chunk = to_format(example_chunk(n_tokens=300, dtype=dtype), numbers)
     header, found = opened(written(chunk, seal), seal)
     assert header.key == example_key()
     assert header.sealed == (seal is not None)
@@ -39,20 +39,22 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     keys = [torch.randn(heads, n_tokens, key_dim).to(dtype) for _ in range(layers)]
     values = [torch.randn(heads, n_tokens, value_dim).to(dtype) for _ in range(layers)]
     ranking = torch.stack([torch.randperm(n_tokens) for _ in range(layers)])
-    chunk = compress(ChunkKV.of(keys, values, ranking, probe_layers=probe_layers), data.draw(st.sampled_from(FORMATS)))
+    chunk = to_format(ChunkKV.of(keys, values, ranking, probe_layers=probe_layers), data.draw(st.sampled_from(FORMATS)))
     _, found = opened(written(chunk, seal), seal)
     start = data.draw(st.integers(0, n_tokens))
     stop = data.draw(st.integers(start, n_tokens))
     for part, whole in zip(found.layer(layers - 1, start, stop), chunk.layer(layers - 1), strict=True):
-        near = 0.0 if chunk.numbers in NUMBERS else 1e-4 + 4 * torch.finfo(dtype).eps  # products are rounded by shape
+        near = (
+            0.0 if chunk.numbers in STORE_FORMATS else 1e-4 + 4 * torch.finfo(dtype).eps
+        )  # products are rounded by shape
         assert torch.allclose(part.float(), whole[:, start:stop].float(), atol=near, rtol=near)
     assert_same(found, chunk)
 
 
 @pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
-@pytest.mark.parametrize("numbers", NUMBERS)
-def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(numbers: str, seal: Seal | None) -> None:
-    header, _ = opened(written(compress(example_chunk(n_tokens=300), numbers), seal), seal)
+@pytest.mark.parametrize("numbers", STORE_FORMATS)
+def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(numbers: str, seal: StoreCipher | None) -> None:
+    header, _ = opened(written(to_format(example_chunk(n_tokens=300), numbers), seal), seal)
     ends = [0, *(block.end for block in header.blocks)]
     assert header.start % 4096 == 0
     for block, end in zip(header.blocks, ends, strict=False):
@@ -67,12 +69,12 @@ def test_what_a_probe_reads_comes_first() -> None:
 
 
 def test_scales_stand_before_the_numbers_they_are_for() -> None:
-    header, _ = opened(written(compress(example_chunk(), "int8")))
+    header, _ = opened(written(to_format(example_chunk(), "int8")))
     assert [block.name for block in header.blocks][:5] == ["ranking", "key.1.scale", "key.1", "key.0.scale", "key.0"]
 
 
 def test_the_time_at_which_it_expires_is_kept() -> None:
-    header, found = opened(written(example_chunk().until(4e9)))
+    header, found = opened(written(example_chunk().with_expiry(4e9)))
     assert (header.expires, found.expires) == (4e9, 4e9)
 
 
@@ -80,9 +82,9 @@ def test_the_time_at_which_it_expires_is_kept() -> None:
     ("rows", "pieces"),
     [((0, 128), (0, 1)), ((130, 140), (1, 2)), ((127, 129), (0, 2)), ((128, 256), (1, 2)), ((299, 300), (2, 3))],
 )
-@pytest.mark.parametrize(("seal", "tag"), [(None, 0), (Seal(SECRET), 16)], ids=SEALS)
+@pytest.mark.parametrize(("seal", "tag"), [(None, 0), (StoreCipher(SECRET), 16)], ids=SEALS)
 def test_a_range_of_rows_reads_its_pieces_and_no_others(
-    seal: Seal | None, tag: int, rows: tuple[int, int], pieces: tuple[int, int]
+    seal: StoreCipher | None, tag: int, rows: tuple[int, int], pieces: tuple[int, int]
 ) -> None:
     source = CountingSource(written(example_chunk(n_tokens=300), seal))
     header, chunk = open_chunk(source, seal)
@@ -110,7 +112,7 @@ def test_no_rows_read_nothing() -> None:
 
 
 @pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
-def test_a_damaged_piece_spoils_its_own_rows_and_no_others(seal: Seal | None) -> None:
+def test_a_damaged_piece_spoils_its_own_rows_and_no_others(seal: StoreCipher | None) -> None:
     data = bytearray(written(example_chunk(n_tokens=300), seal))
     header, _ = opened(bytes(data), seal)
     [block] = [block for block in header.blocks if block.name == "value.0"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.entry.entries import SECRET, opened, with_header, written
 
 
 def test_a_sealed_entry_tells_nothing_of_what_it_holds() -> None:
     chunk = example_chunk(n_tokens=300)
-    data = written(chunk, Seal(SECRET))
+    data = written(chunk, StoreCipher(SECRET))
     telling = [b"weights", b"framed", b"ranking", example_key().ids.encode()]
     telling += [chunk.blocks[name].numpy().tobytes()[:16] for name in chunk.names()]
     assert [text for text in telling if text in data] == []
@@ -20,7 +20,7 @@ def test_a_sealed_entry_tells_nothing_of_what_it_holds() -> None:
 
 
 def test_nothing_is_encrypted_twice_in_the_same_way() -> None:
-    one, other = (written(example_chunk(), Seal(SECRET)) for _ in range(2))
+    one, other = (written(example_chunk(), StoreCipher(SECRET)) for _ in range(2))
     assert one[32:64] != other[32:64]
     assert one[64:80] != other[64:80]
     assert one[-16:] != other[-16:]
@@ -28,57 +28,57 @@ def test_nothing_is_encrypted_twice_in_the_same_way() -> None:
 
 def test_a_sealed_entry_is_refused_under_another_secret() -> None:
     with pytest.raises(CorruptEntry, match="written under another secret"):
-        opened(written(example_chunk(), Seal(SECRET)), Seal(b"another secret of enough bytes"))
+        opened(written(example_chunk(), StoreCipher(SECRET)), StoreCipher(b"another secret of enough bytes"))
 
 
 def test_a_sealed_entry_is_refused_without_a_secret() -> None:
     with pytest.raises(CorruptEntry, match="is encrypted and no secret was given"):
-        opened(written(example_chunk(), Seal(SECRET)))
+        opened(written(example_chunk(), StoreCipher(SECRET)))
 
 
 def test_a_plain_entry_is_refused_where_entries_are_sealed() -> None:
     with pytest.raises(CorruptEntry, match="is not encrypted, in a store that is"):
-        opened(written(example_chunk()), Seal(SECRET))
+        opened(written(example_chunk()), StoreCipher(SECRET))
 
 
 def test_a_changed_header_is_refused_even_if_its_checksum_was_made_right() -> None:
-    data = written(example_chunk(), Seal(SECRET))
+    data = written(example_chunk(), StoreCipher(SECRET))
     header = bytearray(data[64 : 64 + int.from_bytes(data[16:20], "little")])
-    assert_same(opened(with_header(data, bytes(header), flags=1), Seal(SECRET))[1], example_chunk())
+    assert_same(opened(with_header(data, bytes(header), flags=1), StoreCipher(SECRET))[1], example_chunk())
     header[100] ^= 1
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        opened(with_header(data, bytes(header), flags=1), Seal(SECRET))
+        opened(with_header(data, bytes(header), flags=1), StoreCipher(SECRET))
 
 
 def test_the_header_of_another_sealed_entry_is_refused() -> None:
-    data, other = (written(example_chunk(number), Seal(SECRET)) for number in range(2))
+    data, other = (written(example_chunk(number), StoreCipher(SECRET)) for number in range(2))
     header = other[64 : 64 + int.from_bytes(other[16:20], "little")]
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        opened(with_header(data, header, flags=1), Seal(SECRET))
+        opened(with_header(data, header, flags=1), StoreCipher(SECRET))
 
 
 def test_two_sealed_pieces_that_changed_places_are_refused() -> None:
-    data = bytearray(written(example_chunk(n_tokens=300), Seal(SECRET)))
-    header, _ = opened(bytes(data), Seal(SECRET))
+    data = bytearray(written(example_chunk(n_tokens=300), StoreCipher(SECRET)))
+    header, _ = opened(bytes(data), StoreCipher(SECRET))
     [block] = [block for block in header.blocks if block.name == "key.0"]
     one, other = (slice(*(header.start + at for at in block.range(i, i + 1))) for i in range(2))
     data[one], data[other] = data[other], data[one]
-    _, chunk = opened(bytes(data), Seal(SECRET))
+    _, chunk = opened(bytes(data), StoreCipher(SECRET))
     with pytest.raises(CorruptEntry, match=r"checksum of block key\.0 differs"):
         chunk.layer(0)
 
 
 def test_the_cipher_itself_refuses_a_part_in_the_place_of_another() -> None:
-    _, seal = Seal(SECRET).new_entry()
+    _, seal = StoreCipher(SECRET).new_entry()
     stored = seal.close(1, b"first")
     assert seal.open(1, stored) == b"first"
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
         seal.open(2, stored)
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        Seal(SECRET).entry(bytes(32)).open(1, stored)
+        StoreCipher(SECRET).entry(bytes(32)).open(1, stored)
 
 
 def test_a_short_secret_is_refused_and_a_long_one_not_shown() -> None:
     with pytest.raises(StoreError, match="the secret has 15 bytes; give at least 16 random ones"):
-        Seal(b"fifteen letters")
-    assert "sixteen" not in repr(Seal(b"sixteen letters."))
+        StoreCipher(b"fifteen letters")
+    assert "sixteen" not in repr(StoreCipher(b"sixteen letters."))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.store.backends.blob_store import Blobs
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.blob_store import BlobStore
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from tests.store.remote.filesystems import Away
 from tests.store.remote.servers import RedisProcess, new_server
 
@@ -32,23 +32,23 @@ def own_server() -> Iterator[RedisProcess]:
 
 
 @pytest.fixture
-def on_redis(server: RedisProcess) -> RedisServer:
-    return RedisServer(server.url, f"{uuid.uuid4()}[*]:")
+def on_redis(server: RedisProcess) -> RedisBlobs:
+    return RedisBlobs(server.url, f"{uuid.uuid4()}[*]:")
 
 
 @pytest.fixture
-def in_memory() -> Bucket:
-    return Bucket(f"memory://{uuid.uuid4()}/kv")
+def in_memory() -> FsspecBlobs:
+    return FsspecBlobs(f"memory://{uuid.uuid4()}/kv")
 
 
 @pytest.fixture
-def in_folder(tmp_path: Path) -> Bucket:
-    return Bucket(f"file://{tmp_path}/kv")
+def in_folder(tmp_path: Path) -> FsspecBlobs:
+    return FsspecBlobs(f"file://{tmp_path}/kv")
 
 
 @pytest.fixture(params=["in_memory", "in_folder", "on_redis"])
-def blobs(request: pytest.FixtureRequest) -> Blobs:
-    found: Blobs = request.getfixturevalue(request.param)
+def blobs(request: pytest.FixtureRequest) -> BlobStore:
+    found: BlobStore = request.getfixturevalue(request.param)
     return found
 
 

@@ -11,8 +11,8 @@ import redis
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.entries import NAME
@@ -22,7 +22,7 @@ from tests.store.remote.servers import RedisProcess
 
 class TestRemoteThatIsAway:
     def test_a_bucket(self, away: type[Away]) -> None:
-        store = RemoteStore(Bucket("away://bucket/kv"), rest_s=0.3)
+        store = RemoteStore(FsspecBlobs("away://bucket/kv"), rest_s=0.3)
         store.put(example_key(), example_chunk())
         away.down = True
         self.check_that_it_is_missed(store, "remote away cannot be reached: no route to host")
@@ -30,7 +30,7 @@ class TestRemoteThatIsAway:
         self.check_that_it_comes_back(store)
 
     def test_it_is_not_asked_again_for_a_while(self, away: type[Away]) -> None:
-        store = RemoteStore(Bucket("away://resting/kv"), rest_s=1000.0)
+        store = RemoteStore(FsspecBlobs("away://resting/kv"), rest_s=1000.0)
         away.down = True
         assert isinstance(store.get(example_key()), Miss)
         tried = away.connections
@@ -42,7 +42,7 @@ class TestRemoteThatIsAway:
         assert away.connections == tried
 
     def test_a_killed_redis(self, own_server: RedisProcess) -> None:
-        store = RemoteStore(RedisServer(own_server.url, timeout_s=0.5), rest_s=0.3)
+        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.5), rest_s=0.3)
         store.put(example_key(), example_chunk())
         own_server.kill()
         self.check_that_it_is_missed(store, "remote redis cannot be reached: Error 2 connecting to ")
@@ -52,7 +52,7 @@ class TestRemoteThatIsAway:
         self.check_that_it_comes_back(store)
 
     def test_a_redis_that_hangs(self, own_server: RedisProcess) -> None:
-        store = RemoteStore(RedisServer(own_server.url, timeout_s=0.2), rest_s=0.5)
+        store = RemoteStore(RedisBlobs(own_server.url, timeout_s=0.2), rest_s=0.5)
         store.put(example_key(), example_chunk())
         own_server.pause()
         try:
@@ -62,7 +62,7 @@ class TestRemoteThatIsAway:
         self.check_that_it_comes_back(store)
 
     def test_a_bucket_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = RemoteStore(Bucket("gs://hanging/kv", timeout_s=1.0), rest_s=60.0)
+        store = RemoteStore(FsspecBlobs("gs://hanging/kv", timeout_s=1.0), rest_s=60.0)
         store.put(example_key(), example_chunk())
         monkeypatch.setattr(Cloud, "delay_s", 60.0)
         started = time.monotonic()
@@ -82,7 +82,7 @@ class TestRemoteThatIsAway:
             assert re.match("remote (redis|away) cannot be reached: ", found.reason)
 
     def test_only_one_caller_tries_whether_it_is_back(self, away: type[Away]) -> None:
-        store = RemoteStore(Bucket("away://once/kv"), rest_s=0.5)
+        store = RemoteStore(FsspecBlobs("away://once/kv"), rest_s=0.5)
         away.down = True
         store.get(example_key())
         time.sleep(0.55)
@@ -139,7 +139,7 @@ class TestRemoteThatIsAway:
 def test_one_bad_blob_does_not_make_the_others_wait(server: RedisProcess) -> None:
     client = redis.Redis(unix_socket_path=server.socket)
     client.lpush(f"poisoned:{NAME}", "a list")
-    store = RemoteStore(RedisServer(server.url, "poisoned:"))
+    store = RemoteStore(RedisBlobs(server.url, "poisoned:"))
     store.put(example_key(1), example_chunk(1))
     found = store.get(example_key())
     assert isinstance(found, Miss)

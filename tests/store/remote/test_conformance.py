@@ -8,25 +8,25 @@ from collections.abc import Iterator
 import pytest
 
 from qcfuse_rag import KVStore, MemoryStore, TieredStore
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.backends.tenant import TenantStore
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.testing import KVStoreTests
 from tests.store.remote.entries import SECRET
 
 
 class TestMemoryBucket(KVStoreTests):
     @pytest.fixture
-    def store(self, in_memory: Bucket) -> Iterator[KVStore]:
+    def store(self, in_memory: FsspecBlobs) -> Iterator[KVStore]:
         with RemoteStore(in_memory) as store:
             yield store
 
 
 class TestSharedFolder(KVStoreTests):
     @pytest.fixture
-    def store(self, in_folder: Bucket) -> Iterator[KVStore]:
+    def store(self, in_folder: FsspecBlobs) -> Iterator[KVStore]:
         with RemoteStore(in_folder, numbers="int8") as store:
             yield store
 
@@ -35,32 +35,32 @@ class TestSharedFolder(KVStoreTests):
 class TestAsynchronousBucket(KVStoreTests):
     @pytest.fixture
     def store(self, protocol: str) -> Iterator[KVStore]:
-        with RemoteStore(Bucket(f"{protocol}://{uuid.uuid4()}/kv")) as store:
+        with RemoteStore(FsspecBlobs(f"{protocol}://{uuid.uuid4()}/kv")) as store:
             yield store
 
 
 class TestRedis(KVStoreTests):
     @pytest.fixture
-    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
+    def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
         with RemoteStore(on_redis) as store:
             yield store
 
 
 class TestEncryptedRedis(KVStoreTests):
     @pytest.fixture
-    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
-        with RemoteStore(on_redis, seal=Seal(SECRET), numbers="fp8") as store:
+    def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
+        with RemoteStore(on_redis, seal=StoreCipher(SECRET), numbers="fp8") as store:
             yield store
 
 
 class TestMemoryOverRedis(KVStoreTests):
     @pytest.fixture
-    def store(self, on_redis: RedisServer) -> Iterator[KVStore]:
+    def store(self, on_redis: RedisBlobs) -> Iterator[KVStore]:
         with TieredStore(MemoryStore(1 << 20), RemoteStore(on_redis)) as store:
             yield store
 
 
 class TestTenantOfABucket(KVStoreTests):
     @pytest.fixture
-    def store(self, in_memory: Bucket) -> KVStore:
+    def store(self, in_memory: FsspecBlobs) -> KVStore:
         return TenantStore(RemoteStore(in_memory), "orla", SECRET)

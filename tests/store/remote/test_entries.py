@@ -15,12 +15,12 @@ import redis
 from qcfuse_rag import MemoryStore, TieredStore
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.blob_store import Blobs
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.blob_store import BlobStore
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.codec import PREAMBLE, encode
-from qcfuse_rag.store.entry.encryption import Seal
+from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.key import tenant_prefix
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.entries import ENTRY, NAME, SECRET
@@ -40,7 +40,7 @@ DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
 
 @pytest.mark.parametrize(("damage", "reason"), DAMAGE)
 def test_a_damaged_blob_is_a_miss_goes_into_quarantine_and_heals(
-    blobs: Blobs, damage: Callable[[bytes], bytes], reason: str
+    blobs: BlobStore, damage: Callable[[bytes], bytes], reason: str
 ) -> None:
     store = RemoteStore(blobs)
     blobs.write(NAME, [damage(ENTRY)])
@@ -61,7 +61,7 @@ def test_a_damaged_blob_is_a_miss_goes_into_quarantine_and_heals(
     assert list(blobs.names("quarantine")) == []
 
 
-def test_a_damaged_block_is_found_when_it_is_read(blobs: Blobs) -> None:
+def test_a_damaged_block_is_found_when_it_is_read(blobs: BlobStore) -> None:
     blobs.write(NAME, [flip(ENTRY, -1)])
     found = RemoteStore(blobs).get(example_key())
     assert isinstance(found, ChunkKV)
@@ -74,7 +74,7 @@ def test_a_damaged_block_is_found_when_it_is_read(blobs: Blobs) -> None:
     assert_same(store.get(example_key()), example_chunk())
 
 
-def test_what_is_removed_is_gone_from_quarantine_too(blobs: Blobs) -> None:
+def test_what_is_removed_is_gone_from_quarantine_too(blobs: BlobStore) -> None:
     store = RemoteStore(blobs)
     for number in (0, 1):
         store.put(example_key(number), example_chunk())
@@ -83,7 +83,7 @@ def test_what_is_removed_is_gone_from_quarantine_too(blobs: Blobs) -> None:
     assert [name for name, _ in blobs.names("quarantine")] == [f"quarantine/{example_key(1).address}.kv"]
 
 
-def test_what_is_in_quarantine_goes_before_the_entry(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_quarantine_goes_before_the_entry(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who finds the entry gone does not try again."""
     store = RemoteStore(blobs)
     store.put(example_key(), example_chunk())
@@ -95,7 +95,7 @@ def test_what_is_in_quarantine_goes_before_the_entry(blobs: Blobs, monkeypatch: 
     assert deleted == [f"quarantine/{NAME}", NAME]
 
 
-def test_a_planted_pickle_is_refused_and_not_executed(blobs: Blobs, tmp_path: Path) -> None:
+def test_a_planted_pickle_is_refused_and_not_executed(blobs: BlobStore, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
 
     class Bomb:
@@ -110,19 +110,19 @@ def test_a_planted_pickle_is_refused_and_not_executed(blobs: Blobs, tmp_path: Pa
     assert not marker.exists()
 
 
-def test_a_planted_key_that_is_no_text_is_a_miss(blobs: Blobs) -> None:
+def test_a_planted_key_that_is_no_text_is_a_miss(blobs: BlobStore) -> None:
     planted = replace(example_key(), namespace="\ud800")
     blobs.write("0-1.kv", encode(planted, example_chunk()))
     assert isinstance(RemoteStore(blobs).open("0-1"), Miss)
     assert list(blobs.names()) == []
 
 
-def test_an_entry_is_opened_under_its_own_address_only(blobs: Blobs) -> None:
+def test_an_entry_is_opened_under_its_own_address_only(blobs: BlobStore) -> None:
     blobs.write("0123.kv", [ENTRY])
     assert RemoteStore(blobs).open("0123") == Miss("entry of another chunk: address differ")
 
 
-def test_addresses_of_tenants_are_names_like_others(blobs: Blobs) -> None:
+def test_addresses_of_tenants_are_names_like_others(blobs: BlobStore) -> None:
     store, key = RemoteStore(blobs), replace(example_key(), namespace="token")
     store.put(key, example_chunk())
     assert list(blobs.names()) == [(f"{key.address}.kv", len(b"".join(encode(key, example_chunk()))))]
@@ -131,7 +131,7 @@ def test_addresses_of_tenants_are_names_like_others(blobs: Blobs) -> None:
     assert not isinstance(store.open(key.address), Miss)
 
 
-def test_what_else_lies_there_is_no_entry(blobs: Blobs) -> None:
+def test_what_else_lies_there_is_no_entry(blobs: BlobStore) -> None:
     store = RemoteStore(blobs)
     store.put(example_key(), example_chunk())
     blobs.write("README.txt", [b"hands off"])
@@ -141,7 +141,7 @@ def test_what_else_lies_there_is_no_entry(blobs: Blobs) -> None:
     assert blobs.read("README.txt") == b"hands off"
 
 
-def test_names_that_are_not_there_are_said_not_to_be(blobs: Blobs) -> None:
+def test_names_that_are_not_there_are_said_not_to_be(blobs: BlobStore) -> None:
     assert blobs.read("none") is None
     assert not blobs.exists("none")
     assert not blobs.delete("none")
@@ -149,8 +149,8 @@ def test_names_that_are_not_there_are_said_not_to_be(blobs: Blobs) -> None:
     assert list(blobs.names()) == list(blobs.names("quarantine")) == []
 
 
-def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blobs) -> None:
-    RemoteStore(blobs, seal=Seal(SECRET)).put(example_key(), example_chunk())
+def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: BlobStore) -> None:
+    RemoteStore(blobs, seal=StoreCipher(SECRET)).put(example_key(), example_chunk())
     [(name, _)] = blobs.names()
     data = blobs.read(name)
     assert data is not None
@@ -158,15 +158,15 @@ def test_a_sealed_entry_tells_nothing_and_opens_under_its_secret_only(blobs: Blo
     assert example_chunk().blocks["key.0"].numpy().tobytes() not in data
     assert RemoteStore(blobs).get(example_key()) == Miss("is encrypted and no secret was given")
     blobs.write(name, [data])
-    other = RemoteStore(blobs, seal=Seal(bytes(32))).get(example_key())
+    other = RemoteStore(blobs, seal=StoreCipher(bytes(32))).get(example_key())
     assert other == Miss("cannot be decrypted: changed, or written under another secret")
     blobs.write(name, [data])
-    assert_same(RemoteStore(blobs, seal=Seal(SECRET)).get(example_key()), example_chunk())
+    assert_same(RemoteStore(blobs, seal=StoreCipher(SECRET)).get(example_key()), example_chunk())
     blobs.write(name, [ENTRY])
-    assert isinstance(RemoteStore(blobs, seal=Seal(SECRET)).get(example_key()), Miss)
+    assert isinstance(RemoteStore(blobs, seal=StoreCipher(SECRET)).get(example_key()), Miss)
 
 
-def test_entries_expire(blobs: Blobs) -> None:
+def test_entries_expire(blobs: BlobStore) -> None:
     store = RemoteStore(blobs, ttl_s=2.0)
     store.put(example_key(), example_chunk())
     assert_same(store.get(example_key()), example_chunk())
@@ -178,13 +178,13 @@ def test_entries_expire(blobs: Blobs) -> None:
 
 
 def test_an_expiry_the_chunk_brings_counts_before_that_of_the_store(server: RedisProcess) -> None:
-    blobs = RedisServer(server.url, "until:")
-    RemoteStore(blobs, ttl_s=1000.0).put(example_key(), example_chunk().until(time.time() + 50.0))
+    blobs = RedisBlobs(server.url, "until:")
+    RemoteStore(blobs, ttl_s=1000.0).put(example_key(), example_chunk().with_expiry(time.time() + 50.0))
     left_ms = redis.Redis(unix_socket_path=server.socket).pttl(f"until:{NAME}")
     assert 40_000 < left_ms <= 50_000
 
 
-def test_narrow_entries_stay_narrow(blobs: Blobs) -> None:
+def test_narrow_entries_stay_narrow(blobs: BlobStore) -> None:
     RemoteStore(blobs, numbers="int8").put(example_key(), example_chunk())
     narrow = RemoteStore(blobs).get(example_key())
     assert isinstance(narrow, ChunkKV)

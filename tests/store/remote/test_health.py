@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.blob_store import Blobs
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.blob_store import BlobStore
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import example_key
 from tests.store.remote.filesystems import Away
 
 
 def test_health_ends_a_rest_that_is_over(away: type[Away]) -> None:
-    store = RemoteStore(Bucket("away://rest/kv"), rest_s=1000.0)
+    store = RemoteStore(FsspecBlobs("away://rest/kv"), rest_s=1000.0)
     away.down = True
     assert isinstance(store.get(example_key()), Miss)
     away.down = False
@@ -22,12 +22,12 @@ def test_health_ends_a_rest_that_is_over(away: type[Away]) -> None:
     assert store.get(example_key()) == Miss("absent")
 
 
-def test_health_leaves_nothing_behind(blobs: Blobs) -> None:
+def test_health_leaves_nothing_behind(blobs: BlobStore) -> None:
     assert RemoteStore(blobs).health()[0].to_dict() == {"kind": f"remote {blobs.kind}", "ok": True, "problems": ()}
     assert list(blobs.names()) == []
 
 
-def test_health_tells_of_a_remote_that_forgets(in_memory: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health_tells_of_a_remote_that_forgets(in_memory: FsspecBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_memory, "write", lambda *arguments: None)
     [health] = RemoteStore(in_memory).health()
     assert health.problems == ("does not give back what it was given; is it full, or is there a proxy in between?",)

@@ -6,14 +6,14 @@ import pytest
 import redis
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.servers import RedisProcess
 
 
 def test_a_full_redis_is_an_error_of_the_put_alone(own_server: RedisProcess) -> None:
-    store = RemoteStore(RedisServer(own_server.url))
+    store = RemoteStore(RedisBlobs(own_server.url))
     store.put(example_key(), example_chunk())
     redis.Redis(unix_socket_path=own_server.socket).config_set("maxmemory", 1)
     with pytest.raises(StoreError, match=r"remote redis failed: .*maxmemory"):
@@ -23,7 +23,7 @@ def test_a_full_redis_is_an_error_of_the_put_alone(own_server: RedisProcess) -> 
 
 
 def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None:
-    one, two = (RemoteStore(RedisServer(server.url, prefix)) for prefix in ("one?:", "one!:"))
+    one, two = (RemoteStore(RedisBlobs(server.url, prefix)) for prefix in ("one?:", "one!:"))
     one.put(example_key(), example_chunk())
     assert example_key() not in two
     assert list(two.entries()) == []
@@ -31,8 +31,8 @@ def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None
     assert example_key() in one
 
 
-def test_many_entries_are_listed_in_steps(on_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.store.backends.redis_blobs.LISTED_AT_ONCE", 7)
+def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH", 7)
     for number in range(50):
         on_redis.write(f"{number}.kv", [bytes(number)])
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from qcfuse_rag.errors import StoreError
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
-from qcfuse_rag.store.backends.redis_blobs import RedisServer
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
+from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 
 
@@ -17,9 +17,9 @@ def test_a_missing_client_library_is_an_error_that_names_the_fix(monkeypatch: py
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StoreError, match=re.escape("pip install 'qcfuse-rag[remote]'")):
-        Bucket("memory://x")
+        FsspecBlobs("memory://x")
     with pytest.raises(StoreError, match=re.escape("pip install 'qcfuse-rag[redis]'")):
-        RedisServer("redis://localhost")
+        RedisBlobs("redis://localhost")
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "redis+nothing://x"])
@@ -34,6 +34,6 @@ def test_a_redis_url_that_is_none_does_not_show_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_format_that_is_none_is_an_error(in_memory: Bucket) -> None:
+def test_a_format_that_is_none_is_an_error(in_memory: FsspecBlobs) -> None:
     with pytest.raises(ValueError, match="no format of numbers 'int3'"):
         RemoteStore(in_memory, numbers="int3")

@@ -8,14 +8,14 @@ import pytest
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.fsspec_blobs import Bucket
+from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore, open_remote
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.entries import ENTRY, NAME
 from tests.store.remote.filesystems import Torn
 
 
-def test_another_client_sees_what_one_wrote_and_removed(in_folder: Bucket, tmp_path: Path) -> None:
+def test_another_client_sees_what_one_wrote_and_removed(in_folder: FsspecBlobs, tmp_path: Path) -> None:
     ours, theirs = RemoteStore(in_folder), open_remote(f"{tmp_path}/kv")
     assert example_key() not in theirs
     ours.put(example_key(), example_chunk())
@@ -27,9 +27,9 @@ def test_another_client_sees_what_one_wrote_and_removed(in_folder: Bucket, tmp_p
 @pytest.mark.parametrize("before", [None, ENTRY])
 def test_a_write_that_fails_shows_nothing_under_the_final_name(tmp_path: Path, before: bytes | None) -> None:
     if before is not None:
-        Bucket(f"file://{tmp_path}").write(NAME, [before])
+        FsspecBlobs(f"file://{tmp_path}").write(NAME, [before])
     Torn.seen.clear()
-    store = RemoteStore(Bucket(f"torn://{tmp_path}"))
+    store = RemoteStore(FsspecBlobs(f"torn://{tmp_path}"))
     with pytest.raises(StoreError, match=r"remote torn failed: .*No space left on device"):
         store.put(example_key(), example_chunk(5))
     names = [NAME] if before is not None else []
@@ -42,14 +42,14 @@ def test_a_write_that_fails_shows_nothing_under_the_final_name(tmp_path: Path, b
 
 
 def test_a_share_where_a_file_takes_no_others_name_still_replaces(tmp_path: Path) -> None:
-    store = RemoteStore(Bucket(f"stubborn://{tmp_path}"))
+    store = RemoteStore(FsspecBlobs(f"stubborn://{tmp_path}"))
     store.put(example_key(), example_chunk(1))
     store.put(example_key(), example_chunk(2))
     assert_same(store.get(example_key()), example_chunk(2))
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [NAME]
 
 
-def test_what_a_dead_writer_left_is_no_entry(in_folder: Bucket, tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_is_no_entry(in_folder: FsspecBlobs, tmp_path: Path) -> None:
     store = RemoteStore(in_folder)
     store.put(example_key(), example_chunk())
     (tmp_path / "kv" / "tmp" / f"{'0' * 32}.part").write_bytes(ENTRY[:100])

@@ -1,0 +1,104 @@
+"""Remove entries that no source wants any more, and tell other processes which entries were removed."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+
+from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.documents.manifest import Manifest
+from qcfuse_rag.store.documents.schema import KEPT_ROWS
+
+IS_WANTED = """
+SELECT 1 FROM chunks WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted WHERE address = ?1 AND by_origin)
+"""
+MARK_IF_NO_SOURCE = """
+INSERT OR IGNORE INTO unwanted SELECT ?1, 0 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE address = ?1)
+"""
+MARK_DERIVED_IF_ORIGIN_LOST = """
+INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
+WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
+"""
+RECORD_IF_LOST = """
+INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
+"""
+
+
+class Garbage:
+    """The entries of a store that are marked unwanted in its manifest.
+
+    Args:
+        manifest: of the store.
+        store: whose entries are removed.
+    """
+
+    def __init__(self, manifest: Manifest, store: KVStore) -> None:
+        self._manifest, self._store = manifest, store
+
+    def collect(self) -> int:
+        """Remove unwanted entries from all tiers; return how many were removed.
+
+        Raises:
+            StoreError: if the manifest cannot be read or written.
+        """
+        removed = 0
+        for address in self._addresses():
+            # In a transaction, so that no source takes the entry up again while it is removed.
+            with self._manifest.writing() as database:
+                wanted = bool(database.execute(IS_WANTED, (address,)).fetchone())
+                if not wanted:
+                    removed += self._store.discard(address)
+                # A remote that is away may still have the entry: it stays marked.
+                lookup = None if wanted else self._store.open(address)
+                gone = isinstance(lookup, Miss) and lookup.reason in ("absent", "expired")
+                if gone:
+                    database.execute("INSERT INTO gone (address) VALUES (?)", (address,))
+                    database.execute("DELETE FROM gone WHERE number <= last_insert_rowid() - ?", (KEPT_ROWS,))
+                if wanted or gone:
+                    database.execute("DELETE FROM unwanted WHERE address = ?", (address,))
+                if gone:
+                    database.execute("DELETE FROM derived WHERE address = ?", (address,))
+        return removed
+
+    def count(self) -> int:
+        """Return how many entries could not be removed yet, such as those of a remote that is away.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        return len(self._addresses())
+
+    def removed_since(self, number: int | None) -> tuple[int, list[str]]:
+        """Return the addresses removed since an earlier call.
+
+        Args:
+            number: as returned by the earlier call, or None for the first call.
+
+        Returns:
+            The number for the next call, and the addresses; none for the first call.
+
+        Raises:
+            StoreError: if the manifest cannot be read.
+        """
+        if number is None:
+            [(last,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM gone")
+            return last, []
+        rows = self._manifest.read("SELECT number, address FROM gone WHERE number > ? ORDER BY number", number)
+        return rows[-1][0] if rows else number, [address for _, address in rows]
+
+    def _addresses(self) -> list[str]:
+        rows = self._manifest.query("SELECT address FROM unwanted")
+        return [address for (address,) in rows if address.startswith(self._store.prefix)]
+
+
+def mark_without_source(database: sqlite3.Connection, addresses: Iterable[str]) -> None:
+    """Mark entries as unwanted if no source has them."""
+    database.executemany(MARK_IF_NO_SOURCE, [(address,) for address in addresses])
+
+
+def mark_derived_from_lost(database: sqlite3.Connection, passages: Iterable[str]) -> None:
+    """Record passages that have no source any more, and mark the entries computed from them as unwanted."""
+    rows = [(passage,) for passage in passages]
+    database.executemany(MARK_DERIVED_IF_ORIGIN_LOST, rows)
+    database.executemany(RECORD_IF_LOST, rows)
+    database.execute("DELETE FROM lost WHERE number <= (SELECT max(number) FROM lost) - ?", (KEPT_ROWS,))
