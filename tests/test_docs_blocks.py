@@ -24,6 +24,7 @@ import langchain_qcfuse
 import llama_index.llms.qcfuse as llama_qcfuse
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.tool_templates import teach
@@ -112,7 +113,7 @@ def test_the_blocks_of_a_page_run_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(LanguageModel, "load", lambda *args, **settings: lm)  # models named on the pages are not here
-    monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *args, **settings: None)
+    seams.verdict_check(monkeypatch, lambda *args, **settings: None)
     names = page_names(page)(lm)
     for block in blocks(page):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
