@@ -69,7 +69,7 @@ def open_library_store(
 
 @contextmanager
 def open_store_and_sources(
-    folder: Path, tenant: str | None = None, remote: str | None = None
+    folder: Path, *, tenant: str | None = None, remote: str | None = None
 ) -> Iterator[tuple[KVStore, Sources]]:
     """Open all tiers of an existing store together with the list of its documents.
 

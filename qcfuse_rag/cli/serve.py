@@ -71,14 +71,14 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
                 ERR.print(f"{work} are launched kernel by kernel: {refusal}", highlight=False)
         requests = options.waiting + SchedulerSettings().active
         served = ServedEngine.of(engine, SchedulerSettings(waiting=requests))
-        backend = EngineBackend(served, name, most_tokens=options.most_tokens, requests=requests)
+        backend = EngineBackend(served, name, most_tokens=options.most_tokens, max_requests=requests)
         hosts = (*LOOPBACK, options.host)
-        app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), closing=backend.close)
+        app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), on_shutdown=backend.close)
         _print_address(options, name, token)
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
         with suppress(KeyboardInterrupt):
-            make_server(app, requests=requests).run(sockets=[listener])
+            make_server(app, max_requests=requests).run(sockets=[listener])
         signal.signal(signal.SIGTERM, previous_handler)
 
 
@@ -112,7 +112,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
-        queued=options.waiting,
+        max_queued=options.waiting,
         autoscaling=autoscaling,
     )
     try:

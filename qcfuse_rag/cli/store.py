@@ -111,8 +111,8 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     from qcfuse_rag.cli.library import open_disk_tier, open_store_and_sources
     from qcfuse_rag.store.maintenance import collect_garbage
 
-    with open_store_and_sources(folder, remote=remote) as (_, sources):
-        unwanted = sources.garbage.collect()
+    with open_store_and_sources(folder, remote=remote) as (_, documents):
+        unwanted = documents.garbage.collect()
     with open_disk_tier(folder) as store:
         freed = collect_garbage(store)
     _report({"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted")
@@ -125,13 +125,13 @@ def rebuild(folder: Folder, as_json: Json = False) -> None:
     from qcfuse_rag.store.documents.manifest import quarantine_manifest
     from qcfuse_rag.store.maintenance import rebuild as rebuild_index
 
-    aside = quarantine_manifest(existing_store_folder(folder))
+    moved_to = quarantine_manifest(existing_store_folder(folder))
     with open_disk_tier(folder) as store:
         entries = rebuild_index(store)
     text = f"{entries} entries"
-    if aside is not None:
-        text += f"; the damaged list of documents was moved to {aside}: warm the documents again"
-    _report({"entries": entries, "manifest_aside": aside and str(aside)}, as_json, text)
+    if moved_to is not None:
+        text += f"; the damaged list of documents was moved to {moved_to}: warm the documents again"
+    _report({"entries": entries, "manifest_aside": moved_to and str(moved_to)}, as_json, text)
 
 
 @store_app.command()
@@ -169,7 +169,7 @@ def sources(folder: Folder, tenant: Tenant = None, remote: Remote = None, as_jso
     """List the documents of a store, with the number of chunks and of missing chunks."""
     from qcfuse_rag.cli.library import open_store_and_sources
 
-    with open_store_and_sources(folder, tenant, remote) as (_, documents):
+    with open_store_and_sources(folder, tenant=tenant, remote=remote) as (_, documents):
         missing = documents.missing()
         counts = {name: len(documents.addresses(name)) for name in documents.names()}
     chunk_counts = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
@@ -189,7 +189,7 @@ def lookup(
     from qcfuse_rag.cli.library import open_store_and_sources
     from qcfuse_rag.store.admin import lookup as find_tiers
 
-    with open_store_and_sources(folder, tenant, remote) as (store, documents):
+    with open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
         tiers = find_tiers(store, _select(documents, None, source))
     if as_json:
         print_json({"source": source, "chunks": tiers})
@@ -208,11 +208,11 @@ def forget(
 
     # A running warming job would save the passages again that it loaded at its start.
     lock = job_lock(folder) if existing_store_folder(folder) != folder else nullcontext()
-    with lock, open_store_and_sources(folder, tenant, remote) as (store, documents):
+    with lock, open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
         passages = forget_passages(folder, store, source)
         if not passages:
             _require_document(documents, source)
-        removed, waiting = documents.forget(source), documents.unwanted_count()
+        removed, waiting = documents.forget(source), documents.garbage.count()
     _report(
         {"source": source, "removed": removed, "passages": passages, "waiting": waiting},
         as_json,
@@ -234,7 +234,7 @@ def pin(
     """Protect entries from eviction."""
     from qcfuse_rag.cli.library import open_store_and_sources
 
-    with open_store_and_sources(folder, tenant, remote) as (store, documents):
+    with open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
         selected = _select(documents, addresses, source)
         count = sum(store.pin(address, pinned=not off) for address in selected)
     if not count:

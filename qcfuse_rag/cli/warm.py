@@ -60,7 +60,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         require_passages(passages, options)
         texts = [text for document_texts in passages.values() for text in document_texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for text in texts]
-        plan = engine.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(measure=True, limit_bytes=limit)
+        plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(measure=True, limit_bytes=limit)
     documents = _count_with_text(passages)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
@@ -149,7 +149,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
             engine.forget(source)
         index.remove(vanished)
         index_passages(index, folder, passages, options, workers)
-        enriched = any(base.enriched for base in engine.bases)
+        enriched = any(base.enriched for base in engine.corpus.bases)
         # Enriched passages take neighbours from the whole index, so a new document can change old passages.
         documents = index.by_source() if enriched else passages
         pairs = [(source, text) for source, texts in documents.items() for text in texts]
@@ -172,7 +172,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
                 progress=advance_both,
                 workers=workers,
             )
-        engine.sources.close()
+        engine.corpus.close()
     counts = {"documents": _count_with_text(documents), "passages": len(texts), "unread": unread}
     return {**counts, **summary.to_dict()}
 
