@@ -39,7 +39,7 @@ bench: setup
 	$(BIN)/qcfuse bench store
 	$(BIN)/qcfuse bench warm
 
-# The campaigns of docs/reliability.md at full size; some 15 minutes.
+# The campaigns of docs/notes/reliability.md at full size; some 15 minutes.
 stress: setup
 	QCFUSE_STRESS=full $(BIN)/python -m pytest tests/stress -s --timeout=1800
 
