@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qcfuse_rag.cli.job_record import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval.index import ABOUT, EMBEDDINGS, PASSAGES, PassageIndex
-from qcfuse_rag.retrieval.retrieval_log import NAME as LOG_NAME
+from qcfuse_rag.retrieval.index import EMBEDDINGS, METADATA, PASSAGES, PassageIndex
+from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
@@ -22,7 +22,7 @@ from qcfuse_rag.store.factory import open_store
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
 """Name of a passage folder: the common folder, or the folder of one tenant."""
-INDEX_FILES = (PASSAGES, EMBEDDINGS, ABOUT, LOG_NAME)
+INDEX_FILES = (PASSAGES, EMBEDDINGS, METADATA, LOG_NAME)
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 SECRET_VARIABLE = "QCFUSE_SECRET"
 

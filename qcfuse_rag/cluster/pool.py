@@ -1,4 +1,4 @@
-"""Rows through a pool of workers on Ray Data."""
+"""Process rows with a pool of workers on Ray Data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from qcfuse_rag.errors import QCFuseError
 
 Columns = dict[str, Any]
-"""What a worker takes and returns: for each name as many values as there are rows."""
+"""Input and output of a worker: columns by name, with one value for each row."""
 
 
 def map_with_workers(
@@ -22,19 +22,19 @@ def map_with_workers(
     batch_size: int,
     resources: dict[str, Any],
 ) -> Iterator[Columns]:
-    """Yield what workers make of rows, in any order; this process is connected to a cluster.
+    """Yield the workers' results for rows, in any order. The process must be connected to a cluster.
 
     Args:
-        rows: what to work on.
-        worker: takes `arguments`, and is called with columns.
-        arguments: of every worker.
-        doing: what is said to have stopped if it fails.
+        rows: the rows.
+        worker: class of a worker; made with `arguments`, then called with columns.
+        arguments: constructor arguments of every worker.
+        doing: the activity named in the error, such as `warming`.
         count: most workers.
         batch_size: rows that a worker takes at a time.
-        resources: that Ray sets aside for each worker.
+        resources: resources that Ray reserves for each worker.
 
     Raises:
-        QCFuseError: if a worker fails for a reason of its own; Ray gives the rows of one that is lost to another.
+        QCFuseError: if a worker raises an error. Ray gives the rows of a lost worker to another one.
     """
     ray, batches = import_ray(), -(-len(rows) // batch_size)
     pool = ray.data.from_items(rows, override_num_blocks=batches).map_batches(
@@ -53,12 +53,13 @@ def map_with_workers(
 
 
 def worker_error(error: BaseException) -> str:
-    """Return what a worker raised on purpose, without the stacks of two processes around it; else all there is."""
-    told = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
-    return told[-1] if told else str(error)
+    """Return the message of the worker's `QCFuseError` without the stack traces around it, else the whole message."""
+    messages = re.findall(r"qcfuse_rag\.errors\.\w+: (.+)", "\n".join(map(str, _chain(error))))
+    return messages[-1] if messages else str(error)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = getattr(error, "cause", None) or error.__cause__
@@ -68,10 +69,10 @@ LOCAL = "local"
 
 
 def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
-    """Connect this process to a cluster, unless it is connected.
+    """Connect this process to a cluster, if it is not connected yet.
 
     Raises:
-        QCFuseError: if Ray is not installed, or there is no cluster at that address.
+        QCFuseError: if Ray is not installed, or there is no cluster at the address.
     """
     ray = import_ray()
     if ray.is_initialized():
@@ -90,10 +91,10 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
 
 
 def import_ray() -> Any:
-    """Return the module `ray`.
+    """Import and return the module `ray`.
 
     Raises:
-        QCFuseError: if it is not installed.
+        QCFuseError: if Ray is not installed.
     """
     try:
         import ray

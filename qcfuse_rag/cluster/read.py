@@ -1,4 +1,4 @@
-"""Read, split and embed on Ray Data, each by workers of their own."""
+"""Read and split files, and embed texts, with workers on Ray Data."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
 
 
 class ReadWorker:
-    """Reads files and splits them into passages.
+    """Read files and split them into passages.
 
     Args:
-        model: whose tokenizer measures passages.
+        model: name of the model whose tokenizer measures passages.
         max_tokens: most tokens of a passage.
     """
 
@@ -32,8 +32,8 @@ class ReadWorker:
         self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
 
     def __call__(self, rows: Columns) -> Columns:
-        """Return the passages of each file, or why it could not be read, as JSON."""
-        return {"number": rows["number"], "found": np.array([self._read(Path(file)) for file in rows["file"]])}
+        """Return the passages of each file, or the reason why it cannot be read, as JSON."""
+        return {"number": rows["number"], "result": np.array([self._read(Path(file)) for file in rows["file"]])}
 
     def _read(self, file: Path) -> str:
         try:
@@ -43,18 +43,18 @@ class ReadWorker:
 
 
 class EmbedWorker:
-    """Embeds texts.
+    """Embed texts.
 
     Args:
-        name: of a sentence-transformers model.
+        name: name of a sentence-transformers model.
     """
 
     def __init__(self, name: str) -> None:
         self._embed = Embedder(name)
 
     def __call__(self, rows: Columns) -> Columns:
-        """Return a vector of each text."""
-        return {"number": rows["number"], "found": self._embed(list(rows["text"]))}
+        """Return the vector of each text."""
+        return {"number": rows["number"], "result": self._embed(list(rows["text"]))}
 
 
 def read_on_ray(
@@ -65,19 +65,19 @@ def read_on_ray(
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> Passages:
-    """Read passages from files like `ingestion.readers.read_passages`, which workers find at the same paths.
+    """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths.
 
     Raises:
-        QCFuseError: if something cannot be read.
+        QCFuseError: if a path cannot be read.
     """
-    given = list(paths)
-    files = [str(file.resolve()) for file in find_files(given)]
-    named = {str(path.resolve()) for path in given}
-    found = _ordered(
+    all_paths = list(paths)
+    files = [str(file.resolve()) for file in find_files(all_paths)]
+    named = {str(path.resolve()) for path in all_paths}
+    results = _ordered(
         workers, "file", files, ReadWorker, (workers.model, max_tokens), batch_size=FILES_AT_ONCE, progress=progress
     )
     passages: Passages = {}
-    for file, text in zip(files, found, strict=True):
+    for file, text in zip(files, results, strict=True):
         read = json.loads(text)
         if "unread" in read:
             if unread is None or file in named:
@@ -94,8 +94,8 @@ def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArra
     Raises:
         QCFuseError: if a worker cannot load the embedding model.
     """
-    found = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
-    return np.stack(found).astype(np.float32)
+    vectors = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
+    return np.stack(vectors).astype(np.float32)
 
 
 def _ordered(
@@ -108,12 +108,12 @@ def _ordered(
     batch_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Any]:
-    """Have workers turn items into results, which come in any order; return them in the items'."""
+    """Process items with workers, and return the results in the order of the items."""
     connect(workers.address, workers.runtime_env)
     if not items:
         return []
     rows = [{"number": number, column: item} for number, item in enumerate(items)]
-    made = map_with_workers(
+    results = map_with_workers(
         rows,
         worker,
         arguments,
@@ -122,9 +122,9 @@ def _ordered(
         batch_size=batch_size,
         resources={"num_cpus": workers.cpus},
     )
-    found: dict[int, Any] = {}
-    for row in made:
-        found[int(row["number"])] = row["found"]
+    by_number: dict[int, Any] = {}
+    for row in results:
+        by_number[int(row["number"])] = row["result"]
         if progress is not None:
-            progress(len(found), len(rows))
-    return [found[number] for number in range(len(rows))]
+            progress(len(by_number), len(rows))
+    return [by_number[number] for number in range(len(rows))]

@@ -1,8 +1,8 @@
-"""Prefill on Ray Data: a pool of workers, each with the model, over batches that the driver planned.
+"""Prefill on Ray Data: a pool of workers, each with the model, computes the batches that the driver plans.
 
-The driver plans as it does for a job in one process, so the batches and the stored bytes are the same. A batch carries
-token ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written whole under names made
-of their content, so the second worker writes the same entries again.
+The driver plans as for a job in one process, so the batches and the stored bytes are the same. A batch carries token
+ids, never text. Ray gives the batch of a lost worker to another worker. Entries are written atomically under names made
+from their content, so the second worker writes the same entries again.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from qcfuse_rag.store.prefill_base import BASES
 
 @dataclass(frozen=True, slots=True)
 class RayWorkers:
-    """Workers that prefill.
+    """The settings of a pool of prefill workers.
 
     Attributes:
-        model: Hugging Face id, folder or GGUF file, as every worker finds it.
-        store: options of `open_store` by which a worker opens the store that all share: `remote`, or a `folder` on a
-            file system that all machines have.
-        address: of the cluster: `auto` for the one this machine is part of, `local` to start one here, or an address.
-        count: how many.
-        cpus, gpus: of each.
-        device, dtype: see `LanguageModel.load`; say the dtype where this machine has no GPU and the workers have.
-        runtime_env: what Ray is to bring to the workers, in its own words.
+        model: Hugging Face id, folder or GGUF file that every worker can load.
+        store: options of `open_store` for the store that all workers share: `remote`, or a `folder` on a shared file
+            system.
+        address: address of the cluster; `auto` for the one of this machine, `local` to start one here.
+        count: number of workers.
+        cpus: CPU cores of each worker.
+        gpus: GPUs of each worker.
+        device: see `LanguageModel.load`.
+        dtype: see `LanguageModel.load`; set it if the workers have GPUs and this machine has none.
+        runtime_env: Ray's `runtime_env` for the workers.
     """
 
     model: str
@@ -56,21 +58,21 @@ class RayWorkers:
         return LanguageModel.load(self.model, device=self.device, dtype=self.dtype), open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:
-        """Return the resources that Ray sets aside for one worker."""
+        """Return the resources that Ray reserves for one worker."""
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
     def prefill(
         self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]
     ) -> Iterator[BatchResult]:
-        """Compute and store batches on the cluster; yield the result of each batch as it is done, in any order.
+        """Compute and store batches on the cluster; yield the result of each batch when it is done, in any order.
 
         Raises:
-            QCFuseError: if Ray is not installed, there is no cluster, or a worker fails for a reason of its own.
+            QCFuseError: if Ray is not installed, there is no cluster, or a worker raises an error.
         """
         connect(self.address, self.runtime_env)
-        rest, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
-        while window := [{"batch": batch_to_json(batch)} for batch in islice(rest, AT_ONCE)]:
-            done = map_with_workers(
+        remaining, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
+        while window := [{"batch": batch_to_json(batch)} for batch in islice(remaining, BATCHES_AT_ONCE)]:
+            rows = map_with_workers(
                 window,
                 PrefillWorker,
                 arguments,
@@ -79,12 +81,12 @@ class RayWorkers:
                 batch_size=1,
                 resources=self.resources(),
             )
-            for row in done:
+            for row in rows:
                 yield BatchResult(**{name: int(value) for name, value in row.items()})
 
 
-AT_ONCE = 4096
-"""Batches that the driver hands to Ray at a time; their token ids are all it keeps of them."""
+BATCHES_AT_ONCE = 4096
+"""Batches that the driver hands to Ray at a time; it keeps their token ids only."""
 
 
 class PrefillWorker:

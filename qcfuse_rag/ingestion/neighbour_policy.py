@@ -62,7 +62,7 @@ class NeighbourPolicy:
         """
         ledger = self.ledger()  # first: passages deleted from here on count as lost during the job
         pool = [*chunks, *others]
-        readers = [self._readers(ids) for ids in pool] if self._sources().restricted else None
+        readers = [self._readers(ids) for ids in pool] if self._sources().has_restricted() else None
         if neighbours is not None:
             chosen = neighbours if readers is None else permitted_neighbours(neighbours, readers)
         else:
@@ -93,7 +93,7 @@ class NeighbourPolicy:
         Raises:
             StoreError: if the manifest cannot be read.
         """
-        return ProvenanceLedger(self._sources, self._key, self._sources().loss_count())
+        return ProvenanceLedger(self._sources, self._key, self._sources().derivations.loss_count())
 
     def _staleness(self, pool: Sequence[Ids]) -> Staleness:
         """Return a function that measures which share of a passage's current neighbours its entry was not made from.
@@ -104,7 +104,7 @@ class NeighbourPolicy:
         known = frozenset(self._name(ids) for ids in pool if ids)
 
         def staleness(key: ChunkKey, neighbours: Sequence[Ids]) -> float:
-            origins, current = self._sources().origins_of(key), {self._name(ids) for ids in neighbours if ids}
+            origins, current = self._sources().derivations.origins(key), {self._name(ids) for ids in neighbours if ids}
             return len(current - origins) / len(current) if current and origins <= known else 0.0
 
         return staleness
@@ -113,7 +113,7 @@ class NeighbourPolicy:
         return self._sources().readers(self._key(ids)) if ids else frozenset()
 
     def _name(self, ids: Ids) -> str:
-        return self._sources().passage(self._key(ids))
+        return self._sources().passage_id(self._key(ids))
 
     def _key(self, ids: Ids) -> ChunkKey:
         return FRAMED.key(self._lm.fingerprint, self._prefix_ids, ids)

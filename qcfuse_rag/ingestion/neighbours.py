@@ -1,6 +1,6 @@
-"""Which chunks a chunk is likely to be retrieved with: what enriched caches are made from.
+"""Find the chunks that a chunk is likely to be retrieved with; enriched caches are made from them.
 
-Any source will do: vectors of an embedding index, edges of a graph, or what was retrieved together before.
+Any source works: vectors of an embedding index, edges of a graph, or past retrievals.
 """
 
 from __future__ import annotations
@@ -21,99 +21,109 @@ BLOCK = 1024
 def nearest_chunks(
     vectors: NDArray[np.float32], n: int, readers: Sequence[frozenset[str]] | None = None
 ) -> list[list[int]]:
-    """Return each chunk's nearest others by cosine, best first.
+    """Return the nearest other chunks of each chunk by cosine similarity, best first.
 
     Args:
-        vectors: `[N, D]`, one for each chunk, of any length but zero.
-        n: how many.
-        readers: who may read each chunk, see `store.documents.acl`; a chunk's neighbours are then among those that all its
-            readers may read, and can be fewer. None is everybody.
+        vectors: `[N, D]`, the vector of each chunk; need not be normalised.
+        n: most neighbours of a chunk.
+        readers: the tags of each chunk's readers, see `store.documents.acl`. A chunk's neighbours are then those that
+            all its readers may read, and can be fewer. None means that everybody may read every chunk.
     """
-    hidden, groups = _hidden(readers) if readers is not None else (None, None)
+    denied, kinds = _denied_pairs(readers) if readers is not None else (None, None)
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    found: list[list[int]] = []
+    neighbours: list[list[int]] = []
     for start in range(0, len(unit), BLOCK):
         similarity = unit[start : start + BLOCK] @ unit.T
         similarity[np.arange(len(similarity)), np.arange(start, start + len(similarity))] = -np.inf
-        if hidden is not None and groups is not None:
-            similarity[hidden[groups[start : start + BLOCK]][:, groups]] = -np.inf
+        if denied is not None and kinds is not None:
+            similarity[denied[kinds[start : start + BLOCK]][:, kinds]] = -np.inf
         order = np.argsort(-similarity, axis=1, kind="stable")[:, :n]
-        rows = zip(order.tolist(), similarity, strict=True)
-        found += [[one for one in row if own[one] > -np.inf] for row, own in rows]
-    return found
+        neighbours += [
+            [index for index in indices if scores[index] > -np.inf]
+            for indices, scores in zip(order.tolist(), similarity, strict=True)
+        ]
+    return neighbours
 
 
 def permitted_neighbours(neighbours: Sequence[Sequence[int]], readers: Sequence[frozenset[str]]) -> list[list[int]]:
-    """Return neighbours without those that not all of a chunk's readers may read, see `store.documents.acl`."""
+    """Remove neighbours that some readers of a chunk must not read, see `store.documents.acl`."""
     return [
-        [other for other in related if may_be_built_on(readers[one], readers[other])]
-        for one, related in enumerate(neighbours)
+        [neighbour for neighbour in related if may_be_built_on(readers[index], readers[neighbour])]
+        for index, related in enumerate(neighbours)
     ]
 
 
-def _hidden(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return which kinds of chunk must not remember which, `[kinds, kinds]`, and the kind of each chunk."""
-    kinds = list(dict.fromkeys(readers))
-    table = np.array([[not may_be_built_on(own, other) for other in kinds] for own in kinds], dtype=np.bool_)
-    number = {kind: index for index, kind in enumerate(kinds)}
-    return table, np.array([number[own] for own in readers], dtype=np.int64)
+def _denied_pairs(readers: Sequence[frozenset[str]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    """Group chunks by their readers.
+
+    Returns:
+        `[K, K]`, whether a group must not be built on another one, and `[N]`, the group of each chunk.
+    """
+    groups = list(dict.fromkeys(readers))
+    denied = np.array([[not may_be_built_on(group, other) for other in groups] for group in groups], dtype=np.bool_)
+    number = {group: index for index, group in enumerate(groups)}
+    return denied, np.array([number[group] for group in readers], dtype=np.int64)
 
 
 def retrieved_together(retrievals: Sequence[Sequence[int]], chunks: int, n: int) -> list[list[int]]:
-    """Return the chunks each was most often retrieved with, most often first.
+    """Return the chunks that each chunk was retrieved with, the most frequent first.
 
     Args:
         retrievals: indices of the chunks of each past retrieval.
-        chunks: how many chunks there are.
-        n: how many to return for each, at most.
+        chunks: number of chunks.
+        n: most chunks to return for each.
     """
-    together: list[Counter[int]] = [Counter() for _ in range(chunks)]
-    for found in retrievals:
-        for one in found:
-            together[one].update(other for other in set(found) if other != one)
-    return [[other for other, _ in sorted(own.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for own in together]
+    counts: list[Counter[int]] = [Counter() for _ in range(chunks)]
+    for retrieval in retrievals:
+        for index in retrieval:
+            counts[index].update(other for other in set(retrieval) if other != index)
+    return [
+        [other for other, _ in sorted(counter.items(), key=lambda pair: (-pair[1], pair[0]))[:n]] for counter in counts
+    ]
 
 
-def merge_rankings(first: Sequence[Sequence[int]], then: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-    """Return each chunk's neighbours from a first list, filled up from a second one to `n`."""
-    return [list(dict.fromkeys((*one, *other)))[:n] for one, other in zip(first, then, strict=True)]
+def merge_rankings(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+    """Return each chunk's neighbours from a first ranking, filled up to `n` from a second one."""
+    return [list(dict.fromkeys((*best, *rest)))[:n] for best, rest in zip(first, second, strict=True)]
 
 
 def covering_groups(neighbours: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """Return groups of related chunks in which every chunk stands behind others at least once.
+    """Return groups of related chunks in which every chunk follows others at least once.
 
-    What to capture (see `ingestion.capture`) when it is not known yet what will be retrieved together: each chunk that no
-    group has taken in yet stands last in a group of its own, behind its nearest neighbours.
+    These are the groups to capture (see `ingestion.capture`) before any retrieval is known. A chunk that no group
+    contains yet is the last of a new group, behind its nearest neighbours.
 
     Args:
-        neighbours: of each chunk, best first.
-        size: chunks in a group.
+        neighbours: the neighbours of each chunk, best first.
+        size: most chunks in a group.
     """
     groups: list[list[int]] = []
-    behind: set[int] = set()
+    covered: set[int] = set()
     for chunk, related in enumerate(neighbours):
-        if chunk not in behind and related:
+        if chunk not in covered and related:
             groups.append([*related[: size - 1], chunk])
-            behind.update(groups[-1][1:])
+            covered.update(groups[-1][1:])
     return groups
 
 
 @torch.inference_mode()
 def token_vectors(lm: LanguageModel, chunks: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-    """Return a vector for each chunk from the model's own input embeddings, for want of an embedding model.
+    """Return a vector for each chunk from the model's own input embeddings, where there is no embedding model.
 
-    The mean of its tokens' embeddings, rare tokens counting more (inverse document frequency), less the mean over all
-    chunks; related chunks share rare tokens. An embedding model does better.
+    It is the mean of the embeddings of its tokens, weighted by inverse document frequency, minus the mean over all
+    chunks: related chunks share rare tokens. An embedding model is better.
 
     Returns:
         `[N, H]` float32.
     """
     table = lm.model.get_input_embeddings().weight
-    seen = Counter(token for ids in chunks for token in set(ids))
+    document_counts = Counter(token for ids in chunks for token in set(ids))
     vectors = np.zeros((len(chunks), table.shape[1]), np.float32)
     for index, ids in enumerate(chunks):
         if ids:
             tokens = torch.tensor(list(ids), device=table.device)
-            weight = torch.tensor([np.log((1 + len(chunks)) / seen[token]) for token in ids], device=table.device)
+            weight = torch.tensor(
+                [np.log((1 + len(chunks)) / document_counts[token]) for token in ids], device=table.device
+            )
             vectors[index] = (weight[:, None] * table[tokens].float()).mean(0).cpu().numpy()
     return vectors - vectors.mean(0) if len(chunks) > 1 else vectors

@@ -1,4 +1,4 @@
-"""Prefill chunks, once, into the keys and values that are kept."""
+"""Prefill chunks once into keys and values for the store."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion.token_ranking import (
     TokenRanking,
-    asking_ids,
     instruction_ids,
     order_by_key_norm,
     order_by_position,
+    query_ids,
 )
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
@@ -26,7 +26,7 @@ from qcfuse_rag.store.prefill_base import Ranking
 def prefill_chunk(
     lm: LanguageModel, ids: tuple[int, ...], *, prefix: ChunkKV | None = None, ranking: Ranking = "instruction"
 ) -> ChunkKV:
-    """Compute one chunk's keys and values; see `prefill_chunks`."""
+    """Compute the keys and values of one chunk; see `prefill_chunks`."""
     return prefill_chunks(lm, [ids], prefix=prefix, ranking=ranking)[0]
 
 
@@ -40,16 +40,16 @@ def prefill_chunks(
 ) -> list[ChunkKV]:
     """Compute the keys and values of several chunks in one pass, and rank their tokens.
 
-    Each chunk is a sequence of its own behind its prefix, followed by the words that rank it (see `ingestion.token_ranking`) and
-    filled up at its end: a token sees nothing that comes after it, so none of this changes its keys and values, but
-    for the last bits, which follow the shape of the pass.
+    Each chunk is a sequence of its own: prefix, chunk, query tokens that rank it (see `ingestion.token_ranking`), and
+    padding. A token attends to nothing behind it, so query tokens and padding do not change a chunk's keys and values,
+    except for the last bits, which depend on the shape of the pass.
 
     Args:
         lm: the model.
-        batch: the chunks' tokens; the less their lengths differ, the less is computed in vain.
-        prefix: stored keys and values of what stands in front, from position 0: the same for all chunks, or one for
-            each, all of one length; None for nothing.
-        ranking: how to rank tokens.
+        batch: token ids of each chunk; similar lengths need less padding.
+        prefix: stored keys and values in front of the chunks, from position 0: one for all chunks, or one for each
+            chunk, all of the same length. None for no prefix.
+        ranking: the ranking of tokens.
 
     Returns:
         The chunks in the same order, on the model's device.
@@ -59,14 +59,14 @@ def prefill_chunks(
         ValueError: if prefixes differ in length.
     """
     prefixes = [prefix] if isinstance(prefix, ChunkKV) else list(prefix or ())
-    if len({one.n_tokens for one in prefixes}) > 1 or (len(prefixes) > 1 and len(prefixes) != len(batch)):
+    if len({chunk.n_tokens for chunk in prefixes}) > 1 or (len(prefixes) > 1 and len(prefixes) != len(batch)):
         raise ValueError(f"{len(batch)} chunks need one prefix, or one each of the same length")
     start = prefixes[0].n_tokens if prefixes else 0
     longest = max(len(ids) for ids in batch)
     room = lm.window.tokens - start - longest
     if start >= lm.window.tokens:
         raise PromptTooLong(
-            f"the prompt's beginning alone has {start:,} tokens, the context window {lm.window.tokens:,}; shorten it"
+            f"the text before the passage has {start:,} tokens, the context window {lm.window.tokens:,}; shorten it"
         )
     if room < 0:
         raise PromptTooLong(
@@ -74,25 +74,25 @@ def prefill_chunks(
             "split the document into smaller passages"
         )
     instruction = instruction_ids(lm.tokenizer)
-    asking = [asking_ids(ranking, instruction, ids)[:room] for ids in batch]
-    width = max(len(ids) + len(ask) for ids, ask in zip(batch, asking, strict=True))
-    sequences = [
-        (*ids, *ask, *(0 for _ in range(width - len(ids) - len(ask)))) for ids, ask in zip(batch, asking, strict=True)
-    ]
+    queries = [query_ids(ranking, instruction, ids)[:room] for ids in batch]
+    unpadded = [ids + query for ids, query in zip(batch, queries, strict=True)]
+    width = max(map(len, unpadded))
+    sequences = [ids + (0,) * (width - len(ids)) for ids in unpadded]
     buffer = KVBuffer.allocate(lm.shapes, start + width, dtype=lm.dtype, device=lm.device, batch=len(batch))
-    for place, one in enumerate(prefixes):
-        behind = slice(None) if len(prefixes) == 1 else slice(place, place + 1)
-        copy_chunk(buffer, 0, one, behind, ropes=lm.ropes)
-    watch = TokenRanking(lm.n_layers, start, [len(ids) for ids in batch], [len(ask) for ask in asking], lm.device)
-    plan = RowsPlan.between(start, start + width, lm.device, lm.sliding, watch.observe)
+    for index, chunk in enumerate(prefixes):
+        sequence = slice(None) if len(prefixes) == 1 else slice(index, index + 1)
+        copy_chunk(buffer, 0, chunk, sequence, ropes=lm.ropes)
+    attention = TokenRanking(lm.n_layers, start, list(map(len, batch)), list(map(len, queries)), lm.device)
+    plan = RowsPlan.between(start, start + width, lm.device, lm.sliding, attention.observe)
     forward_hidden(lm, torch.tensor(sequences, device=lm.device), plan, buffer, depth=lm.n_layers)
     rotate_buffer(buffer, lm.ropes, start, start + longest, back=True)
-    return [_cut(lm, buffer, index, start, len(ids), ranking, watch) for index, ids in enumerate(batch)]
+    return [_cut(lm, buffer, index, start, len(ids), ranking, attention) for index, ids in enumerate(batch)]
 
 
 def _cut(
-    lm: LanguageModel, buffer: KVBuffer, index: int, start: int, tokens: int, ranking: Ranking, watch: TokenRanking
+    lm: LanguageModel, buffer: KVBuffer, index: int, start: int, tokens: int, ranking: Ranking, attention: TokenRanking
 ) -> ChunkKV:
+    """Cut the chunk of one sequence out of a buffer."""
     keys = [layer[index, :, start : start + tokens] for layer in buffer.keys]
     values = [layer[index, :, start : start + tokens] for layer in buffer.values]
     if ranking == "knorm":
@@ -100,5 +100,5 @@ def _cut(
     elif ranking == "sinks":
         order = order_by_position(lm.n_layers, tokens)
     else:
-        order = watch.order(index)
+        order = attention.order(index)
     return ChunkKV.of(keys, values, order, probe_layers=lm.critical_layers)

@@ -1,10 +1,10 @@
-"""A short text that every primed passage has stood behind, so that none of them takes itself for the first.
+"""The short text in front of every primed passage.
 
-The first passage of a prompt is read differently from all others: attention that has nowhere else to go gathers at its
-beginning. A passage prefilled right behind the prompt's head is such a first passage, and a prompt fused of several has
-as many. Prefilled behind the head *and another passage*, it is not. Which other passage hardly matters, see
-docs/auto.md; so it is always the same one, which has nothing to do with any question: a primed cache depends on the
-passage alone, as a framed one does, and remembers nobody else's.
+A model reads the first passage of a prompt differently from all others: unused attention gathers at its beginning. A
+passage prefilled directly behind the system prefix is such a first passage, so a fused prompt has several. A passage
+prefilled behind the system prefix *and another passage* is not. It hardly matters which other passage that is, see
+docs/notes/auto.md. So it is always the same text, unrelated to any question. A primed cache depends on its passage
+alone, like a framed one, and carries nothing of other documents.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRIMER = (
     "north through the forest to the next town, which has a railway station and a library. Travellers who miss the "
     "last train often stay at the inn, whose keeper is known for her bread and for her stories about the forest."
 )
-"""Written for this purpose. With another text the base would need another name, see `store.prefill_base`: other caches."""
+"""Written for this purpose. Another text gives other caches, so the base would need another name."""
 
 PRIMER_TOKENS = 256
-"""Tokens to cut it to, which no tokenizer of words or word pieces comes near: a window has to have room for it."""
+"""Most tokens of the primer, far more than word or subword tokenizers need; limits its share of the window."""

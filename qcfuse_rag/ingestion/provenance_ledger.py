@@ -17,7 +17,7 @@ class ProvenanceLedger:
     Attributes:
         sources: returns the store's sources; called each time, because a forked process opens them again.
         key_of: returns a passage's key.
-        losses: number of passages deleted before the job was planned, see `Sources.loss_count`.
+        losses: number of passages deleted before the job was planned, see `Derivations.loss_count`.
     """
 
     sources: Callable[[], Sources]
@@ -34,7 +34,7 @@ class ProvenanceLedger:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        self.sources().set_origins(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
+        self.sources().derivations.set_origins(key, [self.key_of(ids) for ids in passages if ids], since=self.losses)
 
     def confirm(self, key: ChunkKey) -> bool:
         """Check a written entry again, and delete it if one of its origins was deleted meanwhile.
@@ -45,4 +45,4 @@ class ProvenanceLedger:
         Raises:
             StoreError: if the manifest cannot be written.
         """
-        return self.sources().keep_if_wanted(key)
+        return self.sources().derivations.keep_if_wanted(key)

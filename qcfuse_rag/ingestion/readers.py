@@ -1,4 +1,4 @@
-"""Read what is to be warmed: folders of text, lines of JSON, or an index that another library keeps."""
+"""Read documents to warm: text files, JSON lines, folders of them, or another library's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READERS_GROUP = "qcfuse_rag.readers"
 FILES = "files"
 
 Passages = dict[str, list[str]]
-"""Source -> its passages, in order."""
+"""Passages by source, in order."""
 
 
 def read_passages(
@@ -35,34 +35,34 @@ def read_passages(
     """Read passages from files or from an index.
 
     Args:
-        paths: text files (also text extracted from PDF), files of JSON lines, and folders of them; or, for another
-            reader, what that reader reads.
+        paths: text files (also text extracted from PDF), files of JSON lines, and folders of them; or the input of
+            another reader.
         tokenizer: measures passages.
         reader: `files`, or the name of an entry point in the group `qcfuse_rag.readers`: a function that takes a path
-            and yields `(source, passage)`. The integrations bring `llama-index` and `langchain`.
-        max_tokens: most tokens of a passage; what other libraries have split is left as it is.
+            and yields `(source, passage)`. The integrations provide `llama-index` and `langchain`.
+        max_tokens: most tokens of a passage; passages of other readers are not split.
         progress: called with files `(done, total)`.
-        unread: gets why a file of a folder could not be read, and the others are read all the same; None raises.
+        unread: receives the reason for each file of a folder that cannot be read; None raises the first one.
 
     Raises:
-        QCFuseError: if something cannot be read.
+        QCFuseError: if a path cannot be read.
     """
-    given = list(paths)
+    named = list(paths)
     passages: Passages = {}
     if reader != FILES:
         read = load_reader(reader)
-        for path in given:
+        for path in named:
             for source, text in read(path):
                 passages.setdefault(source, []).append(text)
     else:
         splitting = TextSplitting(tokenizer, max_tokens)
-        files = list(find_files(given))
+        files = list(find_files(named))
         for done, file in enumerate(files, start=1):
             try:
                 for source, texts in _read_file(file, splitting).items():
                     passages.setdefault(source, []).extend(texts)
             except QCFuseError as error:
-                if unread is None or file in given:
+                if unread is None or file in named:
                     raise
                 unread.append(str(error))
             if progress is not None:
@@ -71,42 +71,42 @@ def read_passages(
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files that can be read among paths and in folders below them, in order and each once.
+    """Yield the readable files among paths and in folders, in order and each once.
 
     Raises:
-        QCFuseError: if a path does not exist, or a file named outright cannot be read.
+        QCFuseError: if a path does not exist, or is a file of another type.
     """
     seen = set[Path]()
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
+            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
         elif not path.exists():
             raise QCFuseError(f"no file or folder at {path}")
         elif path.suffix.lower() not in KNOWN_ENDINGS:
             raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(KNOWN_ENDINGS))}); convert it first")
         else:
-            found = [path]
-        for file in found:
-            if file.resolve() not in seen:  # named twice, or by a link
+            files = [path]
+        for file in files:
+            if file.resolve() not in seen:  # the same file by another name or link
                 seen.add(file.resolve())
                 yield file
 
 
 def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
-    """Say what in folders `find_files` does not read: files of other kinds, and links to folders that are elsewhere.
+    """Yield messages about what `find_files` skips in folders: files of other types, and links to outside folders.
 
-    Of hidden ones nothing is said.
+    Hidden files and folders are not mentioned.
     """
-    given = list(paths)
-    real = [path.resolve() for path in given]
-    for folder in filter(Path.is_dir, given):
+    named = list(paths)
+    resolved = [path.resolve() for path in named]
+    for folder in filter(Path.is_dir, named):
         endings = Counter[str]()
         for path in sorted(folder.rglob("*")):
             ending = path.suffix.lower()
             if any(part.startswith(".") for part in path.relative_to(folder).parts):
                 continue
             if path.is_symlink() and path.is_dir():
-                if not any(path.resolve().is_relative_to(one) for one in real):
+                if not any(path.resolve().is_relative_to(other) for other in resolved):
                     yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
             elif path.is_file() and ending not in KNOWN_ENDINGS:
                 endings[ending or "without ending"] += 1
@@ -116,19 +116,19 @@ def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
-    """Return the reader that an installed package brings.
+    """Return the reader of an installed package.
 
     Raises:
-        QCFuseError: if none brings it.
+        QCFuseError: if no installed package has this reader.
     """
-    found = entry_points(group=READERS_GROUP)
-    if name not in found.names:
-        names = ", ".join(sorted({FILES, *found.names}))
+    readers = entry_points(group=READERS_GROUP)
+    if name not in readers.names:
+        names = ", ".join(sorted({FILES, *readers.names}))
         raise QCFuseError(
             f"no reader {name!r}; there are {names}. `llama-index` comes with llama-index-llms-qcfuse, "
             "`langchain` with langchain-qcfuse"
         )
-    read: Callable[[Path], Iterable[tuple[str, str]]] = found[name].load()
+    read: Callable[[Path], Iterable[tuple[str, str]]] = readers[name].load()
     return read
 
 
@@ -138,15 +138,15 @@ def _read_file(path: Path, splitting: TextSplitting) -> Mapping[str, list[str]]:
     except (OSError, UnicodeDecodeError) as error:
         raise QCFuseError(f"cannot read {path}: {error}") from error
     name = str(path.resolve())
-    if not _can_be_kept(name):
+    if not _is_unicode(name):
         raise QCFuseError(f"the name of {name.encode(errors='surrogateescape')!r} is not UTF-8; rename it")
     if path.suffix.lower() in JSON_LINES:
         return _read_lines(path, text, name, splitting)
     return {name: splitting.split(text, markdown=path.suffix.lower() in {".md", ".markdown"})}
 
 
-def _can_be_kept(text: str) -> bool:
-    """Return whether a text is Unicode, and not what Python makes of bytes or escapes that are none."""
+def _is_unicode(text: str) -> bool:
+    """Return whether a text is valid Unicode, without lone surrogates from undecodable bytes or escapes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -155,14 +155,14 @@ def _can_be_kept(text: str) -> bool:
 
 
 def _printable(text: str) -> str:
-    """Return a text with a question mark for every byte of a name that is not UTF-8."""
+    """Return a text with a question mark for every byte that is not UTF-8."""
     return text.encode(errors="replace").decode()
 
 
 def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> Passages:
-    """Read one passage a line: `{"text": ..., "source": ...}`; the source is the file if none is given."""
+    """Read one passage from each line: `{"text": ..., "source": ...}`; the default source is the file."""
     passages: Passages = {}
-    # Only a line feed ends a line: `splitlines` also cuts at characters that stand inside JSON strings.
+    # Only a line feed ends a line: `splitlines` also cuts at characters inside JSON strings.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -173,8 +173,8 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
             raise QCFuseError(f"{path}, line {number}: not a JSON object with a `text` ({error})") from error
         if not isinstance(passage, str) or not isinstance(source, str):
             raise QCFuseError(f"{path}, line {number}: `text` and `source` must be strings")
-        if not _can_be_kept(passage + source):
-            raise QCFuseError(f"{path}, line {number}: half a character, written as an escape, is no text")
+        if not _is_unicode(passage + source):
+            raise QCFuseError(f"{path}, line {number}: an escape is half a character, which is no text")
         passages.setdefault(source, []).extend(splitting.split(passage, markdown=False))
     return passages
 
@@ -183,7 +183,7 @@ PAGE_BREAK = "\f"
 
 
 class TextSplitting:
-    """Splits text at its own structure.
+    """Split text at its own structure.
 
     Args:
         tokenizer: measures passages.
@@ -196,6 +196,6 @@ class TextSplitting:
         self._markdown = MarkdownSplitter.from_huggingface_tokenizer(backend, max_tokens)
 
     def split(self, text: str, *, markdown: bool) -> list[str]:
-        """Return the passages of a text; the page breaks of extracted PDF count as blank lines."""
+        """Return the passages of a text; page breaks of extracted PDF count as blank lines."""
         splitter = self._markdown if markdown else self._plain
         return list(splitter.chunks(text.replace(PAGE_BREAK, "\n\n")))

@@ -1,4 +1,4 @@
-"""What a warming job would do, and what it did."""
+"""The plan and the summary of a warming job."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WarmPlan:
-    """What a warming job would do.
+    """The work that a warming job would do.
 
     Attributes:
-        chunks: chunks asked for, times bases; repetitions count once.
-        present: those in the store already.
-        to_warm: those it would prefill.
-        tokens: their tokens.
-        size_bytes: bytes they would take in the store's last tier.
-        seconds: how long their prefill would take, measured on one batch; None if that was not asked for.
-        left_out: chunks for which the store has no room, the least wanted ones.
+        chunks: number of distinct chunks times bases.
+        present: chunks that are stored already.
+        to_warm: chunks to prefill.
+        tokens: tokens of the chunks to prefill.
+        size_bytes: bytes of the chunks to prefill in the store's last tier.
+        seconds: estimated time of the prefill, from one measured batch; None if it was not measured.
+        left_out: chunks that the store has no room for, the least wanted ones.
         failed: see `WarmSummary`.
-        to_refresh: of those to prefill, enriched ones whose neighbours are others by now.
+        to_refresh: enriched chunks among those to prefill whose neighbours have changed.
         stalest: see `WarmSummary`.
     """
 
@@ -41,21 +41,21 @@ class WarmPlan:
 
 @dataclass(frozen=True, slots=True)
 class WarmSummary:
-    """What a warming job did.
+    """The work that a warming job did.
 
     Attributes:
-        chunks: chunks asked for, times bases; repetitions count once.
-        warmed: prefilled now.
-        present: found in the store.
-        left_out: not prefilled because the store has no room for them beside more wanted ones.
+        chunks: number of distinct chunks times bases.
+        warmed: chunks prefilled now.
+        present: chunks that were stored already.
+        left_out: chunks not prefilled because the store has no room for them beside more wanted ones.
         tokens: tokens prefilled.
-        computed_tokens: tokens computed for that, with the words that rank them and what batches were filled up with.
+        computed_tokens: tokens computed for them, ranking instruction and padding included.
         size_bytes: bytes of keys and values written.
         elapsed_s: seconds.
-        failed: `(index, reason)` of chunks that cannot be stored, by first index among those given; questions prefill
-            them as they come.
-        refreshed: of those prefilled, enriched ones whose neighbours were others by now.
-        stalest: among enriched chunks left as they were, the largest share of present neighbours that one has not met.
+        failed: `(index, reason)` of chunks that cannot be stored, by their first index in the job; questions over them
+            prefill them each time.
+        refreshed: enriched chunks among those prefilled whose neighbours had changed.
+        stalest: largest share of current neighbours that an enriched chunk left in the store was not made from.
     """
 
     chunks: int

@@ -84,11 +84,11 @@ def _hash_weights(model: PreTrainedModel) -> str:
 
 
 def _config_json(config: dict[str, Any]) -> bytes:
-    kept = {k: v for k, v in config.items() if k not in NOT_IDENTITY and not k.startswith("_attn")}
-    quantization = kept.get("quantization_config")
+    identity = {k: v for k, v in config.items() if k not in NOT_IDENTITY and not k.startswith("_attn")}
+    quantization = identity.get("quantization_config")
     if isinstance(quantization, dict):
-        kept["quantization_config"] = {k: v for k, v in quantization.items() if k != "gguf_file"}
-    return json.dumps(kept, sort_keys=True, default=str).encode()
+        identity["quantization_config"] = {k: v for k, v in quantization.items() if k != "gguf_file"}
+    return json.dumps(identity, sort_keys=True, default=str).encode()
 
 
 def _hash_ropes(ropes: tuple[LayerRope, ...]) -> str:

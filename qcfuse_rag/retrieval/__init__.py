@@ -1,5 +1,5 @@
-"""The command line's own small retriever.
+"""A small retriever for the command line.
 
 In: passages and their embeddings.
-Out: the nearest passages, and a log of what was retrieved together.
+Out: the nearest passages, and a log of past retrievals.
 """

@@ -12,13 +12,13 @@ from qcfuse_rag.errors import ModelNotFound
 
 
 class Embedder:
-    """Texts to unit vectors.
+    """Turn texts into unit vectors.
 
     Args:
         name: a sentence-transformers id or folder.
 
     Raises:
-        ModelNotFound: if it cannot be loaded.
+        ModelNotFound: if the model cannot be loaded.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,6 +28,6 @@ class Embedder:
             raise ModelNotFound(f"cannot load the embedding model {name!r}: {error}") from error
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return `[N, D]` float32, rows of length 1."""
+        """Return `[N, D]` float32 vectors of length 1."""
         vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(vectors, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""A small exact vector index in a folder: passages as JSON lines, embeddings as an array beside them."""
+"""A small exact vector index in a folder: passages as JSON lines, and their embeddings as an array."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from numpy.typing import NDArray
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.atomic_write import write_atomically
 
-PASSAGES, EMBEDDINGS, ABOUT = "passages.jsonl", "embeddings.npy", "about.json"
+PASSAGES, EMBEDDINGS, METADATA = "passages.jsonl", "embeddings.npy", "about.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A piece of a document: its text, and the file it came from."""
+    """A passage of a document: its text and source."""
 
     source: str
     text: str
 
 
 class PassageIndex:
-    """Passages and their embeddings, searched by cosine over all of them.
+    """Passages and their embeddings, with exact search by cosine similarity.
 
-    Exact and without a server; for corpora beyond some 100,000 passages use a vector store through LlamaIndex or
-    LangChain.
+    For corpora of more than about 100,000 passages use a vector store through LlamaIndex or LangChain.
 
     Args:
         embedder: name of the embedding model; vectors of different models cannot be compared.
@@ -44,11 +43,11 @@ class PassageIndex:
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
 
     def replace(self, documents: Mapping[str, Sequence[str]], embeddings: NDArray[np.float32]) -> None:
-        """Put documents' passages in the place of those they had.
+        """Replace the passages of documents.
 
         Args:
-            documents: source -> its passages.
-            embeddings: `[N, D]` of all these passages, in order.
+            documents: passages by source.
+            embeddings: `[N, D]`, embeddings of all these passages, in order.
         """
         self.remove(set(documents))
         added = [Passage(source, text) for source, texts in documents.items() for text in texts]
@@ -65,15 +64,15 @@ class PassageIndex:
         return texts
 
     def remove(self, sources: set[str]) -> None:
-        """Take documents out."""
-        kept = [i for i, passage in enumerate(self.passages) if passage.source not in sources]
-        self.passages, self.embeddings = [self.passages[i] for i in kept], self.embeddings[kept]
+        """Remove documents by their sources."""
+        remaining = [i for i, passage in enumerate(self.passages) if passage.source not in sources]
+        self.passages, self.embeddings = [self.passages[i] for i in remaining], self.embeddings[remaining]
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return `[len(texts), D]`, the embeddings of passages that are in the index.
+        """Return the embeddings of passages in the index, `[len(texts), D]`.
 
         Raises:
-            KeyError: if one is not.
+            KeyError: if a passage is not in the index.
         """
         rows = {passage.text: row for row, passage in enumerate(self.passages)}
         return self.embeddings[[rows[text] for text in texts]]
@@ -86,7 +85,7 @@ class PassageIndex:
         return [self.passages[i] for i in order]
 
     def save(self, folder: Path) -> None:
-        """Write to a folder, for its owner only; what was there stays valid until the last moment."""
+        """Write to a folder, readable by its owner only; the old index stays valid until the last file is replaced."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = "".join(json.dumps({"source": p.source, "text": p.text}) + "\n" for p in self.passages)
         part = folder / f"{EMBEDDINGS}.part"
@@ -94,7 +93,7 @@ class PassageIndex:
         part.touch(mode=0o600)
         with open(part, "wb") as file:
             np.save(file, self.embeddings, allow_pickle=False)
-        write_atomically(folder / ABOUT, json.dumps({"embedder": self.embedder}))
+        write_atomically(folder / METADATA, json.dumps({"embedder": self.embedder}))
         write_atomically(folder / PASSAGES, lines)
         part.replace(folder / EMBEDDINGS)
 
@@ -103,16 +102,16 @@ class PassageIndex:
         """Read from a folder.
 
         Args:
-            folder: that it was saved to.
-            embedder: what questions will be embedded with; None if none will be.
+            folder: a folder written by `save`.
+            embedder: name of the model that embeds questions; None if there will be none.
 
         Raises:
-            QCFuseError: if there is no index, its files do not belong together, or it was made with another embedder.
+            QCFuseError: if there is no index, its files do not match, or it was made with another embedder.
         """
         try:
             passages = read_passages(folder)
             embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
-            made_with = json.loads((folder / ABOUT).read_text("utf-8"))["embedder"]
+            made_with = json.loads((folder / METADATA).read_text("utf-8"))["embedder"]
         except FileNotFoundError as error:
             raise QCFuseError(f"no passages in {folder}; run `qcfuse warm run` on some documents first") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -127,11 +126,11 @@ class PassageIndex:
 
 
 def read_passages(folder: Path) -> list[Passage]:
-    """Read an index's passages alone.
+    """Read only the passages of an index.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it is no such file.
-        TypeError: if a line is of something else.
+        ValueError: if a line is no JSON.
+        TypeError: if a line is no passage.
     """
     return [Passage(**json.loads(line)) for line in (folder / PASSAGES).read_text("utf-8").splitlines()]
