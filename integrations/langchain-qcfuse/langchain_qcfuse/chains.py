@@ -1,4 +1,4 @@
-"""A RAG chain that keeps documents apart."""
+"""A RAG chain that keeps documents separate in the prompt."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def create_qcfuse_chain(
 ) -> Runnable[dict[str, Any], Any]:
     """Create a chain that answers a question over a list of documents.
 
-    Takes the inputs of `create_stuff_documents_chain`, which formats documents into one text; this chain hands them
-    to the model one by one, so that their stored caches are found. The prompt's wording is the chat model's
-    `rag_messages`, because it is part of what is stored.
+    It takes the inputs of `create_stuff_documents_chain`, which formats documents into one text. This chain passes
+    each document to the model separately, so its stored cache is found. The chat model's `rag_messages` word the
+    prompt, because stored caches depend on that wording.
 
     Args:
         chat: the chat model.
-        question_key: input that holds the question.
-        document_variable_name: input that holds the list of documents.
-        history_key: input that holds earlier messages; may be missing.
-        output_parser: of the answer; text by default.
+        question_key: input with the question.
+        document_variable_name: input with the list of documents.
+        history_key: input with earlier messages; may be missing.
+        output_parser: parser of the answer; None returns its text.
 
     Returns:
         A runnable with invoke, batch, stream and their asynchronous forms.

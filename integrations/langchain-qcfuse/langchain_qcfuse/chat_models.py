@@ -1,9 +1,9 @@
-"""A local chat model whose prefill reuses stored documents."""
+"""A chat model in this process whose prefill reuses stored documents."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
@@ -15,15 +15,23 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, texts_of, turn_of
-from langchain_qcfuse.sources import SOURCE_KEY, access_of, source_of
-from langchain_qcfuse.structured import called, structured
+from langchain_qcfuse.documents import SOURCE_KEY, passage_of, texts_of
+from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, turn_of
+from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
-from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine
-from qcfuse_rag.engine.request import ScheduledAnswer
 from qcfuse_rag.errors import InvalidTemplate
-from qcfuse_rag.generation.caller_warnings import warn_caller, warn_unused
-from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.integrations import (
+    LOAD_SETTINGS,
+    AnswerRequest,
+    EngineSettings,
+    ResponseFormat,
+    ResponseReader,
+    ScheduledAnswer,
+    ServedEngine,
+    warm_passages,
+    warn_caller,
+    warn_unused,
+)
 from qcfuse_rag.prompts.special_tokens import RenderedText
 
 SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming")
@@ -39,19 +47,18 @@ CALL_SETTINGS = (
     "response_format",
     "stream",  # read by LangChain itself
 )
-LOAD_SETTINGS = ("model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
-ANSWER_SETTINGS = (*LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop")
+ANSWER_SETTINGS = ("model_name", *LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop")
 
 
-class ChatQCFuse(BaseChatModel):
-    """A transformers model in this process, with qcfuse-rag's engine around it.
+class ChatQCFuse(EngineSettings, BaseChatModel):
+    """A transformers model in this process, run by qcfuse-rag's engine.
 
-    Documents that were warmed are found in whatever messages a chain makes of them, and not prefilled again. Given as
-    the keyword argument `documents`, or as `text-plain` blocks of messages, they are put before the last message's text
-    by the RAG prompt, and need not be found.
+    Warmed documents are found in the text of messages and not prefilled again. Documents in the keyword argument
+    `documents`, or in `text-plain` blocks of messages, need not be found: the RAG prompt puts them before the text of
+    the last message.
 
-    All calls, from any number of threads and event loops, are answered by one thread: prefilled in the order they came,
-    decoded together.
+    One thread answers all calls, from any number of threads and event loops. It prefills them in order of arrival and
+    decodes them together.
 
     Example:
         ```python
@@ -65,87 +72,31 @@ class ChatQCFuse(BaseChatModel):
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
+    MODEL: ClassVar[str] = "model_name"
+    HANDLE: ClassVar[str] = "served"
+
     model_name: str = Field(alias="model", description="Hugging Face id, local folder or GGUF file.")
-    store: str | None = Field(default=None, description="Folder of stored documents; None keeps them in memory only.")
-    method: str | None = Field(default=None, description="What to reuse and recompute; None: the library's default.")
-    ratio: float | None = Field(
-        default=None, description="Share of reused tokens to recompute; None: the method's own."
-    )
-    base: str | None = Field(default=None, description="How documents are stored; None: as the method reads.")
-    rag_messages: list[tuple[str, str]] | None = Field(
-        default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
-    )
     max_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
-    temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
-    top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
-    seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
     stop: list[str] | None = Field(default=None, description="Strings that end an answer.")
-    device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
-    dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 
     served: ServedEngine | None = Field(
-        default=None, exclude=True, repr=False, description="The engine; LangChain hands it on to copies it configures."
+        default=None,
+        exclude=True,
+        repr=False,
+        description="The engine; LangChain passes it to configured copies.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _of_no_service(cls, given: Any) -> Any:
-        """Leave out what chat models of LangChain have in common to reach a service, and say so."""
-        if not isinstance(given, dict):
-            return given
-        given = {name: value for name, value in given.items() if value is not None or name not in CALL_SETTINGS}
-        meaningless = [name for name in SERVICE_SETTINGS if given.get(name) is not None]
-        if meaningless:
-            warn_caller(f"{' and '.join(meaningless)}: no effect on a model in this process")
-        return {name: value for name, value in given.items() if name not in SERVICE_SETTINGS}
-
-    def model_post_init(self, context: Any) -> None:
-        """Prepare to load the model when it is first needed."""
-        super().model_post_init(context)
-        self.served = self.served or ServedEngine.loading(self._loaded_by)
-
-    def __setstate__(self, state: dict[Any, Any]) -> None:
-        """Load the model again, by name, in the process that unpickles; an engine that was given is not there."""
-        super().__setstate__(state)
-        if self.served is None or not self.served.given:
-            self.served = ServedEngine.loading(self._loaded_by)
-
-    @property
-    def _loaded_by(self) -> dict[str, Any]:
-        return {name.removesuffix("_name"): getattr(self, name) for name in LOAD_SETTINGS}
-
-    @property
-    def _serving(self) -> ServedEngine:
-        """What answers.
-
-        Raises:
-            MisplacedSetting: if what the engine was loaded by has been changed since, in this or in a copy.
-        """
-        settings = self._loaded_by
-        self.served = self.served.fitting(settings) if self.served is not None else ServedEngine.loading(settings)
-        return self.served
-
-    @classmethod
-    def from_engine(cls, engine: FusionEngine, **options: Any) -> ChatQCFuse:
-        """Wrap an engine that is already loaded; its method and prompt template are used.
-
-        Raises:
-            MisplacedSetting: if an option is one by which engines are loaded, such as `method`.
-        """
-        chat = cls(model=engine.lm.name, served=ServedEngine.of(engine, options=options), **options)
-        assert chat.served is not None
-        chat.served.loaded_by = chat._loaded_by
-        return chat
-
-    @property
-    def engine(self) -> FusionEngine:
-        """The engine; the model is loaded on first use."""
-        return self._serving.engine
-
-    def close(self) -> None:
-        """Cancel what is being answered and free the model, unless the engine was given."""
-        if self.served is not None:
-            self.served.close()
+    def _drop_service_settings(cls, values: Any) -> Any:
+        """Drop settings that LangChain's chat models use to reach a service, with a warning."""
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if value is not None or name not in CALL_SETTINGS}
+        ignored = [name for name in SERVICE_SETTINGS if values.get(name) is not None]
+        if ignored:
+            warn_caller(f"{' and '.join(ignored)}: no effect on a model in this process")
+        return {name: value for name, value in values.items() if name not in SERVICE_SETTINGS}
 
     @property
     def _llm_type(self) -> str:
@@ -153,13 +104,17 @@ class ChatQCFuse(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        # Everything that changes an answer: LangChain's own cache of answers is keyed by it.
+        # Everything that changes an answer: the key of LangChain's own cache of answers.
         settings = self.model_dump(include=set(ANSWER_SETTINGS))
         if self.served is None or not self.served.given:
             return settings
         engine = self.engine
-        about = {"fingerprint": engine.lm.fingerprint.digest, "template": repr(engine.prompts.template)}
-        return {**settings, **about, "method": repr(engine.method)}
+        return {
+            **settings,
+            "fingerprint": engine.lm.fingerprint.digest,
+            "template": repr(engine.prompts.template),
+            "method": repr(engine.method),
+        }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -175,25 +130,23 @@ class ChatQCFuse(BaseChatModel):
         replace: bool = False,
         access_key: str | None = None,
     ) -> WarmSummary:
-        """Prefill documents into the store; those that are there cost nothing.
+        """Prefill documents into the store; documents that are already stored cost nothing.
 
-        The store notes what each is from, so that `engine.forget(source)` removes it again. With `QCFuseVectorStore`
-        there is nothing to warm by hand.
+        The store notes the source of each document, so that `engine.forget(source)` removes it again.
+        `QCFuseVectorStore` warms by itself.
 
         Args:
             documents: as a retriever will return them.
-            source_key: metadata key that says what a document is from; its id where it does not, nothing where it has
-                none. None: always the id, as in `QCFuseVectorStore`.
-            replace: the documents are all there is of their sources: what those had besides is removed, unless another
-                source has it.
-            access_key: metadata key that says who may read a document's source, so that no cache of a passage remembers
-                what its readers may not see; sources without it are as they were, new ones everybody's. None: nothing
-                is said of that.
+            source_key: metadata key of a document's source. Without that key the id is the source; without an id there
+                is none. None: always the id, as in `QCFuseVectorStore`.
+            replace: the documents are all that their sources have. Earlier passages of these sources are removed,
+                unless another source has them.
+            access_key: metadata key of the tag that says who may read a document's source. No cache of a passage then
+                depends on text that its readers may not see. A source without the key keeps its tag; a new source
+                without it is open to everybody. None: no tags are set.
         """
-        given = list(documents)
-        texts, sources = [d.page_content for d in given], [source_of(d, source_key) for d in given]
-        access = access_of(given, sources, access_key)
-        return self.engine.warm(texts, sources=sources, replace=replace, access=access)
+        passages = [passage_of(document, source_key) for document in documents]
+        return warm_passages(self.engine, passages, access_key=access_key, replace=replace)
 
     def bind_tools(
         self,
@@ -202,16 +155,15 @@ class ChatQCFuse(BaseChatModel):
         tool_choice: str | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """Offer tools, in the words of the model's own chat template; one that has none for tools says so when asked.
+        """Offer tools as the model's own chat template shows them; calls raise if the template shows none.
 
         Args:
             tools: functions, models, tools or their schemas.
-            tool_choice: `auto` or None as the model likes, `any` for one of them, or a tool's name. What must be called
-                is called rightly, by its schema; that needs `qcfuse-rag[structured]`.
-            **kwargs: of the calls.
+            tool_choice: `auto` or None: the model decides; `any`: one of the tools is called; or the name of a tool.
+                The arguments of a required call follow the tool's schema, which needs `qcfuse-rag[structured]`.
+            **kwargs: keyword arguments of the calls.
         """
-        given = [convert_to_openai_tool(tool) for tool in tools]
-        return self.bind(tools=given, tool_choice=tool_choice, **kwargs)
+        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], tool_choice=tool_choice, **kwargs)
 
     def with_structured_output(
         self,
@@ -221,32 +173,33 @@ class ChatQCFuse(BaseChatModel):
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
-        """Have answers that are objects of a schema.
+        """Return a runnable whose answers are objects of a schema. Needs `qcfuse-rag[structured]`.
 
         Args:
             schema: a pydantic class, a typed dictionary or a JSON schema.
-            include_raw: return `raw`, `parsed` and `parsing_error` rather than raise.
-            method: `json_schema` tells the model the schema and lets it write nothing else, which any model can;
-                `function_calling` does so by a tool of that shape, if its chat template knows tools; `json_mode` lets
-                it write any object, so tell it which. All need `qcfuse-rag[structured]`.
-            **kwargs: of the calls.
+            include_raw: return `raw`, `parsed` and `parsing_error` instead of raising.
+            method: `json_schema` puts the schema into the prompt and allows no other text, with any model;
+                `function_calling` does the same with a tool of that schema, if the chat template shows tools;
+                `json_mode` allows any JSON object, so describe it in the prompt.
+            **kwargs: keyword arguments of the calls.
         """
         if method == "function_calling":
-            return called(self, schema, include_raw=include_raw, options=kwargs)
-        return structured(self, schema, include_raw=include_raw, any_object=method == "json_mode", options=kwargs)
+            return bind_schema_tool(self, schema, include_raw=include_raw, options=kwargs)
+        any_object = method == "json_mode"
+        return bind_json_schema(self, schema, include_raw=include_raw, any_object=any_object, options=kwargs)
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own token ids of a text."""
+        """Return the token ids of a text by the model's own tokenizer."""
         return list(self.engine.prompts.encode_whole(RenderedText(text), begin=False)[0])
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Return how many tokens the prompt of a conversation has, as the model's chat template writes it."""
+        """Return the number of prompt tokens of a conversation under the model's chat template."""
         if not messages:
             return 0
-        prompts, offered = self.engine.prompts, [convert_to_openai_tool(tool) for tool in tools or ()]
+        prompts, schemas = self.engine.prompts, [convert_to_openai_tool(tool) for tool in tools or ()]
         try:
-            rendered = prompts.render([turn_of(message) for message in messages], offered)
-        except InvalidTemplate:  # such as one that does not begin with a user's: a part of a conversation is counted
+            rendered = prompts.render([turn_of(message) for message in messages], schemas)
+        except InvalidTemplate:  # a part of a conversation, such as one that does not begin with a user's message
             return super().get_num_tokens_from_messages(messages)
         return len(prompts.encode_whole(rendered, begin=False)[0])
 
@@ -257,7 +210,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self._serving.ask(self._request(messages, stop, kwargs))
+        answer = self._current_handle().ask(self._request(messages, stop, kwargs))
         try:
             return self._result(answer.result(), kwargs)
         finally:
@@ -270,7 +223,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = await self._serving.ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._current_handle().ask_aside(self._request(messages, stop, kwargs))
         return self._result(await answer.aresult(), kwargs)
 
     def _stream(
@@ -280,7 +233,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        answer = self._serving.ask(self._request(messages, stop, kwargs))
+        answer = self._current_handle().ask(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             for piece in answer:
@@ -304,7 +257,7 @@ class ChatQCFuse(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await self._serving.ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._current_handle().ask_aside(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             async for piece in answer:
@@ -322,34 +275,33 @@ class ChatQCFuse(BaseChatModel):
         yield last
 
     def _request(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> AnswerRequest:
-        """Return what makes the prompt and says how to choose tokens."""
+        """Return a function that builds the prompt and the sampling settings once the engine is loaded."""
         warn_unused(kwargs, CALL_SETTINGS)
         documents: Sequence[Document] | None = kwargs.get("documents")
-        ends = stop or self.stop or ()
-        form = form_of(kwargs)
+        stop_strings = stop or self.stop or ()
+        response_format = response_format_of(kwargs)
         sampling = SamplingParams(
-            max_new_tokens=_or(kwargs.get("max_tokens"), self.max_tokens),
-            temperature=_or(kwargs.get("temperature"), self.temperature),
-            top_p=_or(kwargs.get("top_p"), self.top_p),
-            stop=(ends,) if isinstance(ends, str) else tuple(ends),
-            seed=_or(kwargs.get("seed"), self.seed),
+            max_new_tokens=_or_default(kwargs.get("max_tokens"), self.max_tokens),
+            temperature=_or_default(kwargs.get("temperature"), self.temperature),
+            top_p=_or_default(kwargs.get("top_p"), self.top_p),
+            stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+            seed=_or_default(kwargs.get("seed"), self.seed),
         )
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")
         turns = [turn_of(message) for message in messages]
-        passages = [text for message in messages for text in documents_in(message)]
-        passages += texts_of(documents or ())
-        about = None if documents is None and not passages else passages
+        texts = [text for message in messages for text in documents_in(message)] + texts_of(documents or ())
+        passages = None if documents is None and not texts else texts
 
         def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
-            settings = form.sampling(sampling, engine.lm.tokenizer)
-            return form.prompt(engine, turns, about), settings
+            settings = response_format.sampling(sampling, engine.lm.tokenizer)
+            return response_format.prompt(engine, turns, passages), settings
 
         return request
 
     def _reader(self, kwargs: dict[str, Any]) -> ResponseReader:
-        """Return what takes the answer apart; the model is loaded by now."""
-        return ResponseReader(self.engine.lm.tokenizer, form_of(kwargs))
+        """Return a reader of the answer; the model is loaded by now."""
+        return ResponseReader(self.engine.lm.tokenizer, response_format_of(kwargs))
 
     def _result(self, generation: Generation, kwargs: dict[str, Any]) -> ChatResult:
         _, reply = self._reader(kwargs).finish(generation)
@@ -371,11 +323,11 @@ class ChatQCFuse(BaseChatModel):
         }
 
 
-def _or(value: Any, usual: Any) -> Any:
-    """Return a call's setting; None, which configurations often hold, stands for the usual one."""
-    return usual if value is None else value
-
-
-def form_of(kwargs: dict[str, Any]) -> ResponseFormat:
-    """Return what form a call's keyword arguments give its answer."""
+def response_format_of(kwargs: dict[str, Any]) -> ResponseFormat:
+    """Return the response format that a call's keyword arguments ask for."""
     return ResponseFormat(kwargs.get("tools") or (), kwargs.get("tool_choice"), kwargs.get("response_format"))
+
+
+def _or_default(value: Any, default: Any) -> Any:
+    """Return a call's setting; None, which configurations often hold, means the default."""
+    return default if value is None else value

@@ -1,13 +1,11 @@
-"""LangChain's messages as chat templates read them, and answers as LangChain's messages."""
+"""Convert LangChain's messages to chat-template turns, and answers to LangChain's messages."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
-from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
@@ -22,23 +20,23 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
 from qcfuse_rag import Generation
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.integrations import ParsedResponse
 
 MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
-"""Blocks of messages that a model of text cannot see."""
+"""Types of message blocks that a text model cannot read."""
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
 def turn_of(message: BaseMessage) -> dict[str, Any]:
-    """Return a message as a chat template reads it, with the tools it calls or answers for.
+    """Return a message as a turn of a chat template, with its tool calls or tool results.
 
     Raises:
-        ValueError: if there is something in it that is no text.
+        ValueError: if it has a block of images, audio, video or files.
     """
-    seen = MEDIA & {one.get("type") for one in blocks_of(message)}
-    if seen:
-        raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(seen))}, or say what they show")
+    media = MEDIA & {block.get("type") for block in blocks_of(message)}
+    if media:
+        raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(media))}, or describe them")
     role = message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
     turn: dict[str, Any] = {"role": role, "content": str(message.text)}
     if isinstance(message, AIMessage) and message.tool_calls:
@@ -52,40 +50,27 @@ def turn_of(message: BaseMessage) -> dict[str, Any]:
 
 
 def documents_in(message: BaseMessage) -> list[str]:
-    """Return the documents a message carries as `text-plain` content blocks, in order.
+    """Return the texts of a message's `text-plain` blocks, in order.
 
-    Their text is no part of the message's own, so models that do not know them do not see them.
+    `message.text` does not contain them, so models that do not know these blocks do not see them.
 
     Raises:
-        ValueError: if a block has no text, such as one that names a file or an address.
+        ValueError: if a block has no text, such as a block that refers to a file or a URL.
     """
-    plain = [one for one in blocks_of(message) if one.get("type") == "text-plain"]
-    if any(not one.get("text") for one in plain):
-        raise ValueError("a text-plain block needs its text: read what it refers to and give that")
-    return [str(one["text"]) for one in plain]
+    blocks = [block for block in blocks_of(message) if block.get("type") == "text-plain"]
+    if any(not block.get("text") for block in blocks):
+        raise ValueError("a text-plain block needs its text: read the file or URL and give its text")
+    return [str(block["text"]) for block in blocks]
 
 
 def blocks_of(message: BaseMessage) -> list[dict[str, Any]]:
-    """Return the blocks of a message that is made of some, but for bare strings."""
+    """Return a message's content blocks, without bare strings."""
     blocks = message.content if isinstance(message.content, list) else []
-    return [one for one in blocks if isinstance(one, dict)]
-
-
-def texts_of(documents: Iterable[Document]) -> list[str]:
-    """Return the texts of documents.
-
-    Raises:
-        TypeError: if they are no documents, as where one was given instead of a list.
-    """
-    given = list(documents)
-    strange = [type(one).__name__ for one in given if not isinstance(one, Document)]
-    if strange or isinstance(documents, str):
-        raise TypeError(f"documents are a list of langchain_core's Document, not of {strange[0] if strange else 'str'}")
-    return [one.page_content for one in given]
+    return [block for block in blocks if isinstance(block, dict)]
 
 
 def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessage:
-    """Return a whole answer."""
+    """Return a complete answer as a message."""
     return AIMessage(
         content=reply.content,
         tool_calls=[ToolCall(name=call.name, args=call.arguments, id=_call_id()) for call in reply.calls],
@@ -98,9 +83,9 @@ def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict
 
 
 def last_chunk(rest: str, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
-    """Return the end of a stream: the calls, content that might have been one, and what the whole of it took."""
+    """Return the last chunk of a stream: unshown content, tool calls, metadata and token counts."""
     chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
-    chunks += [(None, _beyond_repair(call.text)) for call in reply.broken]
+    chunks += [(None, _unrepairable(call.text)) for call in reply.broken]
     return AIMessageChunk(
         content=rest,
         tool_call_chunks=[
@@ -114,7 +99,7 @@ def last_chunk(rest: str, reply: ParsedResponse, generation: Generation, metadat
 
 
 def usage_metadata(generation: Generation) -> UsageMetadata:
-    """Return token counts: `cache_read` are reused prompt tokens, `cache_creation` those computed."""
+    """Return token counts: `cache_read` counts reused prompt tokens, `cache_creation` computed prompt tokens."""
     usage = generation.usage
     return UsageMetadata(
         input_tokens=usage.input_tokens,
@@ -126,13 +111,13 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
     )
 
 
-def _beyond_repair(text: str) -> str:
-    """Return what is left of a broken call so that LangChain, which mends JSON, does not make a call of it."""
+def _unrepairable(text: str) -> str:
+    """Return the text of a broken call so that LangChain, which repairs JSON, cannot parse it as a call."""
     try:
-        mended = parse_partial_json(text)
+        repaired = parse_partial_json(text)
     except ValueError:
         return text
-    return json.dumps(text) if isinstance(mended, dict) else text
+    return json.dumps(text) if isinstance(repaired, dict) else text
 
 
 def _call_id() -> str:

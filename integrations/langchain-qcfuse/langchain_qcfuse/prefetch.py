@@ -1,4 +1,4 @@
-"""Start loading what was retrieved."""
+"""Start loading the caches of retrieved documents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from langchain_qcfuse.chat_models import ChatQCFuse
 
 
 class QCFusePrefetch(BaseDocumentCompressor):
-    """Hands retrieved documents to the engine, which brings their caches into memory while later steps run.
+    """Loads the caches of retrieved documents into memory while later steps run.
 
-    The documents pass through unchanged. Put it first in a `DocumentCompressorPipeline`: before a reranker, loading
-    costs no time of its own.
+    The documents pass through unchanged. Put it first in a `DocumentCompressorPipeline`: in front of a reranker,
+    loading costs no extra time.
 
     Example:
         ```python
@@ -31,5 +31,5 @@ class QCFusePrefetch(BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         """Start loading the documents' caches, and return the documents."""
-        self.chat.engine.prefetch([document.page_content for document in documents])
+        self.chat.engine.corpus.prefetch([document.page_content for document in documents])
         return documents

@@ -1,10 +1,10 @@
-"""Answers that are objects of a schema."""
+"""Bind a chat model to a schema and parse its answers."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
@@ -14,56 +14,55 @@ from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser,
 from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
 
-CUT = {"length": "raise max_tokens", "stop": "a string of `stop` stands in it"}
+TRUNCATION_ADVICE = {"length": "raise max_tokens", "stop": "a string of `stop` stands in it"}
 """What to do about an answer that ended for this reason."""
 
 
-def structured(
+def bind_json_schema(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, any_object: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that follows a schema, with a parser behind it.
+    """Return a chat model that writes JSON of a schema, with a parser behind it.
 
     Args:
         chat: the chat model, which takes OpenAI's `response_format`.
         schema: a pydantic class, a typed dictionary or a JSON schema.
-        include_raw: return `raw`, `parsed` and `parsing_error` rather than raise.
-        any_object: let it write any object, and only parse by the schema.
-        options: of its calls.
+        include_raw: return `raw`, `parsed` and `parsing_error` instead of raising.
+        any_object: allow any JSON object, and use the schema for parsing only.
+        options: keyword arguments of its calls.
     """
-    shape = convert_to_json_schema(schema)
-    wanted = {"type": "json_schema", "json_schema": {"name": shape["title"], "schema": shape}}
-    options = {name: value for name, value in options.items() if name != "strict"}  # it always is
+    json_schema = convert_to_json_schema(schema)
+    by_schema = {"type": "json_schema", "json_schema": {"name": json_schema["title"], "schema": json_schema}}
+    tracing = {"kwargs": {"method": "json_mode" if any_object else "json_schema"}, "schema": json_schema}
     bound = chat.bind(
-        response_format={"type": "json_object"} if any_object else wanted,
-        ls_structured_output_format={
-            "kwargs": {"method": "json_mode" if any_object else "json_schema"},
-            "schema": shape,
-        },
-        **options,
+        response_format={"type": "json_object"} if any_object else by_schema,
+        ls_structured_output_format=tracing,
+        **_without_strict(options),
     )
-    typed = isinstance(schema, type) and is_basemodel_subclass(schema)
-    return parsed_by(PydanticOutputParser(pydantic_object=schema) if typed else JsonOutputParser(), bound, include_raw)
+    if is_pydantic_class(schema):
+        return with_parser(PydanticOutputParser(pydantic_object=schema), bound, include_raw)
+    return with_parser(JsonOutputParser(), bound, include_raw)
 
 
-def called(
+def bind_schema_tool(
     chat: BaseChatModel, schema: dict[str, Any] | type, *, include_raw: bool, options: dict[str, Any]
 ) -> Runnable[LanguageModelInput, Any]:
-    """Return a chat model that calls a tool of a schema's shape, with a parser behind it."""
-    about = {"kwargs": {"method": "function_calling"}, "schema": schema}
-    options = {name: value for name, value in options.items() if name != "strict"}
-    bound = chat.bind_tools([schema], tool_choice="any", ls_structured_output_format=about, **options)
-    if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return parsed_by(PydanticToolsParser(tools=[schema], first_tool_only=True), bound, include_raw)
+    """Return a chat model that must call a tool of a schema, with a parser behind it; see `bind_json_schema`."""
+    tracing = {"kwargs": {"method": "function_calling"}, "schema": schema}
+    options = _without_strict(options)
+    bound = chat.bind_tools([schema], tool_choice="any", ls_structured_output_format=tracing, **options)
+    if is_pydantic_class(schema):
+        return with_parser(PydanticToolsParser(tools=[schema], first_tool_only=True), bound, include_raw)
     name = convert_to_openai_tool(schema)["function"]["name"]
-    return parsed_by(JsonOutputKeyToolsParser(key_name=name, first_tool_only=True), bound, include_raw)
+    return with_parser(JsonOutputKeyToolsParser(key_name=name, first_tool_only=True), bound, include_raw)
 
 
-def parsed_by(
-    reader: BaseOutputParser[Any], bound: Runnable[LanguageModelInput, AIMessage], include_raw: bool
+def with_parser(
+    output_parser: BaseOutputParser[Any], bound: Runnable[LanguageModelInput, AIMessage], include_raw: bool
 ) -> Runnable[LanguageModelInput, Any]:
-    """Put a parser behind a chat model, for answers that are whole."""
-    parser = RunnableGenerator(whole, awhole) | reader
+    """Put a parser behind a chat model; truncated answers are rejected before they are parsed."""
+    parser = RunnableGenerator(reject_truncated, areject_truncated) | output_parser
     if not include_raw:
         return bound | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -71,21 +70,36 @@ def parsed_by(
     return RunnableMap(raw=bound) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
 
-def whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
-    """Pass an answer on, unless it was cut off: what parses of half an object is not what was asked for."""
+def reject_truncated(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """Pass an answer on.
+
+    Raises:
+        OutputParserException: if it was cut off; half an object may parse, but is not the answer.
+    """
     for message in messages:
-        _refuse_cut(message)
+        _require_complete(message)
         yield message
 
 
-async def awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
-    """Pass an answer on like `whole`."""
+async def areject_truncated(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    """Pass an answer on like `reject_truncated`."""
     async for message in messages:
-        _refuse_cut(message)
+        _require_complete(message)
         yield message
 
 
-def _refuse_cut(message: AIMessage) -> None:
+def is_pydantic_class(schema: Any) -> TypeGuard[type[BaseModel]]:
+    """Return whether a schema is a pydantic class."""
+    return isinstance(schema, type) and is_basemodel_subclass(schema)
+
+
+def _require_complete(message: AIMessage) -> None:
     reason = message.response_metadata.get("finish_reason")
-    if reason not in (None, "end"):  # None stands in pieces of a stream but the last
-        raise OutputParserException(f"the answer was cut off before its JSON was whole: {CUT.get(reason, reason)}")
+    if reason not in (None, "end"):  # None: a chunk of a stream other than the last
+        advice = TRUNCATION_ADVICE.get(reason, reason)
+        raise OutputParserException(f"the answer was cut off before its JSON was complete: {advice}")
+
+
+def _without_strict(options: dict[str, Any]) -> dict[str, Any]:
+    """Drop `strict`: schemas are always followed strictly."""
+    return {name: value for name, value in options.items() if name != "strict"}

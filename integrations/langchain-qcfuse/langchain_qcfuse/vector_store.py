@@ -1,4 +1,4 @@
-"""A vector store that takes stored caches along when it adds and deletes."""
+"""A vector store that warms the documents it adds and forgets the documents it deletes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_qcfuse.chat_models import ChatQCFuse
-from langchain_qcfuse.sources import access_of
 from qcfuse_rag import QCFuseError
-from qcfuse_rag.generation.caller_warnings import warn_not_stored
+from qcfuse_rag.integrations import Passage, warm_passages, warn_not_stored
 
 
 class Wrapped:
-    """An attribute that is the wrapped vector store's own."""
+    """An attribute of the wrapped vector store."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -28,16 +27,16 @@ class Wrapped:
 
 
 class QCFuseVectorStore(VectorStore):
-    """Wraps any vector store: documents added to it are warmed, and what is deleted from it is forgotten.
+    """Wraps any vector store: added documents are warmed, deleted documents are forgotten.
 
-    Made for `langchain_core.indexing.index`, which adds what is new or changed and, with a `cleanup`, deletes what is
-    not there any more. The chat model's store knows a document by the id it has in the vector store, one for every
-    piece a splitter made; so pieces may come in batches of any size, and a passage that another piece has too stays.
-    Caches never outlive a document: what is to be deleted is forgotten first.
+    Made for `langchain_core.indexing.index`, which adds new and changed documents and, with a `cleanup`, deletes stale
+    ones. The chat model's store knows a document by its id in the vector store. A splitter gives every piece an id of
+    its own, so pieces may come in batches of any size, and a passage stays while another piece has it. Caches never
+    outlive a document: it is forgotten before it is deleted.
 
-    With `cleanup="incremental"` and batches smaller than a source, `index` deletes pieces that have not come yet and
-    adds them again, so that they are prefilled again; `"scoped_full"` does not. What `index` skips, because its record
-    manager knows it, is not warmed: warm an index that existed before by `force_update=True`, or see
+    With `cleanup="incremental"` and batches smaller than a source, `index` deletes pieces that are still to come and
+    adds them again, so they are prefilled again; `"scoped_full"` does not. Documents that `index` skips, because its
+    record manager knows them, are not warmed: warm an existing index with `force_update=True`, or see
     `read_vector_store`.
 
     Example:
@@ -48,9 +47,9 @@ class QCFuseVectorStore(VectorStore):
         ```
 
     Args:
-        vector_store: the wrapped one; what only it can do is done there.
+        vector_store: the wrapped vector store; use it directly for its own methods.
         chat: the chat model that will answer.
-        access_key: metadata key that says who may read a document; see `ChatQCFuse.warm`.
+        access_key: metadata key of the tag that says who may read a document; see `ChatQCFuse.warm`.
     """
 
     def __init__(self, vector_store: VectorStore, chat: ChatQCFuse, access_key: str | None = None) -> None:
@@ -71,23 +70,23 @@ class QCFuseVectorStore(VectorStore):
         access_key: str | None = None,
         **kwargs: Any,
     ) -> QCFuseVectorStore:
-        """Make a vector store of texts, and warm them.
+        """Create a vector store of texts, and warm the texts.
 
         Args:
             texts: the texts.
-            embedding: of the texts.
-            metadatas: of each text.
-            ids: of each text; drawn if not given.
+            embedding: the embedding model.
+            metadatas: metadata of each text.
+            ids: id of each text; random if not given.
             chat: the chat model that will answer.
-            vector_store_class: what to wrap.
-            access_key: metadata key that says who may read a text; see `ChatQCFuse.warm`.
-            **kwargs: of its `from_texts`.
+            vector_store_class: class of the wrapped vector store.
+            access_key: metadata key of the tag that says who may read a text; see `ChatQCFuse.warm`.
+            **kwargs: other arguments of the wrapped class's `from_texts`.
         """
         ids = [name or str(uuid.uuid4()) for name in ids or [""] * len(texts)]
-        inner = vector_store_class.from_texts(texts, embedding, metadatas=metadatas, ids=ids, **kwargs)
-        store = cls(inner, chat, access_key)
-        given = [Document(text, metadata=about) for text, about in zip(texts, metadatas or repeat({}), strict=False)]
-        store._warm_added(given, ids, ids)
+        wrapped = vector_store_class.from_texts(texts, embedding, metadatas=metadatas, ids=ids, **kwargs)
+        store = cls(wrapped, chat, access_key)
+        pairs = zip(texts, metadatas or repeat({}), strict=False)
+        store._warm_added([Document(text, metadata=metadata) for text, metadata in pairs], ids, ids)
         return store
 
     def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
@@ -138,19 +137,21 @@ class QCFuseVectorStore(VectorStore):
     max_marginal_relevance_search_by_vector = Wrapped()
     amax_marginal_relevance_search_by_vector = Wrapped()
 
-    def _warm_added(self, documents: list[Document], given: list[str] | None, returned: list[str]) -> None:
-        ids = given or [document.id for document in documents]
-        known = [name for name in ids if name]  # what `index` will delete by, whatever the wrapped store returns
-        texts = [document.page_content for document in documents]
-        sources = known if len(known) == len(texts) else returned
-        access = access_of(documents, sources, self.access_key)
-        warn_not_stored(self.chat.engine.warm(texts, sources=sources, access=access))
+    def _warm_added(self, documents: list[Document], ids: list[str] | None, returned_ids: list[str]) -> None:
+        known_ids = [id_ for id_ in ids or [document.id for document in documents] if id_]
+        # `index` sets all ids and deletes by them, whatever ids the wrapped store returns.
+        sources = known_ids if len(known_ids) == len(documents) else returned_ids
+        passages = [
+            Passage(document.page_content, source, document.metadata)
+            for document, source in zip(documents, sources, strict=True)
+        ]
+        warn_not_stored(warm_passages(self.chat.engine, passages, access_key=self.access_key))
 
     def _forget(self, ids: list[str] | None) -> None:
         if ids is None:
             raise QCFuseError(
-                "vector stores differ in what deleting without ids deletes, so it is not known whose caches are to go: "
+                "vector stores differ in what they delete without ids, so the caches to delete are not known: "
                 "name the ids, or use the wrapped store and `chat.engine.forget(id)`"
             )
-        for name in ids:
-            self.chat.engine.forget(name)
+        for id_ in ids:
+            self.chat.engine.forget(id_)

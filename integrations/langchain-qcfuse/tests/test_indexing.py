@@ -1,4 +1,4 @@
-"""Changed and deleted documents take their caches along, in LangChain's own indexing."""
+"""LangChain's own indexing: caches follow changed and deleted documents."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_removed_source_goes_with_a_full_cleanup(chat: ChatQCFuse) -> None:
     assert stored(chat.engine) == {HULL, MILL}
     assert indexing.run()["num_deleted"] == 2
     assert stored(chat.engine) == set()
-    assert chat.engine.sources.names() == []
+    assert chat.engine.corpus.open_sources().names() == []
 
 
 @pytest.mark.parametrize("cleanup", ["incremental", "scoped_full"])
@@ -144,7 +144,7 @@ def test_an_index_from_before_is_warmed_by_updating_it(chat: ChatQCFuse) -> None
     indexing.run(a=[FERRY])
     chat.engine.store.clear()
     indexing.run(a=[FERRY])
-    assert stored(chat.engine) == set(), "the record manager knows it, so the vector store never hears of it"
+    assert stored(chat.engine) == set(), "the record manager knows it, so it does not reach the vector store"
     index(documents(a=[FERRY]), indexing.records, indexing.store, force_update=True, **indexing.options)
     assert stored(chat.engine) == {FERRY}
 

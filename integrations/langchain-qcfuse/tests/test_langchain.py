@@ -62,9 +62,9 @@ def test_streaming_gives_the_same_answer_and_one_usage(chat: ChatQCFuse) -> None
     for chunk in chunks[1:]:
         total += chunk
     assert isinstance(total, AIMessageChunk)
-    whole = chat.invoke(QUESTION, documents=DOCUMENTS)
-    assert total.content == whole.content
-    assert total.usage_metadata == whole.usage_metadata  # type: ignore[attr-defined]
+    expected = chat.invoke(QUESTION, documents=DOCUMENTS)
+    assert total.content == expected.content
+    assert total.usage_metadata == expected.usage_metadata  # type: ignore[attr-defined]
     assert sum(chunk.usage_metadata is not None for chunk in chunks) == 1  # type: ignore[attr-defined]
 
 
@@ -146,17 +146,17 @@ def test_settings_that_do_not_exist_are_refused() -> None:
         ChatQCFuse(model="anything", methd="full")  # type: ignore[call-arg]
 
 
-def test_settings_of_an_engine_that_is_there_are_refused(chat: ChatQCFuse) -> None:
+def test_load_settings_beside_an_engine_are_refused(chat: ChatQCFuse) -> None:
     with pytest.raises(MisplacedSetting, match="say store where it is made"):
         ChatQCFuse.from_engine(chat.engine, store="kv")
 
 
-def test_settings_that_have_no_effect_are_told(chat: ChatQCFuse) -> None:
+def test_settings_without_effect_raise_a_warning_at_the_callers_line(chat: ChatQCFuse) -> None:
     with pytest.warns(UnusedSetting, match="timeout: no effect on a model in this process"):
         ChatQCFuse(model="anything", timeout=5)  # type: ignore[call-arg]
-    with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens") as told:
+    with pytest.warns(UnusedSetting, match="max_new_tokens: no effect here; a call takes max_tokens") as warned:
         chat.invoke("Ada", max_new_tokens=2)
-    assert [one.filename for one in told] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: LanguageModel, tmp_path: Path) -> None:
@@ -165,18 +165,18 @@ def test_another_process_gets_the_same_chat_model_and_loads_it_for_itself(lm: La
     chat = ChatQCFuse(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), method="reuse", max_tokens=5)
     chat.warm(DOCUMENTS)
     answer = chat.invoke(QUESTION, documents=DOCUMENTS)
-    there = pickle.loads(pickle.dumps(chat))
-    assert there.model_dump() == chat.model_dump()
+    unpickled = pickle.loads(pickle.dumps(chat))
+    assert unpickled.model_dump() == chat.model_dump()
     chat.close()
-    again = there.invoke(QUESTION, documents=DOCUMENTS)
+    again = unpickled.invoke(QUESTION, documents=DOCUMENTS)
     assert again.content == answer.content
     assert all(lookup["hit"] for lookup in fusion(again)["lookups"])
-    there.close()
+    unpickled.close()
 
 
 def test_an_engine_stays_in_its_process(chat: ChatQCFuse) -> None:
-    """Elsewhere it could only be loaded without its store, and reuse nothing without a word."""
-    there = pickle.loads(pickle.dumps(chat))
+    """Another process could only load it without its store, and would silently reuse nothing."""
+    unpickled = pickle.loads(pickle.dumps(chat))
     with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
-        there.invoke(QUESTION)
+        unpickled.invoke(QUESTION)
     assert chat.invoke(QUESTION).content

@@ -1,4 +1,4 @@
-"""Vector stores that LangChain has dumped are read, to be warmed."""
+"""Read dumped LangChain vector stores, to warm them."""
 
 from __future__ import annotations
 

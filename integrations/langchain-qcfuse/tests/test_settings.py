@@ -1,4 +1,4 @@
-"""What a chat model is set to, by whatever way LangChain has of saying so, and what it is handed."""
+"""Settings of a chat model, in every way that LangChain has to set them, and invalid input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
 
 @pytest.fixture
 def folder(lm: LanguageModel, tmp_path: Path) -> str:
-    """Return a folder with the model, as a user has one."""
+    """Return a folder with the model."""
     lm.model.save_pretrained(tmp_path)
     lm.tokenizer.save_pretrained(tmp_path)
     return str(tmp_path)
@@ -31,7 +31,7 @@ def folder(lm: LanguageModel, tmp_path: Path) -> str:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the models that are loaded from here on."""
+    """Return a list that collects the names of models when they are loaded."""
     names, load = list[str](), FusionEngine.load
 
     def loading(name: str, **rest: Any) -> FusionEngine:
@@ -43,7 +43,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
-def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: list[str]) -> None:
+def test_configured_copies_share_the_model_and_the_store(folder: str, loaded: list[str]) -> None:
     chat = ChatQCFuse(model=folder, max_tokens=2, method="reuse")
     chat.warm(DOCUMENTS)
     fields = {"temperature": ConfigurableField(id="t"), "method": ConfigurableField(id="m")}
@@ -58,12 +58,12 @@ def test_what_is_configured_shares_the_model_and_the_store(folder: str, loaded: 
 
 
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
-def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(folder: str) -> None:
+def test_a_copy_with_another_method_loads_its_own_engine_or_raises(folder: str) -> None:
     chat = ChatQCFuse(model=folder, max_tokens=2, method="qcfuse")
     other = chat.model_copy(update={"method": "full"})
     chat.ratio = 0.5
-    for one, method in ((chat, "qcfuse"), (other, "full")):
-        assert one.invoke("Who?").response_metadata["fusion"]["method"] == method
+    for model, method in ((chat, "qcfuse"), (other, "full")):
+        assert model.invoke("Who?").response_metadata["fusion"]["method"] == method
     assert other.engine is not chat.engine
     for late in (chat.model_copy(update={"ratio": 0.1}), ChatQCFuse.from_engine(chat.engine)):
         late.base = "framed"
@@ -72,7 +72,7 @@ def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_can
     assert chat.invoke("Who?").content
 
 
-def test_none_stands_for_the_usual_setting(chat: ChatQCFuse) -> None:
+def test_none_means_the_default(chat: ChatQCFuse) -> None:
     plain = chat.invoke(QUESTION).content
     assert chat.invoke(QUESTION, temperature=None, max_tokens=None, top_p=None, stop=None).content == plain
     assert ChatQCFuse(model="M", temperature=None, max_tokens=None, stop=None).temperature == 0
@@ -88,8 +88,8 @@ def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: Chat
     set_llm_cache(InMemoryCache())
     try:
         for engine in engines:
-            one = ChatQCFuse.from_engine(engine, max_tokens=3)
-            first = one.invoke(QUESTION, documents=DOCUMENTS).response_metadata["fusion"]
+            model = ChatQCFuse.from_engine(engine, max_tokens=3)
+            first = model.invoke(QUESTION, documents=DOCUMENTS).response_metadata["fusion"]
             assert first["method"] == engine.method.name
             again = ChatQCFuse.from_engine(engine, max_tokens=3).invoke(QUESTION, documents=DOCUMENTS)
             assert again.response_metadata["fusion"] == first, "that is what the cache is for"
@@ -97,14 +97,14 @@ def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: Chat
         set_llm_cache(None)
 
 
-def test_who_waits_while_the_model_is_closed_is_told(chat: ChatQCFuse) -> None:
-    scheduler, told = chat._current_handle().scheduler, []
+def test_closing_the_model_raises_in_waiting_requests(chat: ChatQCFuse) -> None:
+    scheduler, errors = chat._current_handle().scheduler, []
 
     def ask() -> None:
         try:
             chat.invoke(QUESTION, max_tokens=900)
         except Closed as error:
-            told.append(error)
+            errors.append(error)
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -112,18 +112,22 @@ def test_who_waits_while_the_model_is_closed_is_told(chat: ChatQCFuse) -> None:
         pass
     chat.close()
     asking.join(20)
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(chat: ChatQCFuse) -> None:
-    own = chat.engine.lm.tokenizer
-    assert chat.get_token_ids(PASSAGES[0]) == own(PASSAGES[0], add_special_tokens=False).input_ids
-    said = [SystemMessage("Be brief."), *(HumanMessage(PASSAGES[0]), AIMessage(PASSAGES[1])) * 3, HumanMessage("Why?")]
-    asked = chat.invoke(said).usage_metadata
-    assert asked is not None
-    assert chat.get_num_tokens_from_messages(said) == asked["input_tokens"]
-    kept = trim_messages(said, max_tokens=150, token_counter=chat, strategy="last", include_system=True)
-    assert 2 < len(kept) < len(said)
+    tokenizer = chat.engine.lm.tokenizer
+    assert chat.get_token_ids(PASSAGES[0]) == tokenizer(PASSAGES[0], add_special_tokens=False).input_ids
+    messages = [
+        SystemMessage("Be brief."),
+        *(HumanMessage(PASSAGES[0]), AIMessage(PASSAGES[1])) * 3,
+        HumanMessage("Why?"),
+    ]
+    usage = chat.invoke(messages).usage_metadata
+    assert usage is not None
+    assert chat.get_num_tokens_from_messages(messages) == usage["input_tokens"]
+    kept = trim_messages(messages, max_tokens=150, token_counter=chat, strategy="last", include_system=True)
+    assert 2 < len(kept) < len(messages)
     assert chat.get_num_tokens_from_messages(kept) <= 150
     assert chat.get_num_tokens_from_messages([]) == 0
 
@@ -138,9 +142,7 @@ def test_tokens_are_counted_by_the_models_own_tokenizer(chat: ChatQCFuse) -> Non
         ("Why?", DOCUMENTS[0], "documents are a list of langchain_core's Document, not of tuple"),
     ],
 )
-def test_what_cannot_be_answered_is_one_clear_error(
-    chat: ChatQCFuse, messages: Any, documents: Any, message: str
-) -> None:
+def test_invalid_input_raises_a_clear_error(chat: ChatQCFuse, messages: Any, documents: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         chat.invoke(messages, documents=documents)
 

@@ -1,4 +1,4 @@
-"""LangChain's own chains, agents and graphs with nothing changed but the model: warmed documents are found."""
+"""LangChain's own chains, agents and graphs with only the model replaced: warmed documents are found."""
 
 from __future__ import annotations
 
@@ -46,38 +46,40 @@ def hits(message: Any) -> list[bool]:
     return [lookup["hit"] for lookup in report["lookups"] if lookup["role"] == "chunk"]
 
 
-def kept(seen: list[Any]) -> RunnableLambda[Any, Any]:
-    """Return a step of a chain that keeps the model's message."""
+def recorder(messages: list[Any]) -> RunnableLambda[Any, Any]:
+    """Return a step of a chain that records the model's message."""
 
-    def keep(message: Any) -> str:
-        seen.append(message)
+    def record(message: Any) -> str:
+        messages.append(message)
         return str(message.content)
 
-    return RunnableLambda(keep)
+    return RunnableLambda(record)
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "\n---\n", " | "])
 def test_a_stuff_chain_reuses_every_document(chat: ChatQCFuse, separator: str) -> None:
-    seen: list[Any] = []
-    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen), document_separator=separator)
+    messages: list[Any] = []
+    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=recorder(messages), document_separator=separator)
     assert chain.invoke(INPUTS)
-    assert hits(seen[0]) == [True] * 3
+    assert hits(messages[0]) == [True] * 3
 
 
 def test_documents_that_a_chain_decorates(chat: ChatQCFuse) -> None:
-    seen: list[Any] = []
+    messages: list[Any] = []
     decorated = PromptTemplate.from_template("[page {page}]\n{page_content}")
-    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen), document_prompt=decorated)
+    chain = create_stuff_documents_chain(chat, PROMPT, output_parser=recorder(messages), document_prompt=decorated)
     assert chain.invoke(INPUTS)
-    assert hits(seen[0]) == [True] * 3
+    assert hits(messages[0]) == [True] * 3
 
 
 def test_a_retrieval_chain(chat: ChatQCFuse) -> None:
-    seen: list[Any] = []
+    messages: list[Any] = []
     retriever = RunnableLambda(lambda _: DOCUMENTS)
-    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(chat, PROMPT, output_parser=kept(seen)))
+    chain = create_retrieval_chain(
+        retriever, create_stuff_documents_chain(chat, PROMPT, output_parser=recorder(messages))
+    )
     assert chain.invoke({"input": QUESTION})["answer"]
-    assert hits(seen[0]) == [True] * 3
+    assert hits(messages[0]) == [True] * 3
 
 
 def test_documents_as_content_blocks(chat: ChatQCFuse) -> None:
@@ -102,34 +104,34 @@ async def test_batches_and_streams(chat: ChatQCFuse) -> None:
     assert "".join(chain.stream(INPUTS)) == answer
     assert "".join([piece async for piece in chain.astream(INPUTS)]) == answer
     events = [event async for event in chat.astream_events("Why?", version="v2")]
-    assert {"on_chat_model_start", "on_chat_model_stream", "on_chat_model_end"} <= {one["event"] for one in events}
+    assert {"on_chat_model_start", "on_chat_model_stream", "on_chat_model_end"} <= {event["event"] for event in events}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_a_retriever_that_prefetches(
     chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    begun: list[list[str]] = []
-    monkeypatch.setattr(chat.engine, "prefetch", begun.append)
+    prefetched: list[list[str]] = []
+    monkeypatch.setattr(chat.engine.corpus, "prefetch", prefetched.append)
     base = InMemoryVectorStore.from_documents(DOCUMENTS, EMBED).as_retriever()
     retriever = ContextualCompressionRetriever(base_compressor=QCFusePrefetch(chat=chat), base_retriever=base)
     found = await retriever.ainvoke(QUESTION) if asynchronous else retriever.invoke(QUESTION)
-    assert [document.page_content for document in found] == begun[0]
-    assert sorted(begun[0]) == sorted(PASSAGES)
+    assert [document.page_content for document in found] == prefetched[0]
+    assert sorted(prefetched[0]) == sorted(PASSAGES)
 
 
 @pytest.mark.parametrize("how", ["warmed", "added", "made of documents"])
-def test_who_may_read_a_document_is_said_by_its_metadata(lm: LanguageModel, how: str) -> None:
+def test_access_tags_come_from_metadata(lm: LanguageModel, how: str) -> None:
     chat = ChatQCFuse.from_engine(make_engine(lm, MemoryStore()))
-    given = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
+    documents = [Document(text, id=f"{i}", metadata={} if i else {"group": "board"}) for i, text in enumerate(PASSAGES)]
     if how == "made of documents":
-        store = QCFuseVectorStore.from_documents(given, EMBED, chat=chat, access_key="group")
-        store.add_documents([Document(PASSAGES[0], id="0")])  # which takes nothing back
+        store = QCFuseVectorStore.from_documents(documents, EMBED, chat=chat, access_key="group")
+        store.add_documents([Document(PASSAGES[0], id="0")])  # without the key: the tag stays
     elif how == "added":
         store = QCFuseVectorStore(InMemoryVectorStore(EMBED), chat, access_key="group")
-        store.add_documents(given)
+        store.add_documents(documents)
     else:
-        chat.warm(given, access_key="group")
+        chat.warm(documents, access_key="group")
     engine = chat.engine
     readers = [
         engine.corpus.open_sources().readers(*engine.corpus.keys(engine.prompts.chunk_ids(text), (FRAMED,)))
@@ -151,8 +153,8 @@ async def test_a_graph(chat: ChatQCFuse) -> None:
     graph.add_node("answer", answer)
     graph.add_edge(START, "answer")
     graph.add_edge("answer", END)
-    done = await graph.compile().ainvoke({"question": QUESTION})
-    assert hits(done["answer"]) == [True] * 3
+    final_state = await graph.compile().ainvoke({"question": QUESTION})
+    assert hits(final_state["answer"]) == [True] * 3
 
 
 async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat: ChatQCFuse) -> None:
@@ -177,24 +179,25 @@ async def test_many_questions_at_once_are_all_answered_and_the_loop_runs_on(chat
 async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behind(
     chat: ChatQCFuse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, plain = threading.Event(), threading.Event(), chat.engine.prompt_from_text
+    started, resume = threading.Event(), threading.Event()
+    prompt_from_text = chat.engine.prompt_from_text
 
-    def slow(*given: Any) -> Any:
-        begun.set()
-        go_on.wait(10)
-        return plain(*given)
+    def slow(*args: Any) -> Any:
+        started.set()
+        resume.wait(10)
+        return prompt_from_text(*args)
 
     monkeypatch.setattr(chat.engine, "prompt_from_text", slow)
     prefilled: list[Any] = []
     chat.engine.observe(prefilled.append)
     task = asyncio.create_task(chat.model_copy(update={"max_tokens": 400}).ainvoke("The ferry"))
-    while not begun.is_set():
+    while not started.is_set():
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    go_on.set()
-    scheduler = chat._serving.scheduler
+    resume.set()
+    scheduler = chat._current_handle().scheduler
     for _ in range(400):
         await asyncio.sleep(0.005)
         if not scheduler.active and not scheduler.waiting:
@@ -202,10 +205,10 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
     assert scheduler.active == scheduler.waiting == 0
 
 
-def test_what_is_let_go_of_lets_go_of_the_model(lm: LanguageModel) -> None:
+def test_a_dropped_chat_model_frees_its_engine(lm: LanguageModel) -> None:
     chat = ChatQCFuse.from_engine(make_engine(lm, MemoryStore()), max_tokens=2)
     chat.invoke("The ferry")
-    engine, scheduler = weakref.ref(chat.engine), chat._serving.scheduler
+    engine, scheduler = weakref.ref(chat.engine), chat._current_handle().scheduler
     thread = scheduler._thread
     del chat, scheduler
     gc.collect()
@@ -222,7 +225,7 @@ def test_copies_share_the_model(chat: ChatQCFuse) -> None:
 async def test_a_cancelled_task_ends_its_request_and_no_other(chat: ChatQCFuse) -> None:
     long = chat.model_copy(update={"max_tokens": 400})
     task = asyncio.create_task(long.ainvoke("The ferry"))
-    scheduler = chat._serving.scheduler
+    scheduler = chat._current_handle().scheduler
     while not scheduler.active:
         await asyncio.sleep(0.001)
     other = asyncio.create_task(chat.ainvoke("The mill"))

@@ -55,7 +55,7 @@ def reused(message: Any) -> int:
     return count
 
 
-async def test_a_demanded_call_all_four_ways(chat: ChatQCFuse) -> None:
+async def test_a_required_call_all_four_ways(chat: ChatQCFuse) -> None:
     bound = chat.bind_tools([LOOK_UP], tool_choice="look_up")
     invoked, awaited = bound.invoke(QUESTION), await bound.ainvoke(QUESTION)
     streamed = list(bound.stream(QUESTION))
@@ -104,7 +104,7 @@ class Retrieve(AgentMiddleware):
         return handler(request.override(model_settings={"documents": DOCUMENTS}))
 
 
-def test_a_middleware_hands_documents_over(chat: ChatQCFuse) -> None:
+def test_a_middleware_passes_documents(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     agent = create_agent(chat, [], middleware=[Retrieve()])
     answer = agent.invoke({"messages": [HumanMessage(QUESTION)]})["messages"][-1]
@@ -130,7 +130,7 @@ def test_structured_answers_are_given_from_documents(chat: ChatQCFuse) -> None:
     assert all(lookup["hit"] for lookup in raw["raw"].response_metadata["fusion"]["lookups"])
 
 
-def test_what_was_cut_off_is_an_error_with_its_text(chat: ChatQCFuse) -> None:
+def test_a_truncated_answer_is_an_error_with_its_text(chat: ChatQCFuse) -> None:
     raw = chat.with_structured_output(BoatDict, include_raw=True, max_tokens=2).invoke(QUESTION)
     assert raw["parsed"] is None
     assert "raise max_tokens" in str(raw["parsing_error"])
@@ -140,14 +140,14 @@ def test_what_was_cut_off_is_an_error_with_its_text(chat: ChatQCFuse) -> None:
     assert "not JSON" in str(cut.invalid_tool_calls[0]["error"])
 
 
-def test_what_was_cut_off_is_no_call_when_it_is_streamed_either(chat: ChatQCFuse) -> None:
-    """LangChain mends JSON as far as it can."""
+def test_a_truncated_stream_is_not_a_call(chat: ChatQCFuse) -> None:
+    """LangChain repairs JSON as far as it can."""
     chunks = list(chat.bind_tools([LOOK_UP], tool_choice="any").stream(QUESTION, max_tokens=40))
-    whole = sum(chunks[1:], chunks[0])
-    assert isinstance(whole, AIMessageChunk)
-    assert whole.tool_calls == []
-    assert len(whole.invalid_tool_calls) == 1
-    assert "look_up" in str(whole.invalid_tool_calls[0]["args"])
+    message = sum(chunks[1:], chunks[0])
+    assert isinstance(message, AIMessageChunk)
+    assert message.tool_calls == []
+    assert len(message.invalid_tool_calls) == 1
+    assert "look_up" in str(message.invalid_tool_calls[0]["args"])
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
@@ -165,8 +165,8 @@ def test_half_an_object_is_never_an_answer(
 def test_free_text_is_streamed_though_tools_are_offered(chat: ChatQCFuse) -> None:
     chunks = list(chat.bind_tools([LOOK_UP]).stream(QUESTION, max_tokens=24))
     assert all(isinstance(chunk, AIMessageChunk) for chunk in chunks)
-    whole = chat.bind_tools([LOOK_UP]).invoke(QUESTION, max_tokens=24)
-    assert "".join(str(chunk.content) for chunk in chunks) == whole.content
+    expected = chat.bind_tools([LOOK_UP]).invoke(QUESTION, max_tokens=24)
+    assert "".join(str(chunk.content) for chunk in chunks) == expected.content
     assert len(chunks) > 4
 
 

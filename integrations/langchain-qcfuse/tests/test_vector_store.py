@@ -1,4 +1,4 @@
-"""A wrapped vector store is the one inside, and passages come and go with its documents."""
+"""A wrapped vector store behaves like the inner store, and passages come and go with its documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.passages import PASSAGES, QUESTION
 INHERITED = {"add_texts", "aadd_texts", "as_retriever", "from_documents", "afrom_documents", "afrom_texts"}
 
 
-def test_everything_else_is_the_wrapped_stores_own() -> None:
+def test_all_other_methods_are_the_wrapped_stores() -> None:
     public = {name for name, value in vars(VectorStore).items() if not name.startswith("_")}
     assert public - set(vars(QCFuseVectorStore)) == INHERITED, "new in LangChain: decide what it does here"
 
@@ -40,17 +40,17 @@ async def test_searches_give_what_the_wrapped_store_gives(chat: ChatQCFuse) -> N
 
 async def test_documents_are_warmed_however_they_are_added(chat: ChatQCFuse) -> None:
     store = QCFuseVectorStore(InMemoryVectorStore(EMBED), chat)
-    [drawn] = store.add_texts([FERRY])
+    [random_id] = store.add_texts([FERRY])
     await store.aadd_texts([HULL], ids=["hull"])
     await store.as_retriever().aadd_documents([Document(MILL, id="mill"), Document(HARBOUR)])
     assert stored(chat.engine) == {FERRY, HULL, MILL, HARBOUR}
-    store.delete([drawn, "hull"])
+    store.delete([random_id, "hull"])
     await store.adelete(["mill"])
     assert stored(chat.engine) == {HARBOUR}
     assert [document.page_content for document in store.similarity_search(QUESTION)] == [HARBOUR]
 
 
-def test_ids_that_were_given_count_whatever_the_wrapped_store_returns(chat: ChatQCFuse) -> None:
+def test_given_ids_count_whatever_the_wrapped_store_returns(chat: ChatQCFuse) -> None:
     class Silent(InMemoryVectorStore):
         def add_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
             super().add_documents(documents, **kwargs)
@@ -87,10 +87,10 @@ async def test_deleting_without_ids_is_refused(chat: ChatQCFuse) -> None:
         await store.adelete()
 
 
-def test_warming_notes_what_a_document_is_from(chat: ChatQCFuse) -> None:
+def test_warming_notes_the_source_of_a_document(chat: ChatQCFuse) -> None:
     chat.warm([*documents(a=[FERRY]), Document(HULL, id="b"), Document(MILL)])
     assert stored(chat.engine) == {FERRY, HULL, MILL}
-    assert chat.engine.sources.names() == ["a", "b"]
+    assert chat.engine.corpus.open_sources().names() == ["a", "b"]
     chat.engine.forget("a")
     chat.engine.forget("b")
     assert stored(chat.engine) == {MILL}
@@ -107,4 +107,4 @@ def test_warming_some_documents_of_a_source_takes_nothing_from_the_others(chat: 
 def test_the_key_of_sources_can_be_another_or_none(chat: ChatQCFuse) -> None:
     chat.warm([Document(FERRY, id="x", metadata={"source": "a", "file": 7})], source_key="file")
     chat.warm([Document(FERRY, id="x", metadata={"source": "a", "file": 7})], source_key=None)
-    assert chat.engine.sources.names() == ["7", "x"]
+    assert chat.engine.corpus.open_sources().names() == ["7", "x"]

@@ -158,7 +158,7 @@ def test_settings_of_one_call_win(llm: QCFuseLLM) -> None:
     assert llm.complete("The ferry", max_new_tokens=3).additional_kwargs["completion_tokens"] == 3
 
 
-def test_what_it_cannot_do_is_refused(llm: QCFuseLLM) -> None:
+def test_unsupported_options_of_the_synthesizer_are_refused(llm: QCFuseLLM) -> None:
     with pytest.raises(ValueError, match="answers in text only; leave out output_cls"):
         QCFuseSynthesizer(llm, output_cls=Document)
 
@@ -174,22 +174,22 @@ def test_settings_that_do_not_exist_are_refused() -> None:
         QCFuseLLM(model="anything", methd="full")  # type: ignore[call-arg]
 
 
-def test_what_llama_index_writes_down_makes_the_same_again() -> None:
+def test_serialised_settings_restore_the_same_llm() -> None:
     llm = QCFuseLLM(model="anything", seed=3)
     assert QCFuseLLM.from_dict(llm.to_dict()).seed == 3
     assert QCFuseLLM.model_validate(llm.model_dump()).seed == 3
 
 
-def test_settings_of_an_engine_that_is_there_are_refused(llm: QCFuseLLM) -> None:
+def test_load_settings_beside_an_engine_are_refused(llm: QCFuseLLM) -> None:
     with pytest.raises(MisplacedSetting, match="say model, method, ratio where it is made"):
         QCFuseLLM.from_engine(llm.engine, ratio=0.1, method="qcfuse", model="another")
     assert QCFuseLLM.from_engine(llm.engine, method=None).engine is llm.engine
 
 
-def test_settings_of_a_call_that_have_no_effect_are_told(llm: QCFuseLLM) -> None:
-    with pytest.warns(UnusedSetting, match="max_tokens: no effect here; a call takes max_new_tokens") as told:
+def test_settings_of_a_call_without_effect_raise_a_warning_at_the_callers_line(llm: QCFuseLLM) -> None:
+    with pytest.warns(UnusedSetting, match="max_tokens: no effect here; a call takes max_new_tokens") as warned:
         llm.complete("Ada", max_tokens=2)
-    assert [one.filename for one in told] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 def test_a_single_stop_string_is_one_string(llm: QCFuseLLM) -> None:
@@ -198,7 +198,7 @@ def test_a_single_stop_string_is_one_string(llm: QCFuseLLM) -> None:
 
 def test_changing_the_wording_says_how(llm: QCFuseLLM) -> None:
     synthesizer = QCFuseSynthesizer(llm)
-    with pytest.raises(ValueError, match="give QCFuseLLM other `rag_messages` and warm anew"):
+    with pytest.raises(ValueError, match="give QCFuseLLM other `rag_messages` and warm again"):
         synthesizer.update_prompts({"text_qa_template": MockLLM()})
 
 
@@ -210,26 +210,26 @@ class Boat(BaseModel):
 
 
 async def test_structured_answers_follow_their_schema(llm: QCFuseLLM) -> None:
-    patient = llm.model_copy(update={"max_new_tokens": 60})
+    longer = llm.model_copy(update={"max_new_tokens": 60})
     wording = ChatPromptTemplate([ChatMessage("Describe the {boat}.")])
-    boat = patient.structured_predict(Boat, wording, boat="ferry")
+    boat = longer.structured_predict(Boat, wording, boat="ferry")
     assert isinstance(boat, Boat)
-    assert await patient.astructured_predict(Boat, wording, boat="ferry") == boat
-    queries = warmed_index(llm).as_query_engine(llm=patient.as_structured_llm(Boat), similarity_top_k=3)
+    assert await longer.astructured_predict(Boat, wording, boat="ferry") == boat
+    queries = warmed_index(llm).as_query_engine(llm=longer.as_structured_llm(Boat), similarity_top_k=3)
     assert isinstance(queries.query(QUESTION).response, Boat)
 
 
 async def test_the_methods_that_llama_index_derives_agree(llm: QCFuseLLM) -> None:
-    """What its own tests of LLMs ask: chat, completion and their streams, awaited or not, say the same."""
+    """As in its own tests of LLMs: chat, completion and their streams give the same text, awaited or not."""
     message = [ChatMessage(QUESTION)]
-    said = llm.chat(message).message.content
-    assert said == llm.complete(QUESTION).text == (await llm.acomplete(QUESTION)).text
-    assert said == (await llm.achat(message)).message.content
-    assert said == list(llm.stream_chat(message))[-1].message.content
-    assert said == [piece async for piece in await llm.astream_chat(message)][-1].message.content
-    assert said == "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION))
-    assert said == llm.predict(Wording(QUESTION)) == await llm.apredict(Wording(QUESTION))
-    assert said == "".join(llm.stream(Wording(QUESTION)))
+    text = llm.chat(message).message.content
+    assert text == llm.complete(QUESTION).text == (await llm.acomplete(QUESTION)).text
+    assert text == (await llm.achat(message)).message.content
+    assert text == list(llm.stream_chat(message))[-1].message.content
+    assert text == [piece async for piece in await llm.astream_chat(message)][-1].message.content
+    assert text == "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION))
+    assert text == llm.predict(Wording(QUESTION)) == await llm.apredict(Wording(QUESTION))
+    assert text == "".join(llm.stream(Wording(QUESTION)))
     assert QCFuseLLM.class_name() == type(llm).class_name() == llm.to_dict()["class_name"]
 
 
@@ -240,32 +240,33 @@ def test_other_processes_get_the_same_llm_and_load_it_for_themselves(
     for part in (lm.model, lm.tokenizer):
         part.save_pretrained(tmp_path / "model")
     llm = QCFuseLLM(model=str(tmp_path / "model"), store=str(tmp_path / "kv"), method="reuse", max_new_tokens=5)
-    warmup, there = pickle.loads(pickle.dumps((QCFuseWarmup(llm, bases=["framed"]), llm)))
-    assert there.to_dict() == llm.to_dict()
+    warmup, unpickled = pickle.loads(pickle.dumps((QCFuseWarmup(llm, bases=["framed"]), llm)))
+    assert unpickled.to_dict() == llm.to_dict()
     assert warmup.bases == ["framed"]
     warmup([TextNode(text=text) for text in PASSAGES])
-    prompt = there.engine.prompt(QUESTION, PASSAGES)
-    assert all(lookup.hit for lookup in there.engine.prefill(prompt).report.lookups)
+    prompt = unpickled.engine.prompt(QUESTION, PASSAGES)
+    assert all(lookup.hit for lookup in unpickled.engine.prefill(prompt).report.lookups)
     assert "Removing unpickleable" not in caplog.text
-    for one in (warmup.llm, there, llm):
-        one.close()
+    for model in (warmup.llm, unpickled, llm):
+        model.close()
 
 
 def test_an_engine_stays_in_its_process(llm: QCFuseLLM) -> None:
-    """Elsewhere it could only be loaded without its store, and reuse nothing without a word.
+    """Another process could only load it without its store, and would silently reuse nothing.
 
-    LlamaIndex takes what cannot be pickled from whatever holds it, in this process too, so an LLM has to be picklable.
+    LlamaIndex removes attributes that cannot be pickled from the objects that hold them, in this process too, so an LLM
+    has to be picklable.
     """
     holder = QCFusePostprocessor(llm=llm)
-    for there in (pickle.loads(pickle.dumps(llm)), pickle.loads(pickle.dumps(holder)).llm):
+    for unpickled in (pickle.loads(pickle.dumps(llm)), pickle.loads(pickle.dumps(holder)).llm):
         with pytest.raises(QCFuseError, match=r"make it of model=\.\.\. and store=\.\.\."):
-            there.complete("Hello")
+            unpickled.complete("Hello")
     assert holder.llm is llm
     assert llm.complete("Hello").text
 
 
 @pytest.mark.parametrize("how", ["of an engine", "of a model without a folder"])
-def test_nothing_is_warmed_in_other_processes_that_would_be_lost(how: str, llm: QCFuseLLM) -> None:
+def test_warming_in_other_processes_is_refused_if_its_caches_would_be_lost(how: str, llm: QCFuseLLM) -> None:
     portable = QCFuseWarmup(llm)
     if how != "of an engine":
         portable.llm = QCFuseLLM(model="some/model")

@@ -1,4 +1,4 @@
-"""Changed and deleted documents take their caches along, in LlamaIndex's own ingestion pipelines."""
+"""LlamaIndex's own ingestion pipelines: caches follow changed and deleted documents."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.support.llama_index_documents import EMBED, document, splitter
 
 
 class Ingestion:
-    """A pipeline over a docstore and a vector store that warms either way: by a transform or in the vector store."""
+    """A pipeline over a docstore and a vector store; it warms with a transform or in the vector store."""
 
     def __init__(self, llm: QCFuseLLM, way: str, strategy: DocstoreStrategy = DocstoreStrategy.UPSERTS) -> None:
         self.engine, self.docstore = llm.engine, SimpleDocumentStore()
         self.warmup = QCFuseWarmup(llm)
-        plain = SimpleVectorStore()
+        inner = SimpleVectorStore()
         self.pipeline = IngestionPipeline(
             transformations=[splitter(), EMBED, *([self.warmup] if way == "transform" else [])],
             docstore=self.docstore,
-            vector_store=plain if way == "transform" else QCFuseVectorStore(plain, llm),
+            vector_store=inner if way == "transform" else QCFuseVectorStore(inner, llm),
             docstore_strategy=strategy,
         )
 
@@ -63,14 +63,12 @@ def test_the_transform_prefills_only_what_is_new_in_a_changed_document(llm: QCFu
 def test_the_same_documents_twice_change_nothing(llm: QCFuseLLM, way: str) -> None:
     ingestion = Ingestion(llm, way)
     ingestion.run(a=[FERRY, HULL], b=[MILL])
-    before = {
-        name: llm.engine.corpus.open_sources().addresses(name) for name in llm.engine.corpus.open_sources().names()
-    }
+    sources = llm.engine.corpus.open_sources()
+    addresses = {name: sources.addresses(name) for name in sources.names()}
     entries = {entry.address for entry in llm.engine.store.entries()}
     ingestion.run(a=[FERRY, HULL], b=[MILL])
-    assert {
-        name: llm.engine.corpus.open_sources().addresses(name) for name in llm.engine.corpus.open_sources().names()
-    } == before
+    sources = llm.engine.corpus.open_sources()
+    assert {name: sources.addresses(name) for name in sources.names()} == addresses
     assert {entry.address for entry in llm.engine.store.entries()} == entries
 
 
@@ -133,7 +131,7 @@ async def test_an_asynchronous_pipeline_takes_caches_along(llm: QCFuseLLM) -> No
 
 
 @both_ways
-def test_sweeping_forgets_what_a_pipelines_docstore_no_longer_has(llm: QCFuseLLM, way: str) -> None:
+def test_garbage_collection_forgets_what_a_pipelines_docstore_no_longer_has(llm: QCFuseLLM, way: str) -> None:
     ingestion = Ingestion(llm, way)
     ingestion.run(a=[FERRY, HULL], b=[HULL, MILL])
     assert forget_missing(llm, ingestion.docstore) == []
@@ -143,7 +141,7 @@ def test_sweeping_forgets_what_a_pipelines_docstore_no_longer_has(llm: QCFuseLLM
     assert forget_missing(llm.engine, ingestion.docstore) == []
 
 
-def test_sweeping_forgets_what_an_indexs_docstore_no_longer_has(llm: QCFuseLLM) -> None:
+def test_garbage_collection_forgets_what_an_indexs_docstore_no_longer_has(llm: QCFuseLLM) -> None:
     index = SummaryIndex.from_documents(
         [document("a", FERRY, HULL), document("b", HULL, MILL)], transformations=[splitter(), QCFuseWarmup(llm)]
     )
@@ -154,7 +152,7 @@ def test_sweeping_forgets_what_an_indexs_docstore_no_longer_has(llm: QCFuseLLM) 
     assert stored(llm.engine) == {FERRY, HULL}
 
 
-def test_sweeping_tells_equal_documents_apart_and_takes_several_docstores(llm: QCFuseLLM) -> None:
+def test_garbage_collection_tells_equal_documents_apart_and_takes_several_docstores(llm: QCFuseLLM) -> None:
     ingestion, other = Ingestion(llm, "transform"), Ingestion(llm, "transform")
     ingestion.run(a=[FERRY], b=[FERRY])
     other.run(c=[MILL])
@@ -162,7 +160,7 @@ def test_sweeping_tells_equal_documents_apart_and_takes_several_docstores(llm: Q
     assert forget_missing(llm, ingestion.docstore) == ["c"]
 
 
-def test_sweeping_with_an_empty_docstore_is_refused(llm: QCFuseLLM) -> None:
+def test_garbage_collection_with_an_empty_docstore_is_refused(llm: QCFuseLLM) -> None:
     assert forget_missing(llm, SimpleDocumentStore()) == [], "nothing to forget"
     Ingestion(llm, "transform").run(a=[FERRY])
     with pytest.raises(QCFuseError, match="the docstore has no documents, so all would be forgotten"):

@@ -1,4 +1,4 @@
-"""Indexes that LlamaIndex has persisted are read, to be warmed."""
+"""Read persisted LlamaIndex indexes, to warm them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_persisted_index_can_be_warmed_and_answers_from_the_store(
     index = load_index_from_storage(StorageContext.from_defaults(persist_dir=str(tmp_path)), embed_model=EMBED)
     engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_synthesizer=QCFuseSynthesizer(llm))
     engine.query(QUESTION)
-    assert hits(reports) == [4], "what stands before the first passage, and three"
+    assert hits(reports) == [4], "the system prefix and three passages"
 
 
 def test_reading_leaves_out_what_was_deleted_from_the_index(tmp_path: Path) -> None:
@@ -43,15 +43,15 @@ def test_reading_leaves_out_what_was_deleted_from_the_index(tmp_path: Path) -> N
 
 
 def test_reading_another_kind_of_index_leaves_out_documents_that_were_split(tmp_path: Path) -> None:
-    split, whole = document("a", FERRY, HULL), document("b", MILL)
+    split, unsplit = document("a", FERRY, HULL), document("b", MILL)
     context = StorageContext.from_defaults()
-    context.docstore.add_documents([split, whole])  # as where a pipeline shares the index's docstore
-    SummaryIndex([*splitter().get_nodes_from_documents([split]), whole], storage_context=context)
+    context.docstore.add_documents([split, unsplit])  # as where a pipeline shares the index's docstore
+    SummaryIndex([*splitter().get_nodes_from_documents([split]), unsplit], storage_context=context)
     context.persist(str(tmp_path))
     assert sorted(read_index(tmp_path)) == [("a", HULL), ("a", FERRY), ("b", MILL)]
 
 
-def test_reading_what_is_no_index_says_what_to_give(tmp_path: Path) -> None:
+def test_reading_anything_but_an_index_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(QCFuseError, match=r"no LlamaIndex index in .*missing"):
         read_index(tmp_path / "missing")
     pipeline = IngestionPipeline(

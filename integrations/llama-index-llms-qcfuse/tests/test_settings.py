@@ -1,4 +1,4 @@
-"""What an LLM is set to, by whatever way LlamaIndex has of saying so, and what it is handed."""
+"""Settings of an LLM, in every way that LlamaIndex has to set them, and invalid input."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ ABOUT_A_BOAT = PromptTemplate("Is the {boat} afloat?")
 
 
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
-def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_cannot(
-    lm: LanguageModel, tmp_path: Path
-) -> None:
+def test_a_copy_with_another_method_loads_its_own_engine_or_raises(lm: LanguageModel, tmp_path: Path) -> None:
     for part in (lm.model, lm.tokenizer):
         part.save_pretrained(tmp_path)
     llm = QCFuseLLM(model=str(tmp_path), max_new_tokens=2, method="qcfuse")
     other = llm.model_copy(update={"method": "full"})
     llm.ratio = 0.5
-    for one, method in ((llm, "qcfuse"), (other, "full")):
-        assert one.complete("Who?").raw["report"]["method"] == method
+    for model, method in ((llm, "qcfuse"), (other, "full")):
+        assert model.complete("Who?").raw["report"]["method"] == method
     assert llm.model_copy(update={"temperature": 0.5}).engine is llm.engine
     for late in (llm.model_copy(update={"ratio": 0.1}), QCFuseLLM.from_engine(llm.engine)):
         late.base = "framed"
@@ -48,12 +46,12 @@ def test_a_copy_with_another_method_has_an_engine_of_its_own_or_says_that_it_can
             late.complete("Who?")
 
 
-def test_none_stands_for_the_usual_setting(llm: QCFuseLLM) -> None:
+def test_none_means_the_default(llm: QCFuseLLM) -> None:
     plain = llm.complete(QUESTION).text
     assert llm.complete(QUESTION, temperature=None, max_new_tokens=None, top_p=None, stop=None).text == plain
 
 
-def test_prompts_are_worded_by_the_functions_that_were_given(llm: QCFuseLLM) -> None:
+def test_given_functions_word_the_prompts(llm: QCFuseLLM) -> None:
     worded = QCFuseLLM.from_engine(
         llm.engine,
         max_new_tokens=2,
@@ -67,14 +65,14 @@ def test_prompts_are_worded_by_the_functions_that_were_given(llm: QCFuseLLM) -> 
     assert worded.complete("<s>Q: Who?", formatted=True).raw["report"]["prompt_tokens"] == len(ids)
 
 
-def test_a_system_prompt_is_said_to_the_synthesizers_model_too(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
-    told = QCFuseLLM.from_engine(llm.engine, max_new_tokens=2, system_prompt="You are a pirate.")
-    for one in (llm, told):
-        one.engine.warm(PASSAGES)
-        QCFuseSynthesizer(one).get_response(QUESTION, PASSAGES)
+def test_the_synthesizer_uses_the_system_prompt(llm: QCFuseLLM, reports: list[dict[str, Any]]) -> None:
+    pirate = QCFuseLLM.from_engine(llm.engine, max_new_tokens=2, system_prompt="You are a pirate.")
+    for model in (llm, pirate):
+        model.engine.warm(PASSAGES)
+        QCFuseSynthesizer(model).get_response(QUESTION, PASSAGES)
     plain, piratical = reports
-    said = len(llm.engine.lm.tokenizer("You are a pirate.", add_special_tokens=False).input_ids)
-    assert piratical["prompt_tokens"] >= plain["prompt_tokens"] + said
+    system_tokens = len(llm.engine.lm.tokenizer("You are a pirate.", add_special_tokens=False).input_ids)
+    assert piratical["prompt_tokens"] >= plain["prompt_tokens"] + system_tokens
     assert all(lookup["hit"] for lookup in piratical["lookups"])
 
 
@@ -86,25 +84,25 @@ async def test_objects_follow_their_schema_when_they_are_streamed_too(llm: QCFus
     expected = roomy.structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")
     *_, last = roomy.stream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")
     assert last.model_dump() == expected.model_dump()
-    *_, last = [one async for one in await roomy.astream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")]
+    *_, last = [boat async for boat in await roomy.astream_structured_predict(Boat, ABOUT_A_BOAT, boat="ferry")]
     assert last.model_dump() == expected.model_dump()
-    said = [ChatMessage("Is the ferry afloat?")]
-    *_, last = roomy.as_structured_llm(Boat).stream_chat(said)
+    messages = [ChatMessage("Is the ferry afloat?")]
+    *_, last = roomy.as_structured_llm(Boat).stream_chat(messages)
     assert last.raw.model_dump() == expected.model_dump()
 
 
-def test_what_is_no_text_is_refused(llm: QCFuseLLM) -> None:
-    seen = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="https://example.org/boat.png")])
+def test_images_are_refused(llm: QCFuseLLM) -> None:
+    message = ChatMessage(blocks=[TextBlock(text="What is this?"), ImageBlock(url="https://example.org/boat.png")])
     with pytest.raises(ValueError, match="the model reads text; leave out blocks of image"):
-        llm.chat([seen])
+        llm.chat([message])
 
 
-async def test_passages_that_cannot_be_stored_are_told_of(llm: QCFuseLLM) -> None:
+async def test_passages_that_cannot_be_stored_raise_a_warning(llm: QCFuseLLM) -> None:
     long = TextNode(text="All of it. " * 9000, embedding=[1.0, 0.0])
-    warned = pytest.warns(NotStored, match="1 passages were not stored, the first because of: a passage of")
-    with warned as told:
+    message = "1 passages were not stored, the first because of: a passage of"
+    with pytest.warns(NotStored, match=message) as warned:
         QCFuseVectorStore(SimpleVectorStore(), llm).add([long])
-    assert [one.filename for one in told] == [__file__]
+    assert [warning.filename for warning in warned] == [__file__]
     with pytest.warns(NotStored):
         QCFuseWarmup(llm)([long])
 
@@ -118,4 +116,4 @@ async def test_warming_in_a_pipeline_leaves_the_event_loop_alone(llm: QCFuseLLM)
         gaps.append(time.perf_counter() - last)
         last = time.perf_counter()
     assert await warming == nodes
-    assert len(gaps) > 5, "others ran meanwhile"
+    assert len(gaps) > 5, "other tasks ran meanwhile"

@@ -137,5 +137,8 @@ def test_who_may_read_a_document_is_said_by_its_metadata(llm: QCFuseLLM, wrapped
     else:
         QCFuseWarmup(llm, access_key="group")(given)
     engine = llm.engine
-    readers = [engine.sources.readers(*engine.keys(engine.prompts.chunk_ids(text), (FRAMED,))) for text in PASSAGES]
+    readers = [
+        engine.corpus.open_sources().readers(*engine.corpus.keys(engine.prompts.chunk_ids(text), (FRAMED,)))
+        for text in PASSAGES
+    ]
     assert readers == [{"board"}, {""}, {""}]

@@ -1,4 +1,4 @@
-"""Changed and deleted documents take their caches along, in LlamaIndex's own indexes over any vector store."""
+"""LlamaIndex's own indexes over any vector store: caches follow changed and deleted documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.passages import PASSAGES, QUESTION
 
 
 class SilentStore(TextStore):
-    """One that cannot return nodes."""
+    """A vector store that cannot return nodes."""
 
     def get_nodes(self, *args: Any, **kwargs: Any) -> list[BaseNode]:
         raise NotImplementedError
@@ -75,7 +75,7 @@ def test_deleted_nodes_take_their_passages_along_where_the_store_knows_them(llm:
     assert stored(llm.engine) == {FERRY}
 
 
-def test_the_simple_store_lets_passages_go_with_their_documents_last_node(llm: QCFuseLLM) -> None:
+def test_with_the_simple_store_passages_go_with_their_documents_last_node(llm: QCFuseLLM) -> None:
     index = vector_index(QCFuseVectorStore(SimpleVectorStore(), llm), document("a", FERRY, HULL), document("b", MILL))
     first, second = (node for node in index.index_struct.nodes_dict if index.docstore.get_node(node).ref_doc_id == "a")
     index.delete_nodes([first])
@@ -109,7 +109,7 @@ def test_clearing_forgets_the_stores_documents_and_no_others(
 def test_clearing_a_store_that_cannot_name_its_documents_is_refused(llm: QCFuseLLM) -> None:
     store = SilentStore()
     vector_index(QCFuseVectorStore(store, llm), document("a", FERRY))
-    with pytest.raises(QCFuseError, match="SilentStore cannot say which documents it has"):
+    with pytest.raises(QCFuseError, match="SilentStore cannot list its documents"):
         QCFuseVectorStore(store, llm).clear()
     assert stored(llm.engine) == {FERRY}
     assert store.nodes
@@ -121,7 +121,7 @@ def test_a_wrapped_store_is_queried_and_persisted_like_the_one_inside(
     index = vector_index(QCFuseVectorStore(SimpleVectorStore(), llm), document("a", *PASSAGES))
     engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_synthesizer=QCFuseSynthesizer(llm))
     assert len(engine.query(QUESTION).source_nodes) == 3
-    assert hits(reports) == [4], "what stands before the first passage, and three"
+    assert hits(reports) == [4], "the system prefix and three passages"
     index.storage_context.persist(str(tmp_path))
     again = SimpleVectorStore.from_persist_dir(str(tmp_path))
     assert again.data.text_id_to_ref_doc_id == index.vector_store.vector_store.data.text_id_to_ref_doc_id

@@ -1,17 +1,22 @@
-"""Instrumentation events."""
+"""Events for LlamaIndex's instrumentation."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events import BaseEvent
+
+from qcfuse_rag.integrations import ScheduledAnswer
+
+dispatcher = get_dispatcher(__name__)
 
 
 class FusionEndEvent(BaseEvent):
     """A fused prefill has finished.
 
     Attributes:
-        report: `FusionReport.to_dict()`: method, rows, hits, bytes, seconds, and why a fallback was taken.
+        report: `FusionReport.to_dict()`: method, rows, hits, bytes, seconds, and the reason for a fallback.
     """
 
     report: dict[str, Any]
@@ -20,3 +25,10 @@ class FusionEndEvent(BaseEvent):
     def class_name(cls) -> str:
         """Return the event's name."""
         return "FusionEndEvent"
+
+
+def finish(answer: ScheduledAnswer) -> None:
+    """Cancel a request that is still running, and emit a `FusionEndEvent` if it was prefilled."""
+    answer.cancel()
+    if answer.report is not None:
+        dispatcher.event(FusionEndEvent(report=answer.report.to_dict()))

@@ -1,23 +1,24 @@
-"""Start loading what was retrieved."""
+"""Start loading the caches of retrieved nodes."""
 
 from __future__ import annotations
 
 from llama_index.core.bridge.pydantic import ConfigDict, Field, model_validator
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
+from llama_index.llms.qcfuse.nodes import text_of
 from llama_index.llms.qcfuse.settings import without_class_name
 
 
 class QCFusePostprocessor(BaseNodePostprocessor):
-    """Hands retrieved nodes to the engine, which brings their caches into memory while later postprocessors run.
+    """Loads the caches of retrieved nodes into memory while later postprocessors run.
 
-    Put it first: before a reranker, loading costs no time of its own. The nodes pass through unchanged.
+    Put it first: in front of a reranker, loading costs no extra time. The nodes pass through unchanged.
     """
 
     model_config = ConfigDict(extra="forbid")
-    _of_dict = model_validator(mode="before")(without_class_name)
+    _from_dict = model_validator(mode="before")(without_class_name)
 
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
 
@@ -29,5 +30,5 @@ class QCFusePostprocessor(BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        self.llm.engine.prefetch([node.node.get_content(metadata_mode=MetadataMode.LLM) for node in nodes])
+        self.llm.engine.corpus.prefetch([text_of(node.node) for node in nodes])
         return nodes

@@ -1,12 +1,12 @@
-"""Settings of LlamaIndex's objects: those that do not exist are refused, by `extra="forbid"`."""
+"""Let LlamaIndex's objects refuse unknown settings, by `extra="forbid"`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def without_class_name(given: Any) -> Any:
-    """Return what an object is made of without the name that LlamaIndex adds when it writes one down."""
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if name != "class_name"}
+def without_class_name(values: Any) -> Any:
+    """Return an object's settings without the class name that LlamaIndex adds when it serialises the object."""
+    if not isinstance(values, dict):
+        return values
+    return {name: value for name, value in values.items() if name != "class_name"}

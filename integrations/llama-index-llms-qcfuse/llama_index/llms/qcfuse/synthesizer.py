@@ -1,4 +1,4 @@
-"""Answer over nodes whose caches are stored."""
+"""A response synthesizer for nodes whose caches are stored."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
-from llama_index.llms.qcfuse.base import Build, QCFuseLLM, over
+from llama_index.llms.qcfuse.base import PromptFactory, QCFuseLLM
+from llama_index.llms.qcfuse.events import finish
 from qcfuse_rag import FusionEngine
 
 
 class QCFuseSynthesizer(BaseSynthesizer):
-    """Puts the retrieved nodes into one prompt, each as a segment of its own, and answers.
+    """Puts the retrieved nodes into one prompt, each as a separate segment, and answers.
 
-    Other synthesizers join nodes into one text, strip and split it again; what was warmed is found there, but for its
-    edges and nodes that were split. Here a node stays what it was when it was warmed, and the wording of the prompt is
-    the one it was warmed for. A node that was not warmed is prefilled with the question.
+    Other synthesizers join nodes into one text, strip it and split it again. Warmed nodes are found in that text,
+    except their edges and nodes that were split. Here a node's text and the wording of the prompt are exactly those it
+    was warmed for. A node that was not warmed is prefilled with the question.
 
     Args:
         llm: the LLM, whose `rag_messages` word the prompt.
         streaming: answer piece by piece.
-        **kwargs: of `BaseSynthesizer`, except `output_cls` and `multimodal`.
+        **kwargs: arguments of `BaseSynthesizer`, except `output_cls` and `multimodal`.
 
     Raises:
-        ValueError: for what it cannot do.
+        ValueError: if `output_cls` or `multimodal` is given.
     """
 
     def __init__(self, llm: QCFuseLLM, streaming: bool = False, **kwargs: Any) -> None:
@@ -53,25 +54,25 @@ class QCFuseSynthesizer(BaseSynthesizer):
             return self._apieces(build, response_kwargs)  # type: ignore[return-value]
         return (await self._qcfuse.aanswer(build, response_kwargs)).text
 
-    def _prompt(self, question: str, passages: Sequence[str]) -> Build:
-        told = self._qcfuse.system_prompt
-        history = [("system", told)] if told else []
+    def _prompt(self, question: str, passages: Sequence[str]) -> PromptFactory:
+        system_prompt = self._qcfuse.system_prompt
+        history = [("system", system_prompt)] if system_prompt else []
         return partial(FusionEngine.prompt, question=question, passages=passages, history=history)
 
-    def _pieces(self, build: Build, kwargs: dict[str, Any]) -> Iterator[str]:
+    def _pieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> Iterator[str]:
         answer = self._qcfuse.ask(build, kwargs)
         try:
             yield from answer
         finally:
-            over(answer)
+            finish(answer)
 
-    async def _apieces(self, build: Build, kwargs: dict[str, Any]) -> AsyncIterator[str]:
+    async def _apieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> AsyncIterator[str]:
         answer = await self._qcfuse.aask(build, kwargs)
         try:
             async for piece in answer:
                 yield piece
         finally:
-            over(answer)
+            finish(answer)
 
     def _get_prompts(self) -> PromptDictType:
         return {}
@@ -79,5 +80,5 @@ class QCFuseSynthesizer(BaseSynthesizer):
     def _update_prompts(self, prompts: PromptDictType) -> None:
         if prompts:
             raise ValueError(
-                "the wording of the prompt is part of what is stored: give QCFuseLLM other `rag_messages` and warm anew"
+                "stored caches depend on the wording of the prompt: give QCFuseLLM other `rag_messages` and warm again"
             )

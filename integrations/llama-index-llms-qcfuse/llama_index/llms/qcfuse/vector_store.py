@@ -1,4 +1,4 @@
-"""A vector store that takes stored caches along when it adds and deletes."""
+"""A vector store that warms the nodes it adds and forgets the documents it deletes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from llama_index.core.vector_stores import MetadataFilters, SimpleVectorStore, V
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.nodes import access_of, passage_of, source_of
+from llama_index.llms.qcfuse.nodes import passage_of, source_of, text_of
 from qcfuse_rag import QCFuseError
-from qcfuse_rag.generation.caller_warnings import warn_not_stored
+from qcfuse_rag.integrations import warm_passages, warn_not_stored
 from qcfuse_rag.store.prefill_base import BASES
 
 
 class QCFuseVectorStore(BasePydanticVectorStore):
-    """Wraps any vector store: nodes added to it are warmed, and what is deleted from it leaves the LLM's store.
+    """Wraps any vector store: added nodes are warmed, deleted documents are forgotten by the LLM's store.
 
-    Give it to an `IngestionPipeline` (with a docstore; `UPSERTS_AND_DELETE` also brings deletions) or to a
-    `VectorStoreIndex` in place of the wrapped one. It needs no `QCFuseWarmup`, and unlike that sees nodes which the
-    pipeline takes from its own cache, single nodes of a document, and deletions. A passage that another document has
-    too stays. Caches never outlive a document: what is to be deleted is forgotten first.
+    Give it to an `IngestionPipeline` (with a docstore; `UPSERTS_AND_DELETE` also passes deletions on) or to a
+    `VectorStoreIndex` in place of the wrapped store. It needs no `QCFuseWarmup`, and unlike that it sees nodes from the
+    pipeline's own cache, single nodes of a document, and deletions. A passage stays while another document has it.
+    Caches never outlive a document: it is forgotten before it is deleted.
 
-    LlamaIndex deletes a changed document before it adds it, so all its passages are prefilled again. Where that costs
-    too much, use `QCFuseWarmup` with a plain vector store, and `forget_missing`.
+    LlamaIndex deletes a changed document before it adds it, so all its passages are prefilled again. If that costs too
+    much, use `QCFuseWarmup` with a plain vector store, and `forget_missing`.
 
     Example:
         ```python
@@ -40,9 +40,9 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         ```
 
     Args:
-        vector_store: the wrapped one.
+        vector_store: the wrapped vector store.
         llm: the LLM that will answer.
-        access_key: metadata key that says who may read a document; see `QCFuseWarmup`.
+        access_key: metadata key of the tag that says who may read a document; see `QCFuseWarmup`.
     """
 
     vector_store: BasePydanticVectorStore = Field(description="The wrapped vector store.", exclude=True)
@@ -91,13 +91,15 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Forget the passages of nodes, as far as the wrapped store knows them, and delete the nodes.
+        """Forget the passages of nodes that the wrapped store can return, and delete the nodes.
 
-        `SimpleVectorStore` knows only from which documents its nodes are, so there passages go with their document's
-        last node; with other stores that do not return nodes, they go when the document is deleted.
+        `SimpleVectorStore` only knows the documents of its nodes, so passages are forgotten with their document's last
+        node. With other stores that do not return nodes, they are forgotten when the document is deleted.
         """
         with suppress(NotImplementedError):
-            self._leave(self.vector_store.get_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else [])
+            self._forget_nodes(
+                self.vector_store.get_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else []
+            )
         before = self._simple_sources()
         self.vector_store.delete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
         self._forget(before - self._simple_sources())
@@ -107,10 +109,10 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     ) -> None:
         """Forget the passages of nodes and delete the nodes, like `delete_nodes`."""
         with suppress(NotImplementedError):
-            known = (
+            nodes = (
                 await self.vector_store.aget_nodes(node_ids=node_ids, filters=filters) if node_ids or filters else []
             )
-            await asyncio.to_thread(self._leave, known)
+            await asyncio.to_thread(self._forget_nodes, nodes)
         before = self._simple_sources()
         await self.vector_store.adelete_nodes(node_ids=node_ids, filters=filters, **delete_kwargs)
         await asyncio.to_thread(self._forget, before - self._simple_sources())
@@ -119,7 +121,7 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         """Forget every document of the wrapped store, then clear it.
 
         Raises:
-            QCFuseError: if the wrapped store cannot say which those are; nothing is forgotten or cleared.
+            QCFuseError: if the wrapped store cannot list its documents; then nothing is forgotten or cleared.
         """
         self._forget(self._all_sources())
         self.vector_store.clear()
@@ -150,19 +152,18 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: AbstractFileSystem | None = None) -> None:
-        """Persist the wrapped store; load that one and wrap it again."""
+        """Persist the wrapped store; to restore, load that store and wrap it again."""
         self.vector_store.persist(persist_path, fs=fs)
 
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
-        texts, sources = [passage_of(node) for node in nodes], [source_of(node) for node in nodes]
-        access = access_of(nodes, self.access_key)
-        warn_not_stored(self.llm.engine.warm(texts, sources=sources, replace=False, access=access))
+        passages = [passage_of(node) for node in nodes]
+        warn_not_stored(warm_passages(self.llm.engine, passages, access_key=self.access_key, replace=False))
 
-    def _leave(self, nodes: Sequence[BaseNode]) -> None:
+    def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine
         for node in nodes:
-            keys = engine.keys(engine.prompts.chunk_ids(passage_of(node)), BASES.values())
-            engine.sources.remove(source_of(node), keys)
+            keys = engine.corpus.keys(engine.prompts.chunk_ids(text_of(node)), BASES.values())
+            engine.corpus.open_sources().remove(source_of(node), keys)
 
     def _forget(self, sources: Iterable[str]) -> None:
         for source in sources:
@@ -171,8 +172,8 @@ class QCFuseVectorStore(BasePydanticVectorStore):
     def _simple_sources(self) -> set[str]:
         if not isinstance(self.vector_store, SimpleVectorStore):
             return set()
-        nodes = self.vector_store.data.text_id_to_ref_doc_id.items()
-        return {node if document == "None" else document for node, document in nodes}  # as source_of
+        documents = self.vector_store.data.text_id_to_ref_doc_id.items()
+        return {node if document == "None" else document for node, document in documents}  # as source_of
 
     def _all_sources(self) -> set[str]:
         if isinstance(self.vector_store, SimpleVectorStore):
@@ -181,6 +182,6 @@ class QCFuseVectorStore(BasePydanticVectorStore):
             return {source_of(node) for node in self.vector_store.get_nodes()}
         except (NotImplementedError, TypeError, ValueError) as error:
             raise QCFuseError(
-                f"{type(self.vector_store).__name__} cannot say which documents it has, hence whose caches are to go: "
+                f"{type(self.vector_store).__name__} cannot list its documents, so the caches to delete are not known: "
                 "delete documents one by one, or clear the wrapped store and use `forget_missing`"
             ) from error

@@ -1,0 +1,29 @@
+"""The interface for packages that integrate a framework such as LlamaIndex; users import from `qcfuse_rag` itself.
+
+In: a framework's settings, messages and documents, already as plain Python. Out: an engine handle that answers
+requests, passages in the store, and warnings at the caller's line. Nothing here imports a framework.
+"""
+
+from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
+from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine
+from qcfuse_rag.engine.request import ScheduledAnswer
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.integrations.engine_settings import LOAD_SETTINGS, EngineSettings
+from qcfuse_rag.integrations.passages import Passage, warm_passages
+
+__all__ = [
+    "LOAD_SETTINGS",
+    "AnswerRequest",
+    "EngineSettings",
+    "ParsedResponse",
+    "Passage",
+    "ResponseFormat",
+    "ResponseReader",
+    "ScheduledAnswer",
+    "ServedEngine",
+    "warm_passages",
+    "warn_caller",
+    "warn_not_stored",
+    "warn_unused",
+]

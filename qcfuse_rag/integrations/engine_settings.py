@@ -1,0 +1,103 @@
+"""Settings that frameworks' model classes load an engine by, and the engine behind them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, Field
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.engine.engine_handle import ServedEngine
+
+LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+"""Fields that load an engine, besides the model's name."""
+
+
+class EngineSettings(BaseModel):
+    """A pydantic mixin for a framework's model class: the fields and the engine that all such classes share.
+
+    The subclass adds its model's name, which it takes as the argument `model`, and an attribute for the engine's
+    handle. The engine is loaded on first use.
+
+    Attributes:
+        MODEL: name of the field with the model's name.
+        HANDLE: name of the attribute with the handle; a private one, or a field where the framework makes copies of
+            fields alone.
+    """
+
+    MODEL: ClassVar[str] = "model"
+    HANDLE: ClassVar[str] = "_handle"
+
+    store: str | None = Field(default=None, description="Folder of stored passages; None keeps them in memory only.")
+    method: str | None = Field(default=None, description="What to reuse and recompute; None: the library's default.")
+    ratio: float | None = Field(
+        default=None, description="Share of reused tokens to recompute; None: the method's own."
+    )
+    base: str | None = Field(default=None, description="How passages are stored; None: as the method reads.")
+    rag_messages: list[tuple[str, str]] | None = Field(
+        default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
+    )
+    temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
+    top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
+    seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
+    device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
+    dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
+
+    def model_post_init(self, context: Any) -> None:
+        """Prepare to load the model on first use."""
+        super().model_post_init(context)
+        if getattr(self, self.HANDLE) is None:
+            setattr(self, self.HANDLE, ServedEngine.loading(self._load_settings()))
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Load the model by name in the process that unpickles.
+
+        The engine of `from_engine` stays behind, so its handle raises when it is used.
+        """
+        pickled = {**state["__dict__"], **(state["__pydantic_private__"] or {})}.get(self.HANDLE)
+        super().__setstate__(state)
+        kept = pickled is not None and pickled.given
+        setattr(self, self.HANDLE, pickled if kept else ServedEngine.loading(self._load_settings()))
+
+    @classmethod
+    def from_engine(cls, engine: FusionEngine, **options: Any) -> Self:
+        """Wrap an engine that is already loaded; its method and prompt template are used.
+
+        Args:
+            engine: the engine; closing the object leaves it open.
+            **options: fields of the class.
+
+        Raises:
+            MisplacedSetting: if an option is a setting that loads engines, such as `method`.
+        """
+        handle = ServedEngine.of(engine, options=options)
+        instance = cls(**{"model": engine.lm.name, **options})
+        setattr(instance, cls.HANDLE, handle)
+        handle.loaded_by = instance._load_settings()
+        return instance
+
+    @property
+    def engine(self) -> FusionEngine:
+        """The engine; the model is loaded on first use."""
+        return self._current_handle().engine
+
+    def close(self) -> None:
+        """Cancel running requests and free the model, unless it came from `from_engine`."""
+        handle: ServedEngine | None = getattr(self, self.HANDLE)
+        if handle is not None:
+            handle.close()
+
+    def _load_settings(self) -> dict[str, Any]:
+        return {"model": getattr(self, self.MODEL), **{name: getattr(self, name) for name in LOAD_SETTINGS}}
+
+    def _current_handle(self) -> ServedEngine:
+        """Return the handle, or a new one if settings were changed before the engine was loaded.
+
+        Raises:
+            MisplacedSetting: if a setting was changed after the engine was loaded, in this object or in a copy.
+        """
+        handle: ServedEngine | None = getattr(self, self.HANDLE)
+        settings = self._load_settings()
+        handle = ServedEngine.loading(settings) if handle is None else handle.fitting(settings)
+        setattr(self, self.HANDLE, handle)
+        return handle
