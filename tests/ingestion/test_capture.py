@@ -1,4 +1,4 @@
-"""Capturing: passages cut out of one exact pass are what the model's own forward makes, and so is what was measured."""
+"""Captured passages and their statistics equal those of the model's own forward pass."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
 
 
 def statistics_by_hand(weights: Tensor, spans: list[range]) -> list[tuple[float, list[float], list[float]]]:
-    """Return CCI, attention to each chunk before, and each token's, of every chunk after the first; token by token."""
-    found = []
+    """Return CCI, attention to each earlier chunk and of each token, for every chunk but the first; token by token."""
+    statistics = []
     layers = len(weights)
-    for i, own in enumerate(spans[1:], start=1):
+    for i, span in enumerate(spans[1:], start=1):
         a = b = 0.0
-        inter, tokens = [0.0] * i, [0.0] * len(own)
+        inter, tokens = [0.0] * i, [0.0] * len(span)
         for layer in range(layers):
             for j in range(i):
-                for row in own:
+                for row in span:
                     paid = float(weights[layer, row, spans[j].start : spans[j].stop].sum())
                     inter[j] += paid / layers
-                    tokens[row - own.start] += paid / layers
-                    a += paid / (len(own) * len(spans[j])) / layers
-            for row in own:
-                b += float(weights[layer, row, own.start : row + 1].sum()) / len(own) ** 2 / layers
-        found.append((1 / (1 + math.exp(-a / b)), inter, tokens))
-    return found
+                    tokens[row - span.start] += paid / layers
+                    a += paid / (len(span) * len(spans[j])) / layers
+            for row in span:
+                b += float(weights[layer, row, span.start : row + 1].sum()) / len(span) ** 2 / layers
+        statistics.append((1 / (1 + math.exp(-a / b)), inter, tokens))
+    return statistics
 
 
 def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageModel) -> None:
@@ -71,15 +71,15 @@ def test_captured_passages_are_those_of_the_models_own_forward(family: LanguageM
         buffer = KVBuffer.allocate(family.shapes, len(prompt), dtype=family.dtype, device=family.device)
         copy_chunk(buffer, span.start, chunk)
         rotate_buffer(buffer, family.ropes, span.start, span.stop)
-        own = slice(span.start, span.stop)
+        positions = slice(span.start, span.stop)
         for layer, (keys, values) in enumerate(table):
-            assert (buffer.keys[layer][:, :, own] - keys[:, :, own]).abs().max() <= TOLERANCE
-            assert (buffer.values[layer][:, :, own] - values[:, :, own]).abs().max() <= TOLERANCE
+            assert (buffer.keys[layer][:, :, positions] - keys[:, :, positions]).abs().max() <= TOLERANCE
+            assert (buffer.values[layer][:, :, positions] - values[:, :, positions]).abs().max() <= TOLERANCE
 
 
 def test_statistics_are_those_of_the_models_own_attention(family: LanguageModel) -> None:
     if "gpt-oss" in family.name:
-        pytest.skip("learned sinks take part in its attention, and not in what is measured")
+        pytest.skip("its attention has learned sinks, which the statistics ignore")
     prompt = make_engine(family, MemoryStore()).prompt(QUESTION, PASSAGES)
     spans = [range(span.start, span.stop) for span in prompt.chunks]
     expected = statistics_by_hand(eager_attention(family, prompt.ids), spans)
@@ -95,13 +95,13 @@ def test_statistics_are_the_same_made_a_few_rows_at_a_time(
 ) -> None:
     at_once = capture(llama, prompt)
     monkeypatch.setattr(statistics, "MAX_SCORE_BYTES", 4 * 4 * len(prompt) * 7)
-    for one, other in zip(at_once, capture(llama, prompt), strict=True):
-        assert one.facts["inter"] == pytest.approx(other.facts["inter"], rel=1e-5)
-        assert one.facts["cci"] == pytest.approx(other.facts["cci"], rel=1e-6)
-        assert torch.allclose(one.blocks["inter"], other.blocks["inter"], atol=1e-6)
+    for whole, blockwise in zip(at_once, capture(llama, prompt), strict=True):
+        assert whole.facts["inter"] == pytest.approx(blockwise.facts["inter"], rel=1e-5)
+        assert whole.facts["cci"] == pytest.approx(blockwise.facts["cci"], rel=1e-6)
+        assert torch.allclose(whole.blocks["inter"], blockwise.blocks["inter"], atol=1e-6)
 
 
-def test_a_captured_passage_knows_what_it_was_born_behind(llama: LanguageModel, prompt: Prompt) -> None:
+def test_a_captured_passage_has_its_context(llama: LanguageModel, prompt: Prompt) -> None:
     hashes = [hash_ids(span.segment.ids) for span in prompt.chunks]
     assert [chunk.context for chunk in capture(llama, prompt)] == [(hashes[0],), (hashes[0], hashes[1])]
 
@@ -109,16 +109,16 @@ def test_a_captured_passage_knows_what_it_was_born_behind(llama: LanguageModel, 
 def test_neither_question_nor_conversation_changes_what_is_captured(engine: FusionEngine, llama: LanguageModel) -> None:
     plain = capture(llama, engine.prompt(QUESTION, PASSAGES))
     talked = engine.prompt("Something else?", PASSAGES, history=[("user", "My name is Ann."), ("assistant", "Hello.")])
-    for one, other in zip(plain, capture(llama, talked), strict=True):
-        for name in one.names():
-            assert torch.equal(one.blocks[name], other.blocks[name])
+    for expected, actual in zip(plain, capture(llama, talked), strict=True):
+        for name in expected.names():
+            assert torch.equal(expected.blocks[name], actual.blocks[name])
 
 
 def test_tokens_are_ranked_as_in_a_prefill_behind_the_same_text(llama: LanguageModel, prompt: Prompt) -> None:
-    for place, chunk in enumerate(capture(llama, prompt), start=1):
-        before = tuple(token for span in prompt.chunks[:place] for token in span.segment.ids)
+    for index, chunk in enumerate(capture(llama, prompt), start=1):
+        before = tuple(token for span in prompt.chunks[:index] for token in span.segment.ids)
         prefix = prefill_chunk(llama, (*prompt.prefix_ids, *before))
-        alone = prefill_chunk(llama, prompt.chunks[place].segment.ids, prefix=prefix)
+        alone = prefill_chunk(llama, prompt.chunks[index].segment.ids, prefix=prefix)
         for layer in range(llama.n_layers):
             few = max(1, chunk.n_tokens // 4)
             agree = set(chunk.anchors(0.25)[layer].tolist()) & set(alone.anchors(0.25)[layer].tolist())
@@ -126,7 +126,7 @@ def test_tokens_are_ranked_as_in_a_prefill_behind_the_same_text(llama: LanguageM
             assert sorted(chunk.blocks["ranking"][layer].tolist()) == list(range(chunk.n_tokens))
 
 
-def test_one_passage_has_no_context_to_be_born_in(engine: FusionEngine, llama: LanguageModel) -> None:
+def test_one_passage_has_no_context_to_capture(engine: FusionEngine, llama: LanguageModel) -> None:
     assert capture(llama, engine.prompt(QUESTION, PASSAGES[:1])) == []
     assert capture(llama, engine.prompt(QUESTION)) == []
 

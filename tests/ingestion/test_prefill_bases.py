@@ -1,4 +1,4 @@
-"""What chunks are prefilled behind, and how their tokens are ranked, against transformers' own forward."""
+"""Prefill bases and token rankings, compared with the forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BEGUN, BLIND, ENRICHED, FRAMED, Base, Ranking
 from tests.methods.test_methods import attention_of_question, best
-from tests.support import references
+from tests.support import references, seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -29,20 +29,20 @@ TOLERANCE = 1e-4
 
 
 def stored(engine: FusionEngine, base: Base, text: str) -> ChunkKV:
-    found = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), (base,))[0])
-    assert isinstance(found, ChunkKV)
-    return found
+    chunk = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), (base,))[0])
+    assert isinstance(chunk, ChunkKV)
+    return chunk
 
 
 @torch.inference_mode()
 def behind_caches(
-    lm: LanguageModel, head: tuple[int, ...], related: list[tuple[int, ...]], length: int, ids: tuple[int, ...]
+    lm: LanguageModel, prefix_ids: tuple[int, ...], related: list[tuple[int, ...]], length: int, ids: tuple[int, ...]
 ) -> references.Table:
-    """Run a chunk over the beginning of head and first-pass caches laid end to end, with transformers alone."""
-    tables = [references.alone_at(lm, head, 0)]
-    start = len(head)
+    """Run a chunk behind the joined and cut system prefix and first-pass caches, with transformers alone."""
+    tables = [references.alone_at(lm, prefix_ids, 0)]
+    start = len(prefix_ids)
     for neighbour in related:
-        tables.append(references.alone_at(lm, neighbour, start, before=head))
+        tables.append(references.alone_at(lm, neighbour, start, before=prefix_ids))
         start += len(neighbour)
     cache = references.Cache(layer_class_to_replicate=references.DynamicLayer)
     for layer in range(lm.n_layers):
@@ -53,7 +53,7 @@ def behind_caches(
     return [(layer.keys[:, :, length:], layer.values[:, :, length:]) for layer in cache.layers]
 
 
-def test_enriched_chunks_have_met_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
+def test_enriched_chunks_are_prefilled_behind_their_neighbours_first_pass_caches(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[2, 1], [], [0]])
     prefix_ids = engine.prompts.prefix_ids
     ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
@@ -79,7 +79,7 @@ def test_a_passage_is_never_enriched_by_its_own_text_nor_twice_by_another(llama:
         [PASSAGES[0], PASSAGES[1], PASSAGES[0], *PASSAGES[1:]], bases=(ENRICHED,), neighbours=twice, batch_tokens=1
     )
     for layer in range(llama.n_layers):
-        pairs = zip(*(stored(one, ENRICHED, PASSAGES[0]).layer(layer) for one in (once, again)), strict=True)
+        pairs = zip(*(stored(engine, ENRICHED, PASSAGES[0]).layer(layer) for engine in (once, again)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -99,7 +99,7 @@ def test_enrichment_does_not_depend_on_what_was_stored_before(llama: LanguageMod
 
 
 def test_enriched_chunks_are_never_taken_for_exact(engine: FusionEngine) -> None:
-    """Not even right behind the head: what they remember is not in the prompt."""
+    """Not even directly behind the system prefix, because their neighbours are not in the prompt."""
     engine.warm(PASSAGES, bases=(ENRICHED,), neighbours=[[1], [2], [0]])
     prompt = engine.prompt(QUESTION, PASSAGES)
     framed = engine.prefill(prompt, method=make_method("prophetkv", ratio=1.0, base=FRAMED)).report
@@ -125,23 +125,23 @@ def test_neighbours_that_do_not_fit_the_window_are_left_out(engine: FusionEngine
     while len(prefix_ids) + sum(map(len, fitting)) + len(ids[0]) + len(ids[1]) <= engine.lm.window.tokens:
         fitting.append(ids[0])
     assert len(fitting) < 4
-    lengths = [len(one) for one in fitting]
+    lengths = list(map(len, fitting))
     start = fit_neighbours(len(ids[1]), len(prefix_ids), lengths, engine.lm.window.tokens).length
     expected = behind_caches(engine.lm, prefix_ids, fitting, start, ids[1])
     references.assert_chunk_is(engine.lm, stored(engine, ENRICHED, PASSAGES[1]), expected, start)
 
 
-def test_chunks_that_stand_behind_as_much_are_enriched_together(
+def test_chunks_with_prefixes_of_the_same_length_are_enriched_together(
     llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And get what each gets alone."""
+    """With the same result as alone."""
     batches: list[int] = []
 
     def counted(lm: LanguageModel, batch: list[tuple[int, ...]], **rest: Any) -> list[ChunkKV]:
         batches.append(len(batch))
         return prefill_chunks(lm, batch, **rest)
 
-    monkeypatch.setattr("qcfuse_rag.ingestion.enrichment.prefill_chunks", counted)
+    seams.enrichment_prefill(monkeypatch, counted)
     texts = [*PASSAGES, PASSAGES[0] + " Then they went home.", PASSAGES[1] + " It rained."]
     neighbours = [[1, 2], [0, 2], [0, 1], [1, 2], [1, 2]]
     alone, together = make_engine(llama, MemoryStore()), make_engine(llama, MemoryStore())
@@ -159,15 +159,15 @@ def test_chunks_that_stand_behind_as_much_are_enriched_together(
 
 
 @given(st.lists(st.integers(1, 700), max_size=12), st.integers(0, 300), st.integers(1, 600), st.integers(300, 9000))
-def test_what_is_before_an_enriched_chunk_fits_and_loses_a_sixteenth_at_most(
-    lengths: list[int], head: int, tokens: int, window: int
+def test_the_prefix_of_an_enriched_chunk_fits_and_is_cut_by_a_sixteenth_at_most(
+    lengths: list[int], prefix_tokens: int, tokens: int, window: int
 ) -> None:
-    before = fit_neighbours(tokens, head, lengths, window)
-    met = sum(lengths[: before.neighbours])
-    length = before.length - head
-    assert before.neighbours == 0 or before.length + tokens <= window
-    assert sum(lengths[: before.neighbours - 1]) < length <= met or before.neighbours == length == 0
-    fitting = [n for n in range(len(lengths) + 1) if head + sum(lengths[:n]) + tokens <= window]
+    prefix = fit_neighbours(tokens, prefix_tokens, lengths, window)
+    uncut = sum(lengths[: prefix.neighbours])
+    length = prefix.length - prefix_tokens
+    assert prefix.neighbours == 0 or prefix.length + tokens <= window
+    assert sum(lengths[: prefix.neighbours - 1]) < length <= uncut or prefix.neighbours == length == 0
+    fitting = [n for n in range(len(lengths) + 1) if prefix_tokens + sum(lengths[:n]) + tokens <= window]
     total = sum(lengths[: max(fitting, default=0)])
     assert length >= total - total / 16
     grain = next((2**n for n in range(20, -1, -1) if 2**n <= total / 16), 1)
@@ -182,7 +182,7 @@ def test_prefixes_of_a_batch_have_one_length(llama: LanguageModel) -> None:
 
 
 def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine: FusionEngine) -> None:
-    """EPIC's LegoLink-0: nothing to recompute, because somebody else took the sink."""
+    """EPIC's LegoLink-0: nothing to recompute, because the copies are the attention sink."""
     engine.warm(PASSAGES, bases=(BEGUN,))
     ids = engine.prompts.chunk_ids(PASSAGES[0])
     expected = references.alone_at(engine.lm, ids, 4, before=engine.prompts.prefix_ids[:1] * 4)
@@ -194,7 +194,7 @@ def test_begun_chunks_stand_behind_four_copies_of_the_prompts_first_token(engine
 
 
 def test_fusionrag_looks_from_the_last_layer(engine: FusionEngine) -> None:
-    """Over the stored chunks, or with nothing of them in sight; over enriched caches, or blind ones as here."""
+    """The probe sees the stored chunks or none of them; works over enriched caches, and blind ones as here."""
     engine.warm(PASSAGES, bases=(BLIND,))
     prompt = engine.prompt(QUESTION, PASSAGES)
     last = engine.lm.n_layers - 1
@@ -216,28 +216,28 @@ def test_fusionrag_takes_the_framed_cache_of_what_is_not_enriched_yet(engine: Fu
 
 
 @torch.inference_mode()
-def looks(lm: LanguageModel, ids: tuple[int, ...], asking: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return per layer the strongest attention each token of a chunk gets from what follows it."""
+def strongest_attention(lm: LanguageModel, ids: tuple[int, ...], query: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return per layer the strongest attention each token of a chunk gets from the query behind it."""
     lm.model.set_attn_implementation("eager")
     try:
-        maps = lm.model(torch.tensor([ids + asking], device=lm.device), output_attentions=True).attentions
+        maps = lm.model(torch.tensor([ids + query], device=lm.device), output_attentions=True).attentions
     finally:
         lm.model.set_attn_implementation("qcfuse")
     return [layer[0, :, len(ids) :, : len(ids)].amax((0, 1)) for layer in maps]
 
 
 @pytest.mark.parametrize("ranking", ["instruction", "kvzip"])
-def test_tokens_are_ranked_by_the_strongest_look(engine: FusionEngine, ranking: Ranking) -> None:
+def test_tokens_are_ranked_by_the_strongest_attention(engine: FusionEngine, ranking: Ranking) -> None:
     base = BLIND.ranked(ranking)
     engine.warm(PASSAGES, bases=(base,))
     ids, instruction = engine.prompts.chunk_ids(PASSAGES[1]), instruction_ids(engine.lm.tokenizer)
-    strongest = looks(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
-    for order, looked in zip(stored(engine, base, PASSAGES[1]).blocks["ranking"].tolist(), strongest, strict=True):
-        expected = sorted(range(4, len(ids)), key=lambda token: -float(looked[token]))
+    strongest = strongest_attention(engine.lm, ids, instruction + ids if ranking == "kvzip" else instruction)
+    for order, weights in zip(stored(engine, base, PASSAGES[1]).blocks["ranking"].tolist(), strongest, strict=True):
+        expected = sorted(range(4, len(ids)), key=lambda token: -float(weights[token]))
         assert order == [0, 1, 2, 3, *expected]
 
 
-def test_tokens_are_ranked_by_small_keys_or_by_place(engine: FusionEngine) -> None:
+def test_tokens_are_ranked_by_small_keys_or_by_position(engine: FusionEngine) -> None:
     for ranking in ("knorm", "sinks"):
         engine.warm(PASSAGES, bases=(BLIND.ranked(ranking),))  # type: ignore[arg-type]
     by_norm = stored(engine, BLIND.ranked("knorm"), PASSAGES[0])
@@ -250,11 +250,11 @@ def test_tokens_are_ranked_by_small_keys_or_by_place(engine: FusionEngine) -> No
 
 
 def test_a_ranking_is_part_of_the_key(engine: FusionEngine) -> None:
-    """Chunks ranked one way do not answer for those ranked another, and their keys and values are the same."""
+    """Chunks with different rankings are different entries with the same keys and values."""
     engine.warm(PASSAGES, bases=(BLIND, BLIND.ranked("kvzip")))
     assert engine.store.stats()[0].entries == 2 * len(PASSAGES) + 1
-    one, other = stored(engine, BLIND, PASSAGES[0]), stored(engine, BLIND.ranked("kvzip"), PASSAGES[0])
-    assert float((one.layer(2)[0] - other.layer(2)[0]).abs().max()) <= TOLERANCE
+    default, kvzip = stored(engine, BLIND, PASSAGES[0]), stored(engine, BLIND.ranked("kvzip"), PASSAGES[0])
+    assert float((default.layer(2)[0] - kvzip.layer(2)[0]).abs().max()) <= TOLERANCE
     assert make_method("qcfuse", anchors="kvzip").base == BLIND.ranked("kvzip")
     assert BLIND.ranked("kvzip").ranked("instruction") == BLIND
     prompt = engine.prompt(QUESTION, PASSAGES)
@@ -276,7 +276,8 @@ def test_nearest_are_the_nearest_others() -> None:
     assert nearest_chunks(vectors, 2) == [[1, 2], [0, 2], [1, 0], [2, 1]]
     assert nearest_chunks(vectors[:1], 10) == [[]]
     assert [
-        len(found) for found in nearest_chunks(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
+        len(neighbours)
+        for neighbours in nearest_chunks(np.random.default_rng(0).normal(size=(2100, 3)).astype(np.float32), 10)
     ] == [10] * 2100
 
 
@@ -284,9 +285,9 @@ def test_retrieved_together_counts_pairs() -> None:
     assert retrieved_together([[0, 1, 2], [1, 0], [2, 0, 2], [3]], 5, 2) == [[1, 2], [0, 2], [0, 1], [], []]
 
 
-def test_token_vectors_put_chunks_near_that_share_rare_words(llama: LanguageModel) -> None:
+def test_token_vectors_of_chunks_with_shared_rare_words_are_near(llama: LanguageModel) -> None:
     chunks = [(10, 11, 12, 50), (10, 11, 13, 50), (20, 21, 22, 50), (20, 21, 23, 50)]
-    assert [found[0] for found in nearest_chunks(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
+    assert [neighbours[0] for neighbours in nearest_chunks(token_vectors(llama, chunks), 1)] == [1, 0, 3, 2]
 
 
 def test_the_prompt_decides_nothing_about_enriched_keys(engine: FusionEngine) -> None:

@@ -21,9 +21,9 @@ def test_folders_are_read_in_order_with_the_file_as_source(tmp_path: Path, token
     (tmp_path / "a.txt").write_text(PASSAGES[0])
     (tmp_path / "b" / "c.md").write_text(f"# Title\n\n{PASSAGES[1]}")
     (tmp_path / "d.bin").write_bytes(b"\x00")
-    found = read_passages([tmp_path], tokenizer, max_tokens=200)
-    assert list(found) == [str((tmp_path / name).resolve()) for name in ("a.txt", "b/c.md")]
-    assert found[str(tmp_path / "a.txt")] == [PASSAGES[0]]
+    passages = read_passages([tmp_path], tokenizer, max_tokens=200)
+    assert list(passages) == [str((tmp_path / name).resolve()) for name in ("a.txt", "b/c.md")]
+    assert passages[str(tmp_path / "a.txt")] == [PASSAGES[0]]
 
 
 def test_no_passage_is_longer_than_asked(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -44,8 +44,8 @@ def test_lines_of_json_are_passages_with_sources(tmp_path: Path, tokenizer: PreT
     rows = [{"text": PASSAGES[0], "source": "one"}, {"text": PASSAGES[1]}, {"text": PASSAGES[2], "source": "one"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    found = read_passages([path], tokenizer, max_tokens=200)
-    assert found == {"one": [PASSAGES[0], PASSAGES[2]], str(path.resolve()): [PASSAGES[1]]}
+    passages = read_passages([path], tokenizer, max_tokens=200)
+    assert passages == {"one": [PASSAGES[0], PASSAGES[2]], str(path.resolve()): [PASSAGES[1]]}
 
 
 def test_only_a_line_feed_ends_a_line_of_json(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -63,14 +63,14 @@ def test_two_files_may_share_a_source(tmp_path: Path, tokenizer: PreTrainedToken
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[]", "{}", '{"text": 3}', '{"text": "a", "source": 1}', '"text"'])
-def test_a_line_that_is_none_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, line: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(QCFuseError, match=r"rows\.jsonl, line 2"):
         read_passages([path], tokenizer, max_tokens=200)
 
 
-def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_unreadable_path_is_one_clear_error(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     (tmp_path / "a.pdf").write_bytes(b"%PDF")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     for path, message in [
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_one_clear_error(tmp_path: Path, tokenizer: PreTr
     assert read_passages([tmp_path / "empty"], tokenizer, max_tokens=200) == {}
 
 
-def test_a_bad_file_in_a_folder_keeps_no_other_from_being_read(
+def test_the_other_files_of_a_folder_with_a_bad_file_are_read(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "good.txt").write_text(PASSAGES[0])
@@ -92,15 +92,15 @@ def test_a_bad_file_in_a_folder_keeps_no_other_from_being_read(
     (tmp_path / os.fsdecode(b"na\xefve.txt")).write_text(PASSAGES[1])
     (tmp_path / "rows.jsonl").write_text('{"text": "half \\ud800"}')
     unread: list[str] = []
-    found = read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)
-    assert list(found) == [str(tmp_path / "good.txt")]
-    for said, name in zip(unread, ("latin.txt", r"na\xefve.txt", "rows.jsonl, line 1"), strict=True):
-        assert name in said
+    passages = read_passages([tmp_path], tokenizer, max_tokens=200, unread=unread)
+    assert list(passages) == [str(tmp_path / "good.txt")]
+    for message, name in zip(unread, ("latin.txt", r"na\xefve.txt", "rows.jsonl, line 1"), strict=True):
+        assert name in message
     with pytest.raises(QCFuseError, match=r"latin\.txt"):
         read_passages([tmp_path / "latin.txt"], tokenizer, max_tokens=200, unread=unread)
 
 
-def test_what_is_not_read_in_a_folder_is_told(tmp_path: Path) -> None:
+def test_skipped_files_of_a_folder_are_reported(tmp_path: Path) -> None:
     named, elsewhere = tmp_path / "named", tmp_path / "elsewhere"
     for folder in (named / "below", named / ".git", elsewhere):
         folder.mkdir(parents=True)
@@ -119,18 +119,18 @@ def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer
     path = tmp_path / "a.txt"
     path.write_text(PASSAGES[0])
     (tmp_path / "b.txt").symlink_to(path)
-    found = read_passages([path, tmp_path, path, tmp_path / "."], tokenizer, max_tokens=200)
-    assert found == {str(path): [PASSAGES[0]]}
+    passages = read_passages([path, tmp_path, path, tmp_path / "."], tokenizer, max_tokens=200)
+    assert passages == {str(path): [PASSAGES[0]]}
 
 
 def test_installed_packages_bring_readers(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = EntryPoint("shelf", f"{__name__}:read_shelf", read.READERS_GROUP)
-    monkeypatch.setattr(read, "entry_points", lambda group: EntryPoints([own]))
+    entry_point = EntryPoint("shelf", f"{__name__}:read_shelf", read.READERS_GROUP)
+    monkeypatch.setattr(read, "entry_points", lambda group: EntryPoints([entry_point]))
     monkeypatch.setattr(EntryPoint, "load", lambda self: read_shelf)
-    found = read_passages([tmp_path], tokenizer, reader="shelf", max_tokens=4)
-    assert found == {"shelf": PASSAGES}, "left as they are, however long"
+    passages = read_passages([tmp_path], tokenizer, reader="shelf", max_tokens=4)
+    assert passages == {"shelf": PASSAGES}, "passages of other readers are not split"
     with pytest.raises(QCFuseError, match="no reader 'shelve'; there are files, shelf"):
         read_passages([tmp_path], tokenizer, reader="shelve", max_tokens=4)
 

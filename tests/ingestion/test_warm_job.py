@@ -1,4 +1,4 @@
-"""A warming job: what it would do, what it does, in which order, and what survives its end."""
+"""A warming job: its plan, its result, the order of its work, and its state after a crash."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.header import entry_bytes
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import BLIND, ENRICHED, FRAMED
+from tests.support import seams
 from tests.support.engines import METHOD, make_engine
 from tests.support.passages import PASSAGES
 
@@ -53,7 +54,7 @@ def test_a_plan_is_what_the_run_then_does(engine: FusionEngine) -> None:
     assert 0 < plan.seconds < 60
 
 
-def test_a_plan_of_an_empty_store_does_not_even_make_the_head(engine: FusionEngine) -> None:
+def test_a_plan_of_an_empty_store_does_not_store_the_system_prefix(engine: FusionEngine) -> None:
     engine.corpus.warm_job(ids_of(engine, MANY)).plan(measure=True)
     assert engine.store.stats()[0].entries == 0
 
@@ -73,15 +74,13 @@ def test_entries_take_what_was_estimated(llama: LanguageModel, tmp_path: Path, n
 def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
     ids = ids_of(engine, MANY)
-    keys = [engine.corpus.keys(one, [FRAMED])[0] for one in ids]
+    keys = [engine.corpus.keys(chunk, [FRAMED])[0] for chunk in ids]
     priority = [float(i % 5) for i in range(12)]
 
     def note(done: int, total: int) -> None:
         order.extend(i for i, key in enumerate(keys) if key in engine.store and i not in order)
 
-    monkeypatch.setattr(
-        "qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW", 1
-    )  # otherwise sorted by length within 32 batches
+    seams.batches_per_window(monkeypatch, 1)  # otherwise sorted by length within 32 batches
     engine.corpus.warm_job(ids, priority=priority, batch_tokens=1).run(note)
     wanted = [priority[i] for i in order]
     assert wanted == sorted(priority, reverse=True)
@@ -90,12 +89,12 @@ def test_the_most_wanted_come_first(engine: FusionEngine, monkeypatch: pytest.Mo
 def test_a_store_too_small_for_all_keeps_the_most_wanted(llama: LanguageModel, tmp_path: Path) -> None:
     probe = make_engine(llama, MemoryStore())
     ids = ids_of(probe, MANY)
-    sizes = [entry_bytes(llama.shapes, llama.dtype, "model", len(one)) for one in ids]
+    sizes = [entry_bytes(llama.shapes, llama.dtype, "model", len(chunk)) for chunk in ids]
     with DiskStore(tmp_path, limit_bytes=sum(sizes) // 2) as store:
         engine = make_engine(llama, store)
         priority = [float(i) for i in range(12)]
         summary = engine.warm(MANY, priority=priority)
-        kept = [engine.corpus.keys(one, [FRAMED])[0] in store for one in ids]
+        kept = [engine.corpus.keys(chunk, [FRAMED])[0] in store for chunk in ids]
         assert summary.left_out > 0
         assert summary.warmed + summary.left_out == 12
         assert store.stats()[0].evicted == 0, "nothing warmed is evicted for something less wanted"
@@ -109,8 +108,8 @@ def test_both_bases_are_two_entries_each(engine: FusionEngine) -> None:
     assert (summary.chunks, summary.warmed) == (8, 8)
 
 
-def test_computing_little_in_vain(engine: FusionEngine) -> None:
-    """Batches are of like length: what is computed for filling up stays a small share."""
+def test_little_padding_is_computed(engine: FusionEngine) -> None:
+    """Batches have chunks of similar length, so padding stays a small share."""
     summary = engine.warm(MANY, batch_tokens=400)
     ranking = len(MANY) * len(instruction_ids(engine.lm.tokenizer))
     assert summary.computed_tokens - ranking < 1.15 * summary.tokens
@@ -119,30 +118,30 @@ def test_computing_little_in_vain(engine: FusionEngine) -> None:
 @given(lengths=st.lists(st.integers(1, 500), max_size=200), bound=st.integers(1, 2000), extra=st.integers(0, 20))
 def test_batches_hold_everything_once_within_their_bound(lengths: list[int], bound: int, extra: int) -> None:
     items = list(enumerate(lengths))
-    batches = list(batches_by_length(items, lambda one: one[1], batch_tokens=bound, extra=extra))
-    assert sorted(one for batch in batches for one in batch) == items
+    batches = list(batches_by_length(items, lambda item: item[1], batch_tokens=bound, extra=extra))
+    assert sorted(item for batch in batches for item in batch) == items
     for batch in batches:
         assert len(batch) == 1 or len(batch) * (max(n for _, n in batch) + extra) <= bound
 
 
-def test_what_prefill_took_is_kept_as_what_a_use_saves(engine: FusionEngine) -> None:
+def test_the_time_of_the_prefill_is_stored_as_the_saving_of_a_use(engine: FusionEngine) -> None:
     engine.warm(MANY)
     saved = [entry.saved_ms for entry in engine.store.entries()]
     assert all(ms is not None and 0 < ms < 60_000 for ms in saved)
     assert len(set(saved)) > 1
 
 
-def test_narrow_stores_do_not_prefill_behind_a_narrowed_head(llama: LanguageModel) -> None:
-    """Otherwise a chunk's bytes would depend on whether the head had been stored before."""
+def test_quantized_stores_do_not_prefill_behind_a_quantized_system_prefix(llama: LanguageModel) -> None:
+    """Otherwise a chunk's bytes would depend on whether the prefix had been stored before."""
     once, twice = (make_engine(llama, MemoryStore(numbers="int8")) for _ in range(2))
     once.warm(MANY[:2], batch_tokens=1)
     twice.warm(MANY[:1], batch_tokens=1)
     twice.warm(MANY[:2], batch_tokens=1)
-    [key] = once.keys(once.prompts.chunk_ids(MANY[1]), [FRAMED])
-    one, other = once.store.get(key), twice.store.get(key)
-    assert isinstance(one, ChunkKV)
-    assert isinstance(other, ChunkKV)
-    assert all((one.blocks[name] == other.blocks[name]).all() for name in one.names())
+    [key] = once.corpus.keys(once.prompts.chunk_ids(MANY[1]), [FRAMED])
+    first, second = once.store.get(key), twice.store.get(key)
+    assert isinstance(first, ChunkKV)
+    assert isinstance(second, ChunkKV)
+    assert all((first.blocks[name] == second.blocks[name]).all() for name in first.names())
 
 
 def test_sources_are_replaced_and_forgotten(engine: FusionEngine) -> None:
@@ -157,7 +156,7 @@ def test_sources_are_replaced_and_forgotten(engine: FusionEngine) -> None:
     assert engine.corpus.open_sources().names() == ["a"]
 
 
-def test_bad_arguments_are_said_at_once(engine: FusionEngine) -> None:
+def test_bad_arguments_are_refused_at_once(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="1 sources for 2 passages"):
         engine.warm(MANY[:2], sources=["a"])
     with pytest.raises(ValueError, match="1 priorities for 2 chunks"):
@@ -187,7 +186,7 @@ engine.warm(texts, sources=["boats.md"] * 20, batch_tokens=60, progress=die)
 """
 
 
-def test_a_job_that_was_killed_goes_on_where_it_was(
+def test_a_killed_job_continues_where_it_stopped(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = str(tmp_path / "kv")
@@ -198,10 +197,10 @@ def test_a_job_that_was_killed_goes_on_where_it_was(
         assert 0 < summary.present < 20
         assert summary.present + summary.warmed == 20
         engine.forget("boats.md")
-        assert sum(1 for _ in engine.store.entries()) == 1, "the prompt's head"
+        assert sum(1 for _ in engine.store.entries()) == 1, "the system prefix"
 
 
-def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: FusionEngine) -> None:
+def test_entries_of_a_stopped_job_are_deleted_with_their_document(engine: FusionEngine) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -209,7 +208,7 @@ def test_what_a_job_that_stopped_has_stored_goes_with_its_document(engine: Fusio
         engine.warm(MANY, sources=["a"] * len(MANY), batch_tokens=1, progress=stop)
     before = {entry.address for entry in engine.store.entries()}
     assert engine.forget("a") == 1
-    assert len(before) - sum(1 for _ in engine.store.entries()) == 1, "all but the prompt's head"
+    assert len(before) - sum(1 for _ in engine.store.entries()) == 1, "all but the system prefix"
 
 
 def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
@@ -220,8 +219,8 @@ def test_a_summary_is_plain_data(engine: FusionEngine) -> None:
     assert job.run().warmed == 0
 
 
-def test_a_new_neighbour_is_met_when_enough_has_changed(engine: FusionEngine) -> None:
-    """A new passage is enriched when it comes; those beside it once more than half of their neighbours are new."""
+def test_a_passage_is_enriched_again_when_most_of_its_neighbours_are_new(engine: FusionEngine) -> None:
+    """A new passage is enriched at once, others when more than half of their neighbours are new."""
     texts = [text[-80:] for text in MANY[:6]]  # three of them fit in front of a fourth
     engine.warm(texts[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(texts[0]), [ENRICHED])
@@ -243,7 +242,7 @@ def test_a_plan_says_what_would_be_refreshed(engine: FusionEngine) -> None:
     assert (job.plan().to_warm, job.plan().to_refresh) == (1, 1)
 
 
-def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None:
+def test_neighbours_are_chosen_by_the_vectors(engine: FusionEngine) -> None:
     vectors = np.eye(4, dtype=np.float32)[[0, 1, 0, 1]] + np.float32(0.01)
     engine.warm(MANY[:4], bases=(ENRICHED,), vectors=vectors)
     ids = ids_of(engine, MANY[:4])
@@ -256,9 +255,9 @@ def test_neighbours_are_found_by_the_vectors_given(engine: FusionEngine) -> None
 def test_a_part_of_the_corpus_does_not_make_enriched_passages_stale(engine: FusionEngine) -> None:
     engine.warm(MANY[:4], bases=(ENRICHED,), neighbours=[[1, 2, 3], [0], [0], [0]])
     again = engine.warm([MANY[0], MANY[4]], bases=(ENRICHED,), neighbours=[[1], [0]])
-    assert (again.refreshed, again.warmed) == (0, 2), "the new one, framed and enriched"
+    assert (again.refreshed, again.warmed) == (0, 2), "the new passage, framed and enriched"
 
 
-def test_vectors_have_to_be_as_many_as_passages(engine: FusionEngine) -> None:
+def test_the_number_of_vectors_must_be_the_number_of_passages(engine: FusionEngine) -> None:
     with pytest.raises(ValueError, match="2 vectors for 3 passages"):
         engine.warm(MANY[:2], bases=(ENRICHED,), vectors=np.eye(2, dtype=np.float32), others=[MANY[2]])

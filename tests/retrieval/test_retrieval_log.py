@@ -1,4 +1,4 @@
-"""The log of retrievals: what it counts, what it forgets, and that it never stands in the way."""
+"""The retrieval log: its counts, its size limit, and its tolerance of errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qcfuse_rag.store.prefill_base import ENRICHED
 from tests.support.passages import PASSAGES
 
 
-def test_it_counts_passages_and_says_what_came_together(tmp_path: Path) -> None:
+def test_it_counts_passages_and_returns_past_retrievals(tmp_path: Path) -> None:
     log = RetrievalLog(tmp_path)
     log.note(["a", "b"])
     log.note(["b", "c", "gone"])
@@ -31,7 +31,7 @@ def test_no_text_is_in_the_file(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o077 == 0, "for its owner only"
 
 
-def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
+def test_unreadable_lines_are_skipped(tmp_path: Path) -> None:
     log = RetrievalLog(tmp_path)
     log.note(["a"])
     [file] = tmp_path.iterdir()
@@ -42,7 +42,7 @@ def test_lines_that_cannot_be_read_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_it_keeps_the_last_ones_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 6 * 37)  # a line of one passage has 37 bytes
+    monkeypatch.setattr(module, "MAX_BYTES", 6 * 37)  # a line of one passage has 37 bytes
     log = RetrievalLog(tmp_path)
     for text in "abcdefgh":
         log.note([text])
@@ -51,39 +51,39 @@ def test_it_keeps_the_last_ones_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert log.counts("abcdefgh") == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_a_passage_of_two_documents_goes_by_its_first_place(tmp_path: Path) -> None:
+def test_a_passage_of_two_documents_has_its_first_index(tmp_path: Path) -> None:
     log = RetrievalLog(tmp_path)
     log.note(["a", "b"])
     assert log.retrievals(["a", "b", "a"]) == [[0, 1]]
 
 
-def test_a_folder_that_cannot_be_used_goes_without(tmp_path: Path) -> None:
+def test_an_unusable_folder_has_no_log(tmp_path: Path) -> None:
     log = RetrievalLog(tmp_path / "missing")
     log.note(["a"])
     assert (log.counts(["a"]), log.retrievals(["a"])) == ([0], [])
 
 
-def test_what_was_retrieved_together_meets_before_what_is_alike(engine: FusionEngine) -> None:
-    """And only passages its readers may read, whatever was retrieved by somebody else."""
+def test_passages_retrieved_together_are_neighbours_before_similar_ones(engine: FusionEngine) -> None:
+    """Only passages that all its readers may read are neighbours, whatever was retrieved together."""
     ids = [engine.prompts.chunk_ids(text) for text in PASSAGES]
-    names = [hash_ids(one) for one in ids]
+    names = [hash_ids(chunk) for chunk in ids]
 
-    def met(place: int) -> tuple[str, ...]:
-        chunk = engine.store.get(engine.keys(ids[place], (ENRICHED,))[0])
+    def context_of(index: int) -> tuple[str, ...]:
+        chunk = engine.store.get(engine.corpus.keys(ids[index], (ENRICHED,))[0])
         assert isinstance(chunk, ChunkKV)
         assert chunk.context is not None
         return chunk.context
 
     engine.warm(PASSAGES, bases=(ENRICHED,))
-    alike = met(0)
-    assert set(alike) == {names[1], names[2]}
-    last = names.index(alike[-1])
+    similar = context_of(0)
+    assert set(similar) == {names[1], names[2]}
+    last = names.index(similar[-1])
     engine.store.clear()
     engine.warm(PASSAGES, bases=(ENRICHED,), retrievals=[[0, last], [last, 0, 0], [1, 2]])
-    assert met(0) == (alike[1], alike[0])
+    assert context_of(0) == (similar[1], similar[0])
     engine.store.clear()
     sources = ["a", "b", "c"]
     engine.warm(
         PASSAGES, bases=(ENRICHED,), sources=sources, access={sources[last]: "board"}, retrievals=[[0, last]] * 3
     )
-    assert met(0) == (alike[0],)
+    assert context_of(0) == (similar[0],)
