@@ -28,6 +28,7 @@ from qcfuse_rag.models.compatibility import refuse_unsupported
 from qcfuse_rag.runtime.attention.dispatch import rows_attention
 from qcfuse_rag.runtime.rows import RowsPlan
 from tests.runtime.test_attention import Layer
+from tests.support import seams
 from tests.support.families import SIZES, YARN, build_model
 
 
@@ -71,9 +72,9 @@ def test_a_window_counts_where_the_model_obeys_it(
     family: str, obeyed: bool, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     model = build_model(family)
-    own = model.config.sliding_window if obeyed else None
+    window = model.config.sliding_window if obeyed else None
     lm = LanguageModel.wrap(model, tokenizer)
-    assert set(lm.sliding) - {None} == ({own} if obeyed else set())
+    assert set(lm.sliding) - {None} == ({window} if obeyed else set())
     assert getattr(model.config, "sliding_window", None) == getattr(build_model(family).config, "sliding_window", None)
 
 
@@ -86,8 +87,8 @@ def test_a_window_that_cannot_be_told_is_refused(tokenizer: PreTrainedTokenizerF
 
 def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     sizes = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    own = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
-    config = DeepseekV3Config(**own, **sizes, first_k_dense_replace=4, num_key_value_heads=4)
+    sizes_of_family = {name: size for name, size in SIZES.items() if name not in ("head_dim", "num_key_value_heads")}
+    config = DeepseekV3Config(**sizes_of_family, **sizes, first_k_dense_replace=4, num_key_value_heads=4)
     with pytest.raises(UnsupportedModel, match=r"latent attention|rotation this library knows"):
         LanguageModel.wrap(AutoModelForCausalLM.from_config(config), tokenizer)
 
@@ -130,8 +131,8 @@ def test_the_self_check_catches_attention_that_is_not_what_it_seems(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = LanguageModel.wrap(build_model("llama"), tokenizer)
-    monkeypatch.setattr(
-        "qcfuse_rag.models.rope.angles",
+    seams.rotation_angles(
+        monkeypatch,
         lambda table, p: (torch.ones(len(p), len(table)), torch.zeros(len(p), len(table))),
     )
     with pytest.raises(UnsupportedModel, match="does not reproduce LlamaForCausalLM"):
@@ -184,7 +185,7 @@ def test_the_self_check_crosses_a_short_sliding_window(
     lm = LanguageModel.wrap(build_model("qwen2-moe-silent-window"), tokenizer)
     assert check_exact(lm).passed
     without = replace(lm, sliding=(None,) * lm.n_layers)
-    monkeypatch.setattr("qcfuse_rag.engine.exactness_check._segment_tokens", lambda _: 24)
+    seams.checked_segment_tokens(monkeypatch, lambda _: 24)
     with pytest.raises(UnsupportedModel, match="does not reproduce"):
         check_exact(without)
 

@@ -42,7 +42,7 @@ def file(tmp_path: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizer
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([known.get(at, f"<unused{at}>") for at in range(config.vocab_size)])
-    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in merges])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
@@ -83,13 +83,13 @@ def test_a_model_and_its_tokenizer_come_out_of_one_reading(
 def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> None:
     loaded, tokenizer = load_pretrained(str(file), device="cpu")
     source, options = str(file.parent), {"gguf_file": file.name}
-    own = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     assert len(read) > 2, "transformers reads it once by itself: this module may go"
     assert AutoTokenizer.from_pretrained(source, **options)(QUESTION).input_ids == tokenizer(QUESTION).input_ids
-    assert {name: loaded.state_dict()[name].equal(one) for name, one in own.state_dict().items()} == dict.fromkeys(
-        own.state_dict(), True
-    )
-    assert loaded.config.to_dict() == own.config.to_dict()
+    assert {
+        name: loaded.state_dict()[name].equal(weight) for name, weight in expected.state_dict().items()
+    } == dict.fromkeys(expected.state_dict(), True)
+    assert loaded.config.to_dict() == expected.config.to_dict()
 
 
 def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:

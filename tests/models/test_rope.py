@@ -24,14 +24,14 @@ def random_keys(tokens: int = 6, channels: int = 16) -> torch.Tensor:
 @given(first=st.integers(-500, 500), second=st.integers(-500, 500), interleaved=st.booleans())
 def test_two_rotations_are_one_by_their_sum(first: int, second: int, interleaved: bool) -> None:
     keys, positions = random_keys(), torch.arange(6)
-    one, other, both = (angles(FREQUENCIES, positions + shift) for shift in (first, second, first + second))
+    by_first, by_second, by_both = (angles(FREQUENCIES, positions + shift) for shift in (first, second, first + second))
     base = angles(FREQUENCIES, -positions)
     twice = rotate(
-        rotate(rotate(keys, *one, interleaved=interleaved), *other, interleaved=interleaved),
+        rotate(rotate(keys, *by_first, interleaved=interleaved), *by_second, interleaved=interleaved),
         *base,
         interleaved=interleaved,
     )
-    assert torch.allclose(twice, rotate(keys, *both, interleaved=interleaved), atol=2e-4)
+    assert torch.allclose(twice, rotate(keys, *by_both, interleaved=interleaved), atol=2e-4)
 
 
 @given(position=st.integers(0, 4000))
