@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import CorruptEntry, PromptTooLong
 from qcfuse_rag.ingestion.capture import capture_chunks
-from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_mending
+from qcfuse_rag.ingestion.chunk_attention import expected_overhead, worth_by_savings
 from qcfuse_rag.ingestion.provenance_ledger import ProvenanceLedger
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
@@ -148,7 +148,7 @@ class CaptureJob:
         assert chunk.context is not None
         worth = worth_by_use(filled, self._use_count)
         if kind == "variant":  # a use saves the tokens that need no repair
-            worth = worth_by_mending(filled, self._use_count, chunk.context)
+            worth = worth_by_savings(filled, self._use_count, chunk.context)
             saved_ms *= 1 - expected_overhead(chunk, [slot.context for slot in filled])
         number = slot_to_write(filled, chunk.context, self._slots, worth)
         key = slot_key(kind, number, target.lm.fingerprint, target.prefix_ids, ids)

@@ -115,12 +115,12 @@ def prefix_overlap(then: Sequence[str], masses: Sequence[float], now: Sequence[s
     return beta * (1 - kendall_distance(then, now))
 
 
-def impact_of(chunk: ChunkKV) -> float:
+def context_impact(chunk: ChunkKV) -> float:
     """Return the cache context impact (CCI) of a captured chunk, in [0.5, 1]."""
     return next(iter(chunk.facts.get("cci", ())), NO_IMPACT)
 
 
-def overlap_of(chunk: ChunkKV, now: Sequence[str]) -> float:
+def captured_overlap(chunk: ChunkKV, now: Sequence[str]) -> float:
     """Return `prefix_overlap` of a captured chunk's context and a new one."""
     return prefix_overlap(chunk.context or (), chunk.facts.get("inter", ()), now)
 
@@ -133,11 +133,11 @@ def expected_overhead(chunk: ChunkKV, contexts: Sequence[Sequence[str]]) -> floa
         contexts: contexts that the same text was captured in, a sample of future ones. Its own context counts once.
     """
     others = [context for context in contexts if tuple(context) != chunk.context]
-    missing = sum(1 - overlap_of(chunk, context) for context in others)
-    return impact_of(chunk) * missing / (1 + len(others))
+    missing = sum(1 - captured_overlap(chunk, context) for context in others)
+    return context_impact(chunk) * missing / (1 + len(others))
 
 
-def worth_by_mending(
+def worth_by_savings(
     slots: Sequence[Slot], uses: Callable[[Slot], float], context: Sequence[str]
 ) -> Callable[[Slot], float]:
     """Return a worth function that evicts the slot whose uses saved least: Cache-Craft's eviction within a chunk.

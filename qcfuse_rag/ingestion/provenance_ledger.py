@@ -1,4 +1,4 @@
-"""Record which passages each derived entry of a job is made from, so that it is deleted with any of them."""
+"""Record the passages that a job's entries are made from, so that entries are deleted with any of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.selectors import Selection, TopPerChunk
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
-from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, impact_of, overlap_of
+from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, captured_overlap, context_impact
 from qcfuse_rag.prompts.segments import Span
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -89,14 +89,14 @@ class ClosestVariant:
 
     def _ranked(self, place: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
         """Yield `(overhead, exact, slot)`, the easiest first; the cache under the method's base as slot None."""
-        known = [impact_of(slot.chunk) for slot in slots]
+        known = [context_impact(slot.chunk) for slot in slots]
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
         ]
         straight = follows_system_prefix(place)
         for slot, impact in zip(slots, known, strict=True):
             exact = straight and slot.context == place.predecessors
-            overlap = overlap_of(slot.chunk, place.predecessors)
+            overlap = captured_overlap(slot.chunk, place.predecessors)
             rated.append((0.0 if exact else self._overhead(impact, overlap), exact, slot))
         yield from sorted(rated, key=lambda one: (not one[1], one[0]))  # stable: of equals the framed cache is first
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
 from qcfuse_rag.fusion.report import FusionReport, Lookup
 from qcfuse_rag.fusion.selectors import TopPerChunk
-from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_mending
+from qcfuse_rag.ingestion.chunk_attention import expected_overhead, prefix_overlap, worth_by_savings
 from qcfuse_rag.methods.cachecraft import ClosestVariant, FocusedChunks
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -272,7 +272,7 @@ def test_the_cache_whose_uses_save_least_gives_way(captured: FusionEngine) -> No
     assert len(slots) == 2
     new = (contexts[0][0],)
     uses = {0: 2.0, 1: 3.0}
-    worth = worth_by_mending(slots, lambda slot: uses[slot.number], new)
+    worth = worth_by_savings(slots, lambda slot: uses[slot.number], new)
     for slot in slots:
         others = [list(context) for context in (*contexts, new) if context != slot.context]
         lacking = [1 - overlap_by_hand(slot.chunk, other) for other in others]
