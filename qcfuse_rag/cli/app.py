@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,8 @@ from qcfuse_rag.cli.options import (
     Dtype,
     Json,
     Library,
-    ModelOptions,
+    PlanOptions,
+    ProfileOptions,
     Question,
     ServeOptions,
     VerifyOptions,
@@ -45,14 +45,6 @@ app.add_typer(warm_app, name="warm")
 app.add_typer(store_app, name="store")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
-
-
-class Numbers(StrEnum):
-    """Number formats of stored keys and values."""
-
-    MODEL = "model"
-    INT8 = "int8"
-    FP8 = "fp8"
 
 
 @app.command()
@@ -110,35 +102,12 @@ def serve_command(
 
 
 @app.command("plan")
-def plan_command(
-    nodes: Annotated[int, typer.Option(min=1, help="Number of passages in the corpus.")],
-    model: Annotated[str, typer.Option(help="Shape of `bench speed`, such as qwen3-8b, or a model folder or id.")],
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per passage.")] = 384,
-    gpu: Annotated[
-        str, typer.Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")
-    ] = "h200",
-    retrieved: Annotated[int, typer.Option(min=1, help="Passages per request.")] = 10,
-    ratio: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.05,
-    numbers: Annotated[Numbers, typer.Option(help="Number format of stored keys and values.")] = Numbers.MODEL,
-    reached: Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5,
-    caches: Annotated[int, typer.Option(min=1, help="Caches per passage; the default method keeps two.")] = 2,
-    as_json: Json = False,
-) -> None:
+@expand_options
+def plan_command(options: PlanOptions, as_json: Json = False) -> None:
     """Estimate the bytes, warming hours, break-even uses, and time to first token of a corpus on each tier."""
     from qcfuse_rag.cli.plan import plan_corpus
 
-    plan_corpus(
-        nodes=nodes,
-        tokens=tokens,
-        model=model,
-        gpu=gpu,
-        retrieved=retrieved,
-        ratio=ratio,
-        numbers=numbers.value,
-        reached=reached,
-        caches=caches,
-        as_json=as_json,
-    )
+    plan_corpus(options, as_json=as_json)
 
 
 @app.command("verify")
@@ -184,46 +153,11 @@ def explain(
 
 @app.command()
 @expand_options
-def profile(
-    options: ModelOptions,
-    data: Annotated[
-        Path | None, typer.Option(help="JSON lines file of questions; by default those of the demo.")
-    ] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Number of questions to use; all by default.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Number of layers to choose.")] = 3,
-    depth_penalty: Annotated[float, typer.Option(min=0.0, help="Penalty on the recall of deep layers.")] = 0.0,
-    unlabelled: Annotated[
-        bool, typer.Option("--unlabelled", help="Use questions without answers: leave passages out one by one.")
-    ] = False,
-    distractors: Annotated[
-        int | None, typer.Option(min=0, help="Passages beside the needed passages; all of a file by default.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write the profile to.")] = None,
-    store: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a library or of a store; the profile is kept in it for methods that read it."),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Image file of the layers to draw.")] = None,
-    as_json: Json = False,
-) -> None:
+def profile(options: ProfileOptions, as_json: Json = False) -> None:
     """Find the critical layers of a model: the layers in which questions attend to their answers."""
-    from qcfuse_rag.cli.profile import ProfileOptions, run_profile
+    from qcfuse_rag.cli.profile import run_profile
 
-    profile_options = ProfileOptions(
-        model=options.model,
-        data=data,
-        size=size,
-        layers=layers,
-        depth_penalty=depth_penalty,
-        unlabelled=unlabelled,
-        distractors=distractors,
-        out=out,
-        store=store,
-        plot=plot,
-        device=options.device,
-        dtype=options.dtype,
-    )
-    run_profile(profile_options, as_json=as_json)
+    run_profile(options, as_json=as_json)
 
 
 @app.command()

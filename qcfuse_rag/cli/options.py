@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,6 +163,51 @@ class DemoOptions(ModelOptions):
     question: Annotated[str | None, Option(help="Question to ask instead of the built-in question.")] = None
     top_k: Annotated[int, Option(min=1, help="Number of passages to retrieve.")] = 8
     repeats: Annotated[int, Option(min=1, help="Number of measurements of each method.")] = 5
+
+
+class Numbers(StrEnum):
+    """Number formats of stored keys and values."""
+
+    MODEL = "model"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of `qcfuse plan`."""
+
+    nodes: Annotated[int, Option(min=1, help="Number of passages in the corpus.")]
+    model: Annotated[str, Option(help="Shape of `bench speed`, such as qwen3-8b, or a model folder or id.")]
+    tokens: Annotated[int, Option(min=1, help="Tokens per passage.")] = 384
+    gpu: Annotated[str, Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")] = "h200"
+    retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
+    ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.05
+    numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.MODEL
+    reached: Annotated[float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5
+    caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions(ModelOptions):
+    """Options of `qcfuse profile`."""
+
+    data: Annotated[Path | None, Option(help="JSON lines file of questions; by default those of the demo.")] = None
+    size: Annotated[int | None, Option(min=1, help="Number of questions to use; all by default.")] = None
+    layers: Annotated[int, Option(min=1, help="Number of layers to choose.")] = 3
+    depth_penalty: Annotated[float, Option(min=0.0, help="Penalty on the recall of deep layers.")] = 0.0
+    unlabelled: Annotated[
+        bool, Option("--unlabelled", help="Use questions without answers: leave passages out one by one.")
+    ] = False
+    distractors: Annotated[
+        int | None, Option(min=0, help="Passages beside the needed passages; all of a file by default.")
+    ] = None
+    out: Annotated[Path | None, Option(help="File to write the profile to.")] = None
+    store: Annotated[
+        Path | None,
+        Option(help="Folder of a library or of a store; the profile is kept in it for methods that read it."),
+    ] = None
+    plot: Annotated[Path | None, Option(help="Image file of the layers to draw.")] = None
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

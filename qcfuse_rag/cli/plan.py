@@ -1,4 +1,4 @@
-"""`qcfuse plan`: what a corpus would take, before there is one."""
+"""`qcfuse plan`: estimate the size, cost and speed of a corpus before it is warmed."""
 
 from __future__ import annotations
 
@@ -7,64 +7,64 @@ import math
 from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, size, status
+from qcfuse_rag.cli.options import PlanOptions
 from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
 
 
-def plan_corpus(
-    nodes: int,
-    tokens: int,
-    model: str,
-    gpu: str,
-    retrieved: int,
-    ratio: float,
-    numbers: str,
-    reached: float,
-    caches: int,
-    *,
-    as_json: bool,
-) -> None:
-    """Print bytes, hours, uses until it pays, and the time to the first token from each tier."""
-    shape = shape_of(model)
-    if gpu == HERE:
+def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
+    """Print bytes, warming hours, break-even uses, and the time to the first token from each tier.
+
+    Raises:
+        QCFuseError: if there is no such model or GPU.
+    """
+    shape = shape_of(options.model)
+    if options.gpu == HERE:
         with status("measuring this machine"):
             rates = rates_here()
     else:
-        rates = rates_of(gpu, reached=reached)
-    about = {"nodes": nodes, "tokens": tokens, "retrieved": retrieved, "caches": caches}
-    found = size_up(shape, rates, **about, ratio=ratio, number_bytes=NUMBERS[numbers])
+        rates = rates_of(options.gpu, reached=options.reached)
+    sizing = size_up(
+        shape,
+        rates,
+        nodes=options.nodes,
+        tokens=options.tokens,
+        retrieved=options.retrieved,
+        ratio=options.ratio,
+        number_bytes=NUMBERS[options.numbers.value],
+        caches=options.caches,
+    )
     if as_json:
-        print_json(found.to_dict())
+        print_json(sizing.to_dict())
     else:
-        _print(found, nodes, tokens, model, gpu, retrieved, ratio, caches)
+        _print_sizing(sizing, options)
 
 
-def _print(
-    found: Sizing, nodes: int, tokens: int, model: str, gpu: str, retrieved: int, ratio: float, caches: int
-) -> None:
-    warming = duration(3600 * found.warming_hours)
+def _print_sizing(sizing: Sizing, options: PlanOptions) -> None:
+    warming, per_token = duration(3600 * sizing.warming_hours), sizing.kv_bytes_per_token / 1024
     OUT.print(
-        f"{nodes:,} passages of {tokens} tokens, {model}, {gpu}: {size(found.corpus_bytes)} "
-        f"({caches} caches of each, {found.kv_bytes_per_token / 1024:.0f} KiB a token), "
+        f"{options.nodes:,} passages of {options.tokens} tokens, {options.model}, {options.gpu}: "
+        f"{size(sizing.corpus_bytes)} ({options.caches} caches of each, {per_token:.0f} KiB per token), "
         f"{warming} of warming on one machine",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-    uses = found.break_even_uses
-    paid = "warming never pays at this ratio"
+    uses = sizing.break_even_uses
+    break_even = "warming never pays off at this ratio"
     if uses < math.inf:
-        paid = f"in computing time, a passage has paid for its warming when it was retrieved {uses:.1f} times"
+        break_even = f"in computing time, warming a passage pays off after {uses:.1f} retrievals"
     OUT.print(
-        f"{paid}; a prompt of {retrieved} takes {_seconds(found.full_ttft_s)} to its first token without a store",
+        f"{break_even}; without a store, the first token of a prompt of {options.retrieved} passages takes "
+        f"{_seconds(sizing.full_ttft_s)}",
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("tier", "loading", f"computing at {ratio:g}", "first token", "times as fast", box=None)
-    for name, tier in found.tiers.items():
+    table = Table("tier", "loading", f"computing at {options.ratio:g}", "first token", "times as fast", box=None)
+    for name, tier in sizing.tiers.items():
         row = (_seconds(tier.load_s), _seconds(tier.compute_s), _seconds(tier.ttft_s), f"{tier.times_as_fast:.1f}")
         table.add_row(name, *row)
     OUT.print(table)
-    OUT.print(f"rates: {found.rates.source}. Floors, with loading and computing side by side.", highlight=False)
+    OUT.print(f"rates: {sizing.rates.source}. Lower bounds, with loading and computing in parallel.", highlight=False)
 
 
 def _seconds(seconds: float) -> str:

@@ -1,20 +1,20 @@
-"""`qcfuse profile`: find a model's critical layers and keep them where the engine looks."""
+"""`qcfuse profile`: find the critical layers of a model and save them where the engine reads them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, status
-from qcfuse_rag.cli.library import kv_folder
+from qcfuse_rag.cli.library import store_folder
+from qcfuse_rag.cli.options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.profile.measure import profile_layers
-from qcfuse_rag.evaluation.profile.samples import demo_samples, read_samples
+from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import NAME, LayerProfile
 from qcfuse_rag.verification.samples import Sample
@@ -26,33 +26,15 @@ DEMO_DISTRACTORS = 3
 BAR = 24
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """What `qcfuse profile` was given; see its help."""
-
-    model: str | None
-    data: Path | None
-    size: int | None
-    layers: int
-    depth_penalty: float
-    unlabelled: bool
-    distractors: int | None
-    out: Path | None
-    store: Path | None
-    plot: Path | None
-    device: str | None
-    dtype: str | None
-
-
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
-    """Profile a model, show its layers, and write the profile where it was asked for.
+    """Profile a model, print its layers, and write the profile to the requested files.
 
     Raises:
-        QCFuseError: if a file cannot be read or written, or no question can be used.
+        QCFuseError: if a file cannot be read or written, or no question is usable.
     """
     samples = _samples(options)
-    new_figure = None if options.plot is None else _plotting()
-    written = [path for path in (options.out, options.store and _beside(options.store)) if path is not None]
+    make_figure = None if options.plot is None else _figure_factory()
+    written = [path for path in (options.out, options.store and store_folder(options.store) / NAME) if path is not None]
     with status("loading the model"):
         engine = FusionEngine.load(options.model or default_model(), device=options.device, dtype=options.dtype)
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
@@ -66,8 +48,8 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
         )
     for path in written:
         profile.save(path)
-    if options.plot is not None and new_figure is not None:
-        _draw(profile, new_figure()).savefig(options.plot)
+    if options.plot is not None and make_figure is not None:
+        _draw(profile, make_figure()).savefig(options.plot)
     if as_json:
         print_json({**profile.to_dict(), "written": [str(path) for path in written]})
         return
@@ -75,15 +57,18 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     for reason, count in profile.skipped.items():
         ERR.print(f"[yellow]{count} questions skipped[/yellow]: {reason}")
     if not written:
-        ERR.print("nothing was written; --store FOLDER keeps it beside a store, where it is found, --out FILE anywhere")
+        ERR.print(
+            "the profile was not saved; --store FOLDER saves it in a store for the engine, --out FILE in any file"
+        )
     for path in written:
         OUT.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def to_table(profile: LayerProfile) -> Table:
-    """Return the layers with a bar for each one's recall; a star marks those chosen, a dot those by depth alone."""
+    """Return a table of the recall of each layer; a star marks chosen layers, a dot the default layers by depth."""
     by_depth = default_critical_layers(len(profile.recall))
     highest = max(profile.recall) or 1.0
+    chosen, default = (_describe_layers(profile, layers) for layers in (profile.layers, by_depth))
     table = Table(
         "layer",
         "recall",
@@ -91,7 +76,7 @@ def to_table(profile: LayerProfile) -> Table:
         "",
         title=f"Recall@10 % of {'the answers' if profile.labels == 'answers' else 'the decisive passages'}, "
         f"{profile.samples} questions",
-        caption=f"* chosen: {_listed(profile, profile.layers)}\n· by depth: {_listed(profile, by_depth)}",
+        caption=f"* chosen: {chosen}\n· by depth: {default}",
     )
     for layer, value in enumerate(profile.recall):
         mark = ("*" if layer in profile.layers else " ") + ("·" if layer in by_depth else " ")
@@ -99,16 +84,16 @@ def to_table(profile: LayerProfile) -> Table:
     return table
 
 
-def _listed(profile: LayerProfile, layers: tuple[int, ...]) -> str:
+def _describe_layers(profile: LayerProfile, layers: tuple[int, ...]) -> str:
     mean = sum(profile.recall[layer] for layer in layers) / len(layers)
     return f"{', '.join(map(str, layers))}; mean recall {mean:.3f}"
 
 
 def _samples(options: ProfileOptions) -> list[Sample]:
-    """Return the questions asked for, no more passages in each than asked for."""
+    """Return the selected questions, with the selected number of distractor passages."""
     if options.data is None:
-        wanted = DEMO_DISTRACTORS if options.distractors is None else options.distractors
-        return demo_samples(wanted)[: options.size]
+        distractors = DEMO_DISTRACTORS if options.distractors is None else options.distractors
+        return demo_samples(distractors)[: options.size]
     samples = read_samples(options.data)[: options.size]
     if options.distractors is None:
         return samples
@@ -119,13 +104,8 @@ def _samples(options: ProfileOptions) -> list[Sample]:
     return [sample.with_distractors(options.distractors) for sample in samples]
 
 
-def _beside(folder: Path) -> Path:
-    """Return where a library's store, or a store's folder itself, has its profile; it need not be there yet."""
-    return kv_folder(folder) / NAME
-
-
-def _plotting() -> Any:
-    """Return what makes a figure; asked before the work, so that a missing library does not cost its result."""
+def _figure_factory() -> Callable[[], Figure]:
+    """Return a function that makes a figure; called before the measurement, so that a missing library fails early."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -60,7 +60,9 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         require_passages(passages, options)
         texts = [text for document_texts in passages.values() for text in document_texts]
         chunk_ids = [engine.prompts.chunk_ids(text) for text in texts]
-        plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(measure=True, limit_bytes=limit)
+        plan = engine.corpus.warm_job(chunk_ids, batch_tokens=options.batch_tokens).plan(
+            measure=True, limit_bytes=limit
+        )
     documents = _count_with_text(passages)
     free = shutil.disk_usage(library if library.exists() else Path.cwd()).free
     if as_json:
