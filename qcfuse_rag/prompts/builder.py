@@ -50,7 +50,7 @@ class PromptBuilder:
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a passage's chunk, the same in every prompt."""
-        return self._plain_ids(self.template.format_chunk(text))
+        return self._text_ids(self.template.format_chunk(text))
 
     @cached_property
     def longest_token(self) -> int:
@@ -79,7 +79,7 @@ class PromptBuilder:
             question: the user's question.
             chunks: retrieved passages, in the order of the prompt; may be empty.
             history: earlier turns of the conversation, placed after the system message; never stored. Its leading
-                system messages are merged into the system message.
+                system messages are merged into the template's system message, or become it if there is none.
             tools: tools that the model may call, at the place of the chat template; never stored.
 
         Returns:
@@ -94,7 +94,7 @@ class PromptBuilder:
                     Segment(Role.CHUNK, self.chunk_ids(chunk), self.template.format_chunk(chunk)) for chunk in chunks
                 ]
             elif kind == "question":
-                segments.append(Segment(Role.QUESTION, self._plain_ids(question), question))
+                segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
             else:
                 role = Role.HEAD if index == 0 and fixed else Role.TEXT
                 segments.append(Segment(role, self._encode(rendered), rendered.text))
@@ -222,7 +222,7 @@ class PromptBuilder:
     def _encode(self, rendered: RenderedText) -> tuple[int, ...]:
         return self.encode_whole(rendered, begin=False)[0]
 
-    def _plain_ids(self, text: str) -> tuple[int, ...]:
+    def _text_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise a segment without special tokens: a passage cannot end a turn."""
         return tuple(self._without_special.encode(text, add_special_tokens=False).ids)
 

@@ -1,8 +1,8 @@
 """Build a prompt from finished text in which passages were found.
 
-The prompt's ids are those of the text tokenised as a whole. A passage was tokenised alone when it was warmed; its tokens
-equal those of the text everywhere but at its edges. Equal tokens use the stored cache; the others are ordinary rows. So
-a method that finds or reuses nothing computes exactly the prompt of the model's own pipeline.
+The prompt's ids are those of the text tokenised as a whole. A passage was tokenised alone when it was warmed; its
+tokens equal those of the text everywhere but at its edges. Equal tokens use the stored cache; others are ordinary rows.
+So a method that finds or reuses nothing computes exactly the prompt of the model's own pipeline.
 """
 
 from __future__ import annotations
