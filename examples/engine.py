@@ -1,4 +1,4 @@
-"""The engine by itself: warm passages, ask, and look at what was done."""
+"""Use the engine by itself: warm passages, ask a question, and print the report."""
 
 from qcfuse_rag import FusionEngine, SamplingParams, make_method
 from qcfuse_rag.bundled import corpus, default_model
