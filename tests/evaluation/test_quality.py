@@ -20,6 +20,7 @@ from qcfuse_rag.evaluation.quality.offline import prepare
 from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
+from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -223,7 +224,7 @@ def neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     def others(passages: Sequence[str], count: int = 10) -> list[list[int]]:
         return [[j for j in reversed(range(len(passages))) if j != i] for i in range(len(passages))]
 
-    monkeypatch.setattr("qcfuse_rag.evaluation.quality.offline.embedded_neighbours", others)
+    seams.nearest_passages(monkeypatch, others)
 
 
 def likelihoods(found: dict[str, Any]) -> dict[tuple[str, str], float]:
@@ -353,7 +354,7 @@ def test_questions_are_prepared_in_groups(bench: Bench) -> None:
 def test_a_batch_too_large_for_memory_is_answered_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--methods", "reuse,random", "--bases", "blind,framed", "--size", 2)
     whole = bench(*options)
-    monkeypatch.setattr("qcfuse_rag.evaluation.quality.run.STACK_BYTES", 1)
+    seams.batch_bytes(monkeypatch, 1)
     bench.out = bench.out.with_name("parts.json")
     parts = bench(*options)
 

@@ -20,6 +20,7 @@ from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
 from qcfuse_rag.verification.cases import string_match
 from qcfuse_rag.verification.ruler import NOISE, TASKS, generate
+from tests.support import seams
 from tests.support.passages import PASSAGES
 
 
@@ -206,9 +207,7 @@ def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: Fu
 def test_enriched_passages_are_charged_with_the_framed_ones_they_are_made_from(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "qcfuse_rag.evaluation.quality.offline.embedded_neighbours", lambda passages, count: [[1], [2], [0]]
-    )
+    seams.nearest_passages(monkeypatch, lambda passages, count: [[1], [2], [0]])
     costs = prepare(engine, configurations(["fusionrag", "reuse"], [0.1]), PASSAGES)
     enriched, framed = costs["warm enriched"], costs["warm framed"]
     assert enriched.chunks == framed.chunks == 3
@@ -225,7 +224,7 @@ def test_neighbours_are_searched_in_a_corpus(engine: FusionEngine, monkeypatch: 
         seen.append((passages, count))
         return [[2], [2], [0]]
 
-    monkeypatch.setattr("qcfuse_rag.evaluation.quality.offline.embedded_neighbours", neighbours)
+    seams.nearest_passages(monkeypatch, neighbours)
     costs = prepare(engine, configurations(["fusionrag"], [0.1]), asked, NeighbourPool((asked[1], other, other), 3))
     assert seen == [([*asked, other], 3)]
     assert costs["warm enriched"].chunks == 2
@@ -245,9 +244,7 @@ def test_primed_passages_are_charged_with_the_framed_ones_that_come_first(engine
 def test_a_passage_captured_in_several_groups_is_one_passage(
     engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "qcfuse_rag.evaluation.quality.offline.embedded_neighbours", lambda passages: [[1, 2], [0, 2], [1, 0]]
-    )
+    seams.nearest_passages(monkeypatch, lambda passages: [[1, 2], [0, 2], [1, 0]])
     chosen = configurations(["cachecraft"])
     groups = covering_groups([[1, 2], [0, 2], [1, 0]], CAPTURED_TOGETHER)
     assert sum(len(group) - 1 for group in groups) > 3, "or nothing is captured twice"

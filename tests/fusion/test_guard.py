@@ -20,6 +20,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
 from qcfuse_rag.store.backends.base import EntryInfo
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
@@ -136,9 +137,12 @@ def test_loading_is_measured_when_there_is_something_to_load(llama: LanguageMode
     assert engine.runner.costs().load_s > 0
 
 
-def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel) -> None:
+def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows)
     costs = measure_passes(llama)
+    assert (costs.pass_s, costs.row_s) == (pytest.approx(0.5), pytest.approx(0.002))
     assert costs.compute(0) == 0
+    assert costs.compute(1000) == pytest.approx(2.5)
     assert costs.compute(100) < costs.compute(1000)
     assert costs.compute_some(100) == costs.compute(100)
     assert costs.compute_some(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
@@ -160,17 +164,21 @@ def test_a_margin_must_be_above_zero() -> None:
         BreakEven(0.0)
 
 
-def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(llama: LanguageModel, tmp_path: Path) -> None:
+def test_costs_outlive_a_restart_and_a_damaged_file_is_measured_anew(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with DiskStore(tmp_path) as store:
         engine = make_engine(llama, store)
         engine.warm(PASSAGES, bases=(FRAMED,))
         first = engine.runner.costs()
     [path] = tmp_path.glob("costs-*.json")
+    seams.passes_take(monkeypatch, lambda rows: 100.0 + rows)
     with DiskStore(tmp_path) as store:
-        assert make_engine(llama, store).costs() == first
+        assert make_engine(llama, store).runner.costs() == first
         path.write_text("{")
-        assert make_engine(llama, store).costs() != first
-    assert read_costs(path) is not None
+        anew = make_engine(llama, store).runner.costs()
+    assert (anew.pass_s, anew.row_s) == (pytest.approx(100), pytest.approx(1))
+    assert read_costs(path) == anew
 
 
 class Unlisted(MemoryStore):
@@ -184,4 +192,8 @@ def test_a_store_that_cannot_be_listed_costs_no_answer(llama: LanguageModel) -> 
     engine = FusionEngine(llama, Unlisted(), method=guarded())
     engine.warm(PASSAGES, bases=(FRAMED,))
     assert measure_loading(llama, engine.store) is None
-    assert engine.prefill(engine.prompt(QUESTION, PASSAGES)).report.prompt_tokens > 0
+    assert engine.runner.costs().load_s == 0, "nothing could be timed"
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    done = engine.prefill(prompt)
+    same = make_method("full") if done.report.base is None else guarded().unguarded
+    assert torch.allclose(done.logits, engine.prefill(prompt, method=same).logits, atol=1e-4)

@@ -14,6 +14,7 @@ from qcfuse_rag.runtime.attention.row_blocks import split_rows
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import RowsPlan
+from tests.support import seams
 
 
 class Layer(nn.Module):
@@ -123,7 +124,7 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
     query = torch.randn(1, 4, 3, 8, generator=generator)
     key = torch.randn(1, 2, length, 8, generator=generator)
     key[:, :, ~known] = torch.nan
-    monkeypatch.setattr("qcfuse_rag.runtime.reference_attention.LEAST_ROWS", 1)  # two rows, then one
+    seams.reference_least_rows(monkeypatch, 1)  # two rows, then one
     found = attention_weights(query, key, rows, known, scaling=0.5, window=window, reduce=reduce)
     per_row = torch.zeros(4, 3, length)
     for head in range(4):

@@ -18,6 +18,7 @@ from qcfuse_rag.server.auth_middleware import LOOPBACK, RequestLimits
 from qcfuse_rag.server.backend import Event
 from qcfuse_rag.server.http_server import SPARE_CONNECTIONS, make_server
 from qcfuse_rag.server.request import ChatRequest
+from tests.support import seams
 from tests.support.serving import ASKED, JSON, ask, client, error
 
 PATH = "/v1/chat/completions"
@@ -162,7 +163,7 @@ async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> Non
 
 @pytest.mark.enable_socket
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.server.http_server.SPARE_CONNECTIONS", 2)
+    seams.spare_connections(monkeypatch, 2)
     async with listening(make_server(make_app(Yes()), max_requests=2)) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.simulated.device import Device
+from tests.support import seams
 
 # Where there is a CUDA device, tests/gpu uses that.
 collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() or find_spec("triton") is None else []
@@ -30,13 +31,12 @@ def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None
     from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall
     from tests.simulated.cuda import simulated_cuda
 
-    for name, value in {"kernel_refusal": remembered, "TOKENS": 40, "ROWS": 8}.items():  # the interpreter is slow
-        monkeypatch.setattr(f"qcfuse_rag.runtime.kernels.support.{name}", value)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model]
-    )  # as it is for these kernels
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"model": model})
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES", 1 << 13)  # so that it goes round
+    seams.kernel_refusal(monkeypatch, remembered)
+    seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
+    seams.kernel_check_rows(monkeypatch, 8)
+    seams.prefill_views(monkeypatch, lambda model: [model])  # as it is for these kernels
+    seams.decode_views(monkeypatch, lambda model: {"model": model})
+    seams.ring_bytes(monkeypatch, 1 << 13)  # so that it goes round
     with simulated_cuda() as device:
         yield device
         gc.collect()

@@ -31,6 +31,7 @@ from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.simulated.order import Stream
 from tests.simulated.tensor import DeviceTensor
+from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -77,7 +78,7 @@ def assert_same(found: Prefilled, expected: Prefilled) -> None:
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.unavailable_reason", lambda *about: "switched off")
+    seams.kernel_refusal(monkeypatch, lambda *about: "switched off")
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -121,11 +122,11 @@ def test_what_is_stored_arrives_from_every_tier(
 def test_recorded_passes_and_steps_are_those_that_were_recorded(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_steps)
-    for short in ("TIMED", "ROUNDS"):
-        monkeypatch.setattr(f"qcfuse_rag.runtime.graphs.decode_graphs.{short}", 1)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 40))
+    seams.prefill_views(monkeypatch, leanest_first)
+    seams.decode_views(monkeypatch, leanest_steps)
+    seams.decode_trial_steps(monkeypatch, 1)
+    seams.decode_trial_rounds(monkeypatch, 1)
+    seams.decode_trial_lengths(monkeypatch, (5, 40))
     here, there = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     there.runner.prefills.compile(rows=(16, 48))
     there.runner.decodes.compile(requests=(1,))
@@ -143,7 +144,7 @@ def test_recorded_passes_and_steps_are_those_that_were_recorded(
 def test_recorded_steps_of_the_leanest_layers_are_the_models(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
+    seams.decode_views(monkeypatch, leanest_alone)
     here, there = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
     there.runner.decodes.compile(requests=(2,))
     assert there.runner.decodes.refusal is None

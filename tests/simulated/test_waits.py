@@ -18,6 +18,7 @@ from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
+from tests.support import seams
 
 TO_REPORT_WHICH_ROWS = "aten::_to_copy"
 
@@ -81,7 +82,7 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
                 assert all(map(device.host.clock.knows, placed.clock.values())), "given back before it was placed"
                 in_flight -= nbytes
 
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES", room)
+    seams.bytes_ahead(monkeypatch, room)
     monkeypatch.setattr(HostToDevice, "send", counted)
     monkeypatch.setattr(LayerLoader, "_free", counted_free)
     assert_same(there.prefill(prompt, method=chosen), expected)

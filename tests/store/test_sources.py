@@ -23,6 +23,7 @@ from qcfuse_rag.store.documents import manifest
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.support import seams
 
 SECRET = bytes(range(32))
 
@@ -99,7 +100,7 @@ def test_what_cannot_be_written_is_an_error_at_once(store: DiskStore, monkeypatc
     """Others who open the file are waited for; a folder that cannot be written will not change."""
     begun = time.monotonic()
     Sources(store).close()
-    monkeypatch.setattr("qcfuse_rag.store.documents.manifest.sqlite3.connect", unwritable)
+    seams.manifest_connection(monkeypatch, unwritable)
     with pytest.raises(StoreError, match="readonly"):
         Sources(store)
     assert time.monotonic() - begun < manifest.OPEN_TIMEOUT_S / 2

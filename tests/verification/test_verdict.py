@@ -21,6 +21,7 @@ from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.cases import passage_cases
 from qcfuse_rag.verification.checks import VerifyLimits, verify
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -248,7 +249,7 @@ def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monke
 
     shadow = served.watch(ShadowSettings(every=1))
     with monkeypatch.context() as patch:
-        patch.setattr("qcfuse_rag.monitoring.shadow.prefill", fails)
+        seams.shadow_prefill(patch, fails)
         ask(served, 1)
         assert shadow.wait(30)
     ask(served, 1)

@@ -20,6 +20,7 @@ from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.model_views import ModuleProxy
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
@@ -34,13 +35,11 @@ if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cann
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("decode_step", "graphs.recorder"):
-        monkeypatch.setattr(f"qcfuse_rag.runtime.{module}.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5, 6, 70))
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TIMED", 1)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"model": model}
-    )  # the interpreter is slow
+    seams.steps_have_kernels(monkeypatch, lambda *given: True)
+    seams.recorder_has_kernels(monkeypatch, lambda *given: True)
+    seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
+    seams.decode_trial_steps(monkeypatch, 1)
+    seams.decode_views(monkeypatch, lambda model: {"model": model})  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LanguageModel:
@@ -68,7 +67,7 @@ def test_a_recorded_step_is_the_step(
 ) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
 
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", leanest_alone)
+    seams.decode_views(monkeypatch, leanest_alone)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     steps = DecodeRunner(lm, recorder)
     steps.compile(requests=(1, 3) if family == "llama" else (3,))
@@ -160,7 +159,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
+    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
     recorder = CountingRecorder()
     steps = DecodeRunner(model_of("llama", tokenizer), recorder)
     steps.compile()
@@ -173,9 +172,7 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
 ) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"other": other.model, "model": model}
-    )
+    seams.decode_views(monkeypatch, lambda model: {"other": other.model, "model": model})
     steps = DecodeRunner(lm, CountingRecorder())
     steps.compile(requests=(1,))
     assert steps.refusal is None
@@ -198,9 +195,9 @@ def test_steps_are_recorded_by_the_view_that_is_fastest(
     lm, recorder = model_of("llama", tokenizer, layers=1), CountingRecorder()
     views = {"slow": Slow(lm.model), "model": lm.model}
     offered = dict(sorted(views.items(), reverse=reverse))
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: offered)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT", (5,))
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.decode_graphs.ROUNDS", 1)
+    seams.decode_views(monkeypatch, lambda model: offered)
+    seams.decode_trial_lengths(monkeypatch, (5,))
+    seams.decode_trial_rounds(monkeypatch, 1)
     steps = DecodeRunner(lm, recorder)
     steps.compile(requests=(1, 2))
     assert steps.refusal is None
@@ -217,9 +214,7 @@ def test_a_view_that_cannot_be_timed_is_not_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"one": model, "model": model}
-    )
+    seams.decode_views(monkeypatch, lambda model: {"one": model, "model": model})
 
     def no_room(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
@@ -237,9 +232,7 @@ def test_after_a_recording_that_ended_half_way_none_is_made(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps", lambda model: {"one": model, "model": model}
-    )
+    seams.decode_views(monkeypatch, lambda model: {"one": model, "model": model})
     recorder = Breaking()
     steps = DecodeRunner(lm, recorder)
     steps.compile(requests=(1, 2))

@@ -30,6 +30,7 @@ from qcfuse_rag.runtime.model_views import HookedLayer
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_nested_model
@@ -47,10 +48,8 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr(
-        "qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model]
-    )  # the interpreter is slow
+    seams.recorder_has_kernels(monkeypatch, lambda *given: True)
+    seams.prefill_views(monkeypatch, lambda model: [model])  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -80,7 +79,7 @@ def test_a_recorded_pass_is_the_pass(
     family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", leanest_first)
+    seams.prefill_views(monkeypatch, leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4, 8))
@@ -138,8 +137,8 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
     engine.warm(PASSAGES, bases=(FRAMED,))
     engine.runner.prefills = PrefillRunner(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: True)
-        patched.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: [model])
+        seams.recorder_has_kernels(patched, lambda *given: True)
+        seams.prefill_views(patched, lambda model: [model])
         engine.runner.prefills.compile(rows=(16, 64))
     assert engine.runner.prefills.refusal is None
     return engine, recorder
@@ -348,8 +347,8 @@ def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
     def full(*given: object) -> str:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.unavailable_reason", full)
+    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
+    seams.recorder_refusal(monkeypatch, full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
     passes.compile(rows=(4,))
     assert passes.refusal == "there are no kernels: there is no room to try them"
@@ -396,7 +395,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.recorder.kernels_run_on", lambda *given: False)
+    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
     recorder = CountingRecorder()
     passes = PrefillRunner(model_of("llama", tokenizer), recorder)
     passes.compile()
@@ -421,7 +420,7 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
         made.append(given[1])
         return HookedLayer(*given)
 
-    monkeypatch.setattr("qcfuse_rag.runtime.model_views.HookedLayer", making)
+    seams.hooked_layer(monkeypatch, making)
     buffer, _ = two_buffers(lm, 20)
     plan, ids = RowsPlan.of(on_device(3, 19), lm.sliding), on_device(5, 6)
     before = passes.replayed
@@ -438,7 +437,7 @@ def test_a_view_that_comes_out_otherwise_is_recorded_without(
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
     offered = iter([other.model, lm.model])
-    monkeypatch.setattr("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first", lambda model: offered)
+    seams.prefill_views(monkeypatch, lambda model: offered)
     passes = PrefillRunner(lm, CountingRecorder())
     passes.compile(rows=(8,))
     assert passes.refusal is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -11,18 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.runtime.kernels.passages import PASSAGES, Nearby
+from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.recorders import DEVICE
-
-COUNTED = [
-    ("attention", "sparse_attention", "sparse_attention"),
-    ("by table", "paged_attention", "table_attention"),
-    ("append", "paged_attention", "append_rows"),
-    ("score", "context_score", "context_scores"),
-    ("place", "placement", "place_blocks"),
-]
-"""What a kernel is called here, its module and its function; not imported, for where there is no Triton."""
 
 
 @pytest.fixture
@@ -51,13 +42,10 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    monkeypatch.setattr("qcfuse_rag.runtime.kernels.support.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.runtime.runner.kernels_run_on", lambda *given: True)
-    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.supports_placement", lambda *given: True)
+    seams.engine_has_kernels(monkeypatch, lambda *given: True)
+    seams.placement_support(monkeypatch, lambda *given: True)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: Nearby())
-    monkeypatch.setattr("qcfuse_rag.runtime.decode_step.kernels_run_on", lambda *given: True)
-    for name, module, function in COUNTED:
-        at = f"qcfuse_rag.runtime.kernels.{module}"
-        monkeypatch.setattr(f"{at}.{function}", counted(name, resolve_name(f"{at}:{function}")))
+        seams.transfer(monkeypatch, lambda runner: Nearby())
+    for name, kernel in seams.KERNELS.items():
+        kernel(monkeypatch, counted(name, kernel.original))
     return called

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.store.chunk import ChunkKV, TensorBlocks
 from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -48,9 +49,8 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
     assert set(with_kernels) == {"by table", "append"}
-    monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: None)
-    for module in ("runtime.kernels.support", "runtime.runner", "runtime.decode_step"):
-        monkeypatch.setattr(f"qcfuse_rag.{module}.kernels_run_on", lambda *given: False)
+    seams.transfer(monkeypatch, lambda runner: None)
+    seams.engine_has_kernels(monkeypatch, lambda *given: False)
     with_kernels.clear()
     theirs = engine.prefill(prompt, method=method, answer_tokens=4)
     assert not with_kernels
@@ -67,7 +67,7 @@ def test_layers_are_placed_by_one_launch_if_they_are_there(
     """None before it is, which would have the first layer wait for the last, and at first a few."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
-    monkeypatch.setattr("qcfuse_rag.runtime.runner.ModelRunner.open_transfer", lambda runner: Nearby(at_once=at_once))
+    seams.transfer(monkeypatch, lambda runner: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(FRAMED)
@@ -141,7 +141,8 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     monkeypatch.setattr(context_score, "weights_of_keys", watched(context_score.weights_of_keys, scored))
     model = build_model("llama", num_hidden_layers=2, max_position_embeddings=2048)
     lm = LanguageModel.wrap(model.to(DEVICE, torch.float16), tokenizer)
-    warming.run_first_passes(lm, make_engine(lm, MemoryStore()).prompts)
+    engine = make_engine(lm, MemoryStore())
+    warming.run_first_passes(engine.runner, engine.prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
     launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
     assert launched == {*all_ways, (launch.TALL.rows, False)}

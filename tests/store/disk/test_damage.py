@@ -16,6 +16,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, in_a_child, present, put, taken
+from tests.support import seams
 
 
 def flip(data: bytes, position: int) -> bytes:
@@ -114,7 +115,7 @@ def test_a_disk_that_fails_on_opening_is_a_miss_and_nothing_is_removed(
 
     put(store, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("qcfuse_rag.store.backends.disk.MappedFile", broken)
+        seams.mapped_file(patch, broken)
         assert store.get(KEY) == Miss("cannot be read: [Errno 5] Input/output error")
     assert_same(store.get(KEY), example_chunk())
 
@@ -137,7 +138,7 @@ def test_pages_that_cannot_be_read_are_an_error_and_not_a_signal(store: DiskStor
 def test_where_pages_cannot_be_asked_for_they_are_read(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on kernels before 5.14."""
     store.put(KEY, example_chunk(n_tokens=300))
-    monkeypatch.setattr("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ", 12345)
+    seams.populate_flag(monkeypatch, 12345)
     assert_same(store.get(KEY), example_chunk(n_tokens=300))
     found = store.get(KEY)
     assert not isinstance(found, Miss)

@@ -16,6 +16,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.disk_quota import DiskQuota
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.store.disk.folders import ENTRY, present, put, taken
+from tests.support import seams
 
 
 def test_a_write_that_fails_leaves_nothing_behind_and_sets_nothing_aside(
@@ -82,9 +83,7 @@ def test_a_disk_that_is_too_full_for_an_index_can_be_cleared(
 
     with monkeypatch.context() as patch:
         if not opened_before:
-            patch.setattr(
-                "qcfuse_rag.store.backends.disk.open_index", lambda folder: (None, None, "database or disk is full")
-            )
+            seams.opened_index(patch, lambda folder: (None, None, "database or disk is full"))
         store = DiskStore(folder)
         patch.setattr(DiskQuota, "remove", full)
         assert store.clear() == 3

@@ -20,6 +20,7 @@ from qcfuse_rag.store.backends.eviction import EntryUsage
 from qcfuse_rag.store.maintenance import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, present, put, taken
+from tests.support import seams
 
 
 @pytest.fixture
@@ -70,7 +71,7 @@ def test_what_is_planted_in_the_index_is_not_executed_and_the_index_is_made_agai
         put(store, 0, 1)
     plant(folder, change, bomb)
     with DiskStore(folder, 10 * ENTRY) as store:
-        assert "has been made again from the files" in store.notes[0]
+        assert "has been rebuilt from the files" in store.notes[0]
         assert {entry.address for entry in store.entries()} == {example_key(number).address for number in (0, 1)}
         assert store.stats()[0].size_bytes == 2 * ENTRY
         assert_same(store.get(KEY), example_chunk())
@@ -96,7 +97,7 @@ def test_a_damaged_index_is_made_again_from_the_files(folder: Path, junk: bytes)
         put(store, 0, 1)
     (folder / "index" / "cache.db").write_bytes(junk)
     with DiskStore(folder) as store:
-        assert "has been made again from the files" in store.notes[0]
+        assert "has been rebuilt from the files" in store.notes[0]
         assert {entry.address for entry in store.entries()} == {example_key(number).address for number in (0, 1)}
         put(store, 2)
 
@@ -132,7 +133,7 @@ def unindexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskSto
 
     with DiskStore(folder) as store:
         put(store, 0)
-    monkeypatch.setattr("qcfuse_rag.store.backends.disk_index.Index", locked)
+    seams.disk_index(monkeypatch, locked)
     with DiskStore(folder) as store:
         yield store
 
@@ -212,7 +213,7 @@ def test_an_index_that_names_files_outside_is_made_again(
         put(store, 0)
         name_outside(store, tag, name, about, thesis)
     with DiskStore(folder) as store:
-        assert "has been made again from the files" in store.notes[0]
+        assert "has been rebuilt from the files" in store.notes[0]
         put(store, 1)
         collect_garbage(store)
         assert present(store, 2) == [True, True]

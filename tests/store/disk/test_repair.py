@@ -19,6 +19,7 @@ from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild, wipe
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.support import seams
 
 KEY = example_key()
 
@@ -162,7 +163,7 @@ def test_a_store_that_cannot_be_written_cannot_be_looked_after(
     def locked(process_namespace: Path) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("qcfuse_rag.store.backends.disk_index.Index", locked)
+    seams.disk_index(monkeypatch, locked)
     with DiskStore(folder) as read_only:
         for act in (fsck, collect_garbage, rebuild):
             with pytest.raises(StoreError, match=r"its index cannot be opened: .*Read-only file system"):

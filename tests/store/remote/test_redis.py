@@ -10,6 +10,7 @@ from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
 from qcfuse_rag.store.backends.remote import RemoteStore
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.remote.servers import RedisProcess
+from tests.support import seams
 
 
 def test_a_full_redis_is_an_error_of_the_put_alone(own_server: RedisProcess) -> None:
@@ -32,7 +33,7 @@ def test_two_prefixes_of_one_server_are_two_stores(server: RedisProcess) -> None
 
 
 def test_many_entries_are_listed_in_steps(on_redis: RedisBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH", 7)
+    seams.redis_scan_batch(monkeypatch, 7)
     for number in range(50):
         on_redis.write(f"{number}.kv", [bytes(number)])
     assert sorted(on_redis.names()) == sorted((f"{number}.kv", number) for number in range(50))

@@ -1,0 +1,106 @@
+"""Every name in the package that tests replace, once, under a name that says what it is.
+
+Call a seam with a `MonkeyPatch` and the replacement: `seams.ring_bytes(monkeypatch, 1 << 13)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function, class or constant of the package, by the dotted name of every module that uses it."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, patch: pytest.MonkeyPatch, replacement: Any) -> None:
+        for name in self.names:
+            patch.setattr(name, replacement)
+
+    @property
+    def original(self) -> Any:
+        """What stands there until it is replaced; imported only now, as there may be no Triton."""
+        module, _, attribute = self.names[0].rpartition(".")
+        return resolve_name(f"{module}:{attribute}")
+
+
+def _seam(*names: str) -> Seam:
+    return Seam(names)
+
+
+rotation_angles = _seam("qcfuse_rag.models.rope.angles")
+
+mapped_file = _seam("qcfuse_rag.store.backends.disk.MappedFile")
+opened_index = _seam("qcfuse_rag.store.backends.disk.open_index")
+disk_index = _seam("qcfuse_rag.store.backends.disk_index.Index")
+redis_scan_batch = _seam("qcfuse_rag.store.backends.redis_blobs.SCAN_BATCH")
+manifest_connection = _seam("qcfuse_rag.store.documents.manifest.sqlite3.connect")
+populate_flag = _seam("qcfuse_rag.store.entry.reader.MADV_POPULATE_READ")
+
+measured_passes = _seam("qcfuse_rag.runtime.costs.measure_passes")
+measured_loading = _seam("qcfuse_rag.runtime.costs.measure_loading")
+timed_pass = _seam("qcfuse_rag.runtime.costs.prefill_once")
+timer = _seam("qcfuse_rag.runtime.costs.timed")
+reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.LEAST_ROWS")
+hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
+bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
+ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
+transfer = _seam("qcfuse_rag.runtime.runner.ModelRunner.open_transfer")
+
+steps_have_kernels = _seam("qcfuse_rag.runtime.decode_step.kernels_run_on")
+engine_has_kernels = _seam(
+    "qcfuse_rag.runtime.kernels.support.kernels_run_on",
+    "qcfuse_rag.runtime.runner.kernels_run_on",
+    *steps_have_kernels.names,
+)
+placement_support = _seam("qcfuse_rag.runtime.loading.layer_loader.supports_placement")
+kernel_refusal = _seam("qcfuse_rag.runtime.kernels.support.unavailable_reason")
+kernel_check_rows = _seam("qcfuse_rag.runtime.kernels.support.ROWS")
+kernel_check_tokens = _seam("qcfuse_rag.runtime.kernels.support.TOKENS")
+KERNELS = {
+    "attention": _seam("qcfuse_rag.runtime.kernels.sparse_attention.sparse_attention"),
+    "by table": _seam("qcfuse_rag.runtime.kernels.paged_attention.table_attention"),
+    "append": _seam("qcfuse_rag.runtime.kernels.paged_attention.append_rows"),
+    "score": _seam("qcfuse_rag.runtime.kernels.context_score.context_scores"),
+    "place": _seam("qcfuse_rag.runtime.kernels.placement.place_blocks"),
+}
+"""Functions that launch kernels, by what tests call them."""
+
+recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_run_on")
+recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
+prefill_views = _seam("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first")
+decode_views = _seam("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps")
+decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT")
+decode_trial_steps = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED")
+decode_trial_rounds = _seam("qcfuse_rag.runtime.graphs.decode_graphs.ROUNDS")
+
+batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
+enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
+
+sampler = _seam("qcfuse_rag.engine.engine.Sampler")
+verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
+checked_segment_tokens = _seam("qcfuse_rag.engine.exactness_check._segment_tokens")
+shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
+spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
+demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
+nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
+batch_bytes = _seam("qcfuse_rag.evaluation.quality.run.STACK_BYTES")
+
+
+def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+    """Have measured passes take a time that follows from their rows, and compute nothing."""
+    rows: list[int] = []
+
+    def timed(lm: object, work: Callable[[], object]) -> float:
+        rows.clear()
+        work()
+        return seconds(rows[0]) if rows else 1e-6
+
+    timed_pass(patch, lambda lm, tokens: rows.append(tokens))
+    timer(patch, timed)
