@@ -48,7 +48,7 @@ def serve_library(library: Path, options: ServeOptions) -> None:
 
 
 def _serve_in_process(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
-    from qcfuse_rag.engine.engine_handle import ServedEngine
+    from qcfuse_rag.engine.engine_handle import EngineHandle
     from qcfuse_rag.engine.scheduler import SchedulerSettings
     from qcfuse_rag.server.app import make_app
     from qcfuse_rag.server.auth_middleware import LOOPBACK
@@ -70,7 +70,7 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
             if engine.lm.device.type == "cuda" and refusal is not None:
                 ERR.print(f"{work} are launched kernel by kernel: {refusal}", highlight=False)
         requests = options.waiting + SchedulerSettings().active
-        served = ServedEngine.of(engine, SchedulerSettings(waiting=requests))
+        served = EngineHandle.wrap(engine, SchedulerSettings(waiting=requests))
         backend = EngineBackend(served, name, most_tokens=options.most_tokens, max_requests=requests)
         hosts = (*LOOPBACK, options.host)
         app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), on_shutdown=backend.close)

@@ -271,7 +271,7 @@ class FusionEngine:
         if the store holds something to measure loading by. Call it before the first request.
         """
         started = time.perf_counter()
-        run_first_passes(self.lm, self.prompts)
+        run_first_passes(self.runner, self.prompts)
         self.runner.compile()
         if self.method.guard is not None and any(tier.entries for tier in self.store.stats()):
             self.runner.costs()

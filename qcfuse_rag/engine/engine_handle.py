@@ -1,4 +1,4 @@
-"""An engine behind a scheduler, loaded when it is first needed: what the objects of a framework hold on to."""
+"""A handle to an engine behind a scheduler; frameworks' objects hold one, and the model is loaded on first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.request import ScheduledAnswer
+from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.engine.scheduler import Scheduler, SchedulerSettings
 from qcfuse_rag.errors import MisplacedSetting, QCFuseError
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -22,27 +22,29 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import PromptTemplate
 
 AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
-"""What to ask, once the engine is there to build it."""
+"""Builds the prompt of a request and its sampling settings, once the engine is loaded."""
 
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
-"""A framework's caller waits in line rather than handle a refusal."""
+"""A framework's callers wait in the queue: they do not handle refusals."""
 
 ENGINE_SETTINGS = ("model", "model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
-"""What frameworks' objects load an engine by."""
+"""The settings of frameworks' objects that an engine is loaded by."""
 
 
-class ServedEngine:
+class EngineHandle:
     """Answers any number of threads and event loops with one model.
 
-    Args:
-        load: makes the engine; called once, by whoever comes first.
-        settings: of the scheduler.
+    Copies of a framework's object share the handle. After pickling, the object in the other process loads the model
+    again by its own settings.
 
-        loaded_by: what the engine is loaded by, for whoever holds this to see whether that is still so.
+    Args:
+        load: makes the engine; called once, by the first request.
+        settings: of the scheduler.
+        load_settings: the settings that the engine is loaded by, so that a later change of them is noticed.
 
     Attributes:
-        given: whether the engine was there before, so that no other process can load it.
-        loaded_by: see the arguments.
+        wrapped: whether the engine was made by the caller, so that no other process can load it.
+        load_settings: see the arguments.
     """
 
     def __init__(
@@ -50,45 +52,47 @@ class ServedEngine:
         load: Callable[[], FusionEngine],
         settings: SchedulerSettings = SETTINGS,
         *,
-        loaded_by: Mapping[str, object] | None = None,
+        load_settings: Mapping[str, object] | None = None,
     ) -> None:
         self._load, self._settings = load, settings
         self._engine: FusionEngine | None = None
-        self.given, self.loaded_by = False, loaded_by or {}
+        self.wrapped, self.load_settings = False, load_settings or {}
         self._scheduler: Scheduler | None = None
         self._process = 0
-        self._let_go: Callable[[], object] = lambda: None
+        self._detach_finalizer: Callable[[], object] = lambda: None
         self._making = threading.Lock()
 
     @classmethod
-    def of(
+    def wrap(
         cls,
         engine: FusionEngine,
         settings: SchedulerSettings = SETTINGS,
         *,
         options: Mapping[str, object] | None = None,
-    ) -> ServedEngine:
-        """Serve an engine that is there already; closing this leaves it open.
+    ) -> EngineHandle:
+        """Wrap an engine that exists; `close` leaves it open.
 
         Args:
             engine: the engine.
             settings: of the scheduler.
-            options: what else the caller was given.
+            options: other options that the caller was given.
 
         Raises:
-            MisplacedSetting: if one of them is what an engine is loaded by: it would have no effect.
+            MisplacedSetting: if an option is one that an engine is loaded by: it would have no effect.
         """
-        late = [name for name in ENGINE_SETTINGS if (options or {}).get(name) is not None]
-        if late:
-            raise MisplacedSetting(f"an engine that is given stays as it is; say {', '.join(late)} where it is made")
-        served = cls(lambda: engine, settings)
-        served.given = True
-        return served
+        misplaced = [name for name in ENGINE_SETTINGS if (options or {}).get(name) is not None]
+        if misplaced:
+            raise MisplacedSetting(
+                f"an engine that is given stays as it is; say {', '.join(misplaced)} where it is made"
+            )
+        handle = cls(lambda: engine, settings)
+        handle.wrapped = True
+        return handle
 
     @classmethod
-    def loading(cls, settings: Mapping[str, Any]) -> ServedEngine:
-        """Serve an engine that is loaded by these settings when it is first needed, see `load_engine`."""
-        return cls(partial(load_engine, **settings), loaded_by=settings)
+    def lazy(cls, settings: Mapping[str, Any]) -> EngineHandle:
+        """Return a handle that loads its engine by these settings on first use, see `load_engine`."""
+        return cls(partial(load_engine, **settings), load_settings=settings)
 
     @property
     def engine(self) -> FusionEngine:
@@ -99,47 +103,60 @@ class ServedEngine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What answers requests."""
+        """The scheduler that answers requests; started on first use, and again after a fork."""
         engine = self.engine
         with self._making:
-            if self._scheduler is None or self._process != os.getpid():  # a thread is not there after a fork
+            if self._scheduler is None or self._process != os.getpid():  # a thread does not survive a fork
                 self._scheduler, self._process = Scheduler(engine, self._settings), os.getpid()
-                # Whoever lets go of this lets go of the model: the scheduler's thread must not keep it.
-                self._let_go = weakref.finalize(self, self._scheduler.close, drain=False, wait=False).detach
+                # The scheduler's thread must not keep the model when the last reference to this handle is gone.
+                finalizer = weakref.finalize(self, self._scheduler.close, drain=False, wait=False)
+                self._detach_finalizer = finalizer.detach
             return self._scheduler
 
-    def fitting(self, settings: Mapping[str, Any]) -> ServedEngine:
-        """Return this if its engine is, or will be, what these settings ask for, else another one.
+    def for_settings(self, settings: Mapping[str, Any]) -> EngineHandle:
+        """Return this handle if its engine is, or will be, loaded by these settings; else a new one.
 
         Raises:
-            MisplacedSetting: if it is not and is there already: the change would have no effect.
+            MisplacedSetting: if the settings changed and the engine exists already: the change would have no effect.
         """
-        changed = [name for name, value in settings.items() if value != self.loaded_by.get(name, value)]
-        if changed and (self.given or self._engine is not None):
+        changed = [name for name, value in settings.items() if value != self.load_settings.get(name, value)]
+        if changed and (self.wrapped or self._engine is not None):
             raise MisplacedSetting(
                 f"{', '.join(changed)} changed after the engine was there, which stays as it is; make another one"
             )
-        return ServedEngine.loading(settings) if changed else self
+        return EngineHandle.lazy(settings) if changed else self
 
-    def ask(self, request: AnswerRequest) -> ScheduledAnswer:
-        """Queue a question; returns at once, but for loading the model the first time.
+    def submit(self, request: AnswerRequest) -> RequestHandle:
+        """Queue a request; returns at once, except for the first one, which loads the model.
 
         Args:
-            request: makes the prompt, and says how to choose tokens.
+            request: builds the prompt and the sampling settings.
 
         Raises:
-            QCFuseError: whatever loading the model raises, and see `Scheduler.submit`.
+            QCFuseError: if loading the model fails; see also `Scheduler.submit`.
         """
         return self.scheduler.submit(*request(self.engine))
 
-    async def ask_aside(self, request: AnswerRequest) -> ScheduledAnswer:
-        """Queue a question like `ask`, without keeping the event loop from anything else."""
-        asking = asyncio.ensure_future(asyncio.to_thread(self.ask, request))
+    async def asubmit(self, request: AnswerRequest) -> RequestHandle:
+        """Queue a request like `submit`, without blocking the event loop."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self.submit, request))
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            asking.add_done_callback(cancel_answer)  # the thread cannot be stopped before it has submitted
+            submitting.add_done_callback(cancel_request)  # the thread cannot be stopped before it has submitted
             raise
+
+    def close(self) -> None:
+        """Cancel the answers in progress and close the engine unless it was wrapped; a later request loads it anew."""
+        with self._making:
+            scheduler, self._scheduler = self._scheduler, None
+            self._detach_finalizer()  # it would keep the model
+            engine = None if self.wrapped else self._engine
+            self._engine = self._engine if self.wrapped else None
+        if scheduler is not None:
+            scheduler.close(drain=False)
+        if engine is not None:
+            engine.close()
 
     def __deepcopy__(self, memo: object) -> Self:
         """Return itself: copies of a framework's object share the model."""
@@ -149,24 +166,12 @@ class ServedEngine:
         """Return itself, as `__deepcopy__`."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[[bool], ServedEngine], tuple[bool]]:
-        """Leave the model behind: in another process, whoever held this says again how to load it.
+    def __reduce__(self) -> tuple[Callable[[bool], EngineHandle], tuple[bool]]:
+        """Pickle without the model: the owner in the other process says again how to load it.
 
-        An engine that was given is in no other process, so what arrives there has none and says so when it is asked.
+        A wrapped engine exists in its own process only, so the handle in the other process raises an error on use.
         """
-        return _without_engine, (self.given,)
-
-    def close(self) -> None:
-        """Cancel what is being answered and, unless it was given, close the engine; it is loaded anew when needed."""
-        with self._making:
-            scheduler, self._scheduler = self._scheduler, None
-            self._let_go()  # which would keep the model
-            engine = None if self.given else self._engine
-            self._engine = self._engine if self.given else None
-        if scheduler is not None:
-            scheduler.close(drain=False)
-        if engine is not None:
-            engine.close()
+        return _without_engine, (self.wrapped,)
 
 
 def load_engine(
@@ -180,14 +185,14 @@ def load_engine(
     device: str | None,
     dtype: str | None,
 ) -> FusionEngine:
-    """Load an engine by the settings that frameworks' objects have; see `FusionEngine.load` and `choose_method`.
+    """Load an engine by the settings of frameworks' objects; see `FusionEngine.load` and `choose_method`.
 
     Args:
         model: Hugging Face id, local folder or GGUF file.
         store: folder; None keeps passages in memory.
         method: what to reuse and recompute; None is the library's default.
-        ratio: share of reused tokens to recompute; None is the method's own.
-        base: how passages are stored; None is as the method reads.
+        ratio: share of reused tokens to recompute; None is the method's default.
+        base: the base that passages are stored under; None is the method's.
         rag_messages: wording of the prompt; None is the library's.
         device: such as `cpu`; None is a GPU if there is one.
         dtype: such as `bfloat16`.
@@ -202,20 +207,20 @@ def load_engine(
     )
 
 
-def _without_engine(given: bool) -> ServedEngine:
-    served = ServedEngine(_absent)
-    served.given = given
-    return served
+def _without_engine(wrapped: bool) -> EngineHandle:
+    handle = EngineHandle(_no_engine)
+    handle.wrapped = wrapped
+    return handle
 
 
-def _absent() -> FusionEngine:
+def _no_engine() -> FusionEngine:
     raise QCFuseError(
         "this was made of an engine, which stayed in the process that pickled it; make it of model=... and store=..., "
         "which every process opens for itself"
     )
 
 
-def cancel_answer(asked: asyncio.Future[ScheduledAnswer] | Future[ScheduledAnswer]) -> None:
-    """Cancel a request whose asker has gone."""
-    if not asked.cancelled() and asked.exception() is None:
-        asked.result().cancel()
+def cancel_request(submitted: asyncio.Future[RequestHandle] | Future[RequestHandle]) -> None:
+    """Cancel a request whose caller has gone."""
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().cancel()

@@ -1,4 +1,4 @@
-"""Before a model is trusted: compare the engine with the model's own code on a few tokens."""
+"""Compare the engine with the model's own code on a few tokens before the model is trusted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExactnessCheck:
         all_rows: every row computed, against the model's plain forward.
         question_rows: the question's rows over moved chunks, against caches the model computed in place.
         step: the last row as a decode step computes it, against the model's plain forward.
-        tolerance: what the model's dtype allows.
+        tolerance: the largest difference that the model's dtype allows.
     """
 
     all_rows: float
@@ -46,12 +46,12 @@ class ExactnessCheck:
 
     @property
     def largest(self) -> float:
-        """The largest of them."""
+        """The largest of the three differences."""
         return max(self.all_rows, self.question_rows, self.step)
 
     @property
     def passed(self) -> bool:
-        """Whether all are within the tolerance."""
+        """Whether all differences are within the tolerance."""
         return self.largest <= self.tolerance
 
     def to_dict(self) -> dict[str, float | bool]:
@@ -61,28 +61,28 @@ class ExactnessCheck:
 
 @torch.inference_mode()
 def measure_exactness(lm: LanguageModel) -> ExactnessCheck:
-    """Run four short prompts: the engine's two extremes, and what the model itself makes of the same tokens.
+    """Compare the engine's two extremes, all rows and the question's rows, with the model's own forward.
 
-    Not safe while other threads use the model: its own attention is switched on in between.
+    Not safe while other threads use the model: its own attention is switched on for the comparison.
     """
     vocabulary = lm.model.get_input_embeddings().num_embeddings
-    each = _segment_tokens(lm)
-    tokens = [(7 + 31 * i) % vocabulary for i in range(4 * each)]
-    parts = [tuple(tokens[i : i + each]) for i in range(0, len(tokens), each)]
+    length = _segment_tokens(lm)
+    tokens = [(7 + 31 * i) % vocabulary for i in range(4 * length)]
+    parts = [tuple(tokens[i : i + length]) for i in range(0, len(tokens), length)]
     roles = (Role.HEAD, Role.CHUNK, Role.CHUNK, Role.QUESTION)
     prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in zip(roles, parts, strict=True)), prefix_ids=parts[0])
     store = MemoryStore()
     WarmJob(PrefillTarget(lm, store, prompt.prefix_ids), parts[1:3], bases=(BLIND,)).run()
     runner = ModelRunner(lm, store, overlap=False)
-    done = prefill(runner, prompt, Method("full", base=None))
-    step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [done.buffer])[0]
+    full = prefill(runner, prompt, Method("full", base=None))
+    step = forward_step(lm, [prompt.ids[-1]], [len(prompt) - 1], [full.buffer])[0]
     fused_reuse = prefill(runner, prompt, Method("reuse", base=BLIND)).logits
     with stock_attention(lm):
         plain = lm.model(input_ids=torch.tensor([prompt.ids], device=lm.device)).logits[0, -1].float()
         naive = naive_concatenation(lm, [torch.tensor(ids, device=lm.device) for ids in parts])[-1]
     tolerance = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}.get(lm.dtype, 1e-3)
     return ExactnessCheck(
-        _difference(done.logits, plain), _difference(fused_reuse, naive), _difference(step, plain), tolerance
+        _difference(full.logits, plain), _difference(fused_reuse, naive), _difference(step, plain), tolerance
     )
 
 
@@ -105,7 +105,7 @@ def check_exact(lm: LanguageModel) -> ExactnessCheck:
 
 @contextmanager
 def stock_attention(lm: LanguageModel) -> Iterator[None]:
-    """Switch the model to the attention it came with, for comparisons."""
+    """Switch the model to transformers' attention, for comparisons."""
     lm.model.set_attn_implementation(lm.stock_attention)
     try:
         yield
@@ -116,8 +116,8 @@ def stock_attention(lm: LanguageModel) -> Iterator[None]:
 def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor:
     """Compute position-only reuse with nothing but the model's own forward.
 
-    Every segment but the last is run alone, at the positions it has in the whole; the caches are joined; the last
-    segment is run over them. Slow, and independent of everything in this library.
+    Every segment but the last is run alone at its positions in the whole prompt. The caches are joined, and the last
+    segment is run over them. Slow, and independent of all other code in this library.
 
     Args:
         lm: the model.
@@ -141,7 +141,7 @@ def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor
 
 
 def _segment_tokens(lm: LanguageModel) -> int:
-    """Return how long each of four segments is: long enough to cross a sliding window, where that is affordable."""
+    """Return the length of each of four segments: long enough to cross a sliding window, where that is affordable."""
     crossing = [window // 4 + SEGMENT_TOKENS for window in lm.sliding if window is not None]
     wanted = max([SEGMENT_TOKENS, *crossing])
     limit = min(MAX_CHECK_TOKENS.get(lm.device.type, MAX_CHECK_TOKENS["cpu"]), lm.window.tokens)

@@ -1,4 +1,4 @@
-"""The first passes of a process, made before anybody waits for them."""
+"""Run the first passes of a process before a request waits for them."""
 
 from __future__ import annotations
 
@@ -22,47 +22,50 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 
 TOKENS = 64
-"""Of a passage."""
+"""Tokens of a passage."""
 FEW, MANY = 2, 18
-"""Passages of a prompt. Over many, kernels split the keys, which is compiled apart."""
+"""Passages of a prompt. With many, kernels split the keys, which is compiled separately."""
 SHORT, LONG = 1, 32
-"""Tokens of a question. Of a short one kernels take all rows at once, which is compiled apart too."""
+"""Tokens of a question. Of a short one kernels take all rows at once, which is compiled separately too."""
 SOME, MOST = 0.1, 0.9
-"""Shares to recompute. Of very many rows kernels take more at once, see `runtime.kernels.launch`."""
+"""Shares to recompute. Of very many rows kernels take larger tiles, see `runtime.kernels.launch`."""
 
 
-def run_first_passes(lm: LanguageModel, prompts: PromptBuilder) -> None:
-    """Warm a passage, fuse prompts of it and decode two tokens: kernels are compiled, libraries find their feet.
+def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
+    """Warm a passage, fuse prompts of it and decode two tokens, so that kernels are compiled and libraries initialised.
 
     Args:
-        lm: the model.
-        prompts: whose head the prompts have.
+        runner: runs the passes, over a store of its own.
+        prompts: gives the system prefix and the tokens of the passage.
     """
-    store, text = MemoryStore(), prompts.chunk_ids(PRIMER)
-    head, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
-    WarmJob(PrefillTarget(lm, store, head), [passage], bases=(FRAMED,)).run()
-    runner = ModelRunner(lm, store, overlap=False)
-    for passages, asked, ratio in _ways(lm):
-        segments = [(Role.HEAD, head), *[(Role.CHUNK, passage)] * passages, (Role.QUESTION, text[:asked])]
-        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=head)
+    lm, store, text = runner.lm, MemoryStore(), prompts.chunk_ids(PRIMER)
+    runner = runner.with_store(store)
+    prefix_ids, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
+    WarmJob(PrefillTarget(lm, store, prefix_ids), [passage], bases=(FRAMED,)).run()
+    for n_passages, question_tokens, ratio in _prompt_shapes(lm):
+        segments = [
+            (Role.HEAD, prefix_ids),
+            *[(Role.CHUNK, passage)] * n_passages,
+            (Role.QUESTION, text[:question_tokens]),
+        ]
+        prompt = Prompt(tuple(Segment(role, ids, "") for role, ids in segments), prefix_ids=prefix_ids)
         if len(prompt) + 2 <= lm.window.tokens:
             method = make_method("prophetkv", ratio=ratio, base=FRAMED)
-            TextStream(
-                runner, prefill(runner, prompt, method, answer_tokens=2), SamplingParams(max_new_tokens=2)
-            ).result()
+            prefilled = prefill(runner, prompt, method, answer_tokens=2)
+            TextStream(runner, prefilled, SamplingParams(max_new_tokens=2)).result()
 
 
-def _ways(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
-    """Yield passages, tokens of a question and a share to recompute: prompts that take all kernels in all forms."""
+def _prompt_shapes(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
+    """Yield numbers of passages, question tokens and shares to recompute that together use every form of a kernel."""
     dim = lm.widest_head
     if not kernels_run_on(lm.device, lm.dtype, dim):
         yield FEW, LONG, SOME
         return
     from qcfuse_rag.runtime.kernels.launch import fewest_tall
-    from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall  # for which Triton has to be there
+    from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall  # needs Triton
 
-    for passages, asked in product((FEW, MANY), (SHORT, LONG)):
-        yield passages, asked, SOME
+    for n_passages, question_tokens in product((FEW, MANY), (SHORT, LONG)):
+        yield n_passages, question_tokens, SOME
     if takes_tall(lm.device, lm.dtype, dim):
         heads = int(lm.model.config.get_text_config().num_attention_heads)
         rows = max(fewest_tall(shape.kv_heads, lm.device) * shape.kv_heads for shape in lm.shapes) / heads

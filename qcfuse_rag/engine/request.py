@@ -1,4 +1,4 @@
-"""An answer that a scheduler makes: read by one thread or event loop, written by the scheduler's."""
+"""A request in a scheduler: one thread or event loop reads its answer, the scheduler's thread writes it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 
-class ScheduledAnswer(Iterator[str]):
+class RequestHandle(Iterator[str]):
     """Iterate for pieces of text, with `for` or `async for`, or wait for the `result`.
 
-    To stop reading does not end it; `cancel` does. Leaving an `async for` before its end cancels.
+    To stop reading does not end the answer; `cancel` does. Leaving an `async for` before its end cancels.
 
     Attributes:
         prompt, params, method: as submitted.
-        context: of whoever submitted it, in which it is prefilled, so that traces hang together.
-        report: what the prefill did; None before it is done.
-        generation: the finished answer; None while it is not.
+        context: the context variables of the caller, in which the prompt is prefilled, so that traces are connected.
+        report: the report of the prefill; None before it is done.
+        generation: the finished answer; None before that.
     """
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
@@ -47,18 +47,22 @@ class ScheduledAnswer(Iterator[str]):
         self._logits: Tensor | None = None
         self._started = 0.0
         self._cancelled = threading.Event()
-        self._over = threading.Event()
+        self._finished = threading.Event()
         self._error: Exception | None = None
         self._interruption: Exception | None = None
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._wake: Callable[[], object] = lambda: None
+        self._wake_reader: Callable[[], object] = lambda: None
 
     def cancel(self) -> None:
-        """End the answer before its next token, from any thread; what there is of it stays."""
+        """End the answer before its next token, from any thread; the text so far stays."""
         self._cancelled.set()
 
     def interrupt(self, error: Exception) -> None:
-        """End the answer like `cancel` where its reader has not asked for that; an answer that is not whole fails."""
+        """End the answer although its reader did not ask for that; unless the answer is complete, it fails.
+
+        Args:
+            error: raised to the reader of an incomplete answer.
+        """
         if not self._cancelled.is_set():
             self._interruption = error
         self._cancelled.set()
@@ -68,10 +72,10 @@ class ScheduledAnswer(Iterator[str]):
 
         Raises:
             TimeoutError: if it is not finished after so many seconds.
-            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was complete.
             CancelledError: if it was cancelled before it began.
         """
-        if not self._over.wait(timeout):
+        if not self._finished.wait(timeout):
             raise TimeoutError(f"no answer after {timeout:g} seconds")
         return self._outcome()
 
@@ -79,7 +83,7 @@ class ScheduledAnswer(Iterator[str]):
         """Wait for the whole answer without blocking the event loop; a cancelled task cancels the request.
 
         Raises:
-            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was whole.
+            QCFuseError: whatever its prefill raised, or `Closed` if the scheduler was closed before it was complete.
             CancelledError: if it was cancelled before it began.
         """
         async for _ in self:
@@ -87,7 +91,7 @@ class ScheduledAnswer(Iterator[str]):
         return self._outcome()
 
     def __next__(self) -> str:
-        if self._over.is_set() and self._pieces.empty():
+        if self._finished.is_set() and self._pieces.empty():
             self._outcome()
             raise StopIteration
         piece = self._pieces.get()
@@ -98,37 +102,37 @@ class ScheduledAnswer(Iterator[str]):
 
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        self._wake = lambda: loop.call_soon_threadsafe(ready.set)
+        self._wake_reader = lambda: loop.call_soon_threadsafe(ready.set)
         try:
             while True:
                 ready.clear()
-                over = self._over.is_set()  # looked at first: what comes after it is read in the next turn
+                finished = self._finished.is_set()  # read first: pieces that come later are read in the next turn
                 while not self._pieces.empty():
                     piece = self._pieces.get()
                     if piece is not None:
                         yield piece
-                if over:
+                if finished:
                     self._outcome()
                     return
                 await ready.wait()
         finally:
             self.cancel()
 
-    # What follows is for the scheduler's thread.
+    # Only the scheduler's thread uses the members below.
 
     @property
     def tokens(self) -> int:
-        """Tokens its buffer has room for."""
+        """Tokens of its buffer: prompt and longest answer."""
         return len(self.prompt) + self.params.max_new_tokens
 
     @property
-    def last(self) -> int:
-        """The token to go on from."""
+    def last_token(self) -> int:
+        """The token to continue from."""
         return self._answer.ids[-1]
 
     @property
     def position(self) -> int:
-        """Where that token stands."""
+        """Position of the last token."""
         return len(self.prompt) + len(self._answer.ids) - 1
 
     @property
@@ -137,30 +141,30 @@ class ScheduledAnswer(Iterator[str]):
         assert self._prefilled is not None
         return self._prefilled.buffer
 
-    def abandoned(self) -> bool:
-        """Return whether it was cancelled, and end it if it was."""
-        if self._cancelled.is_set() and not self._over.is_set():
-            self._end()
-        return self._over.is_set()
-
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it has ended."""
-        return self._over.is_set()
+        return self._finished.is_set()
 
-    def begin(self, prefilled: Prefilled) -> None:
-        """Go on from a prefilled prompt."""
+    def end_if_cancelled(self) -> bool:
+        """End the request if it was cancelled; return whether it has ended."""
+        if self._cancelled.is_set() and not self._finished.is_set():
+            self._end()
+        return self._finished.is_set()
+
+    def start(self, prefilled: Prefilled) -> None:
+        """Begin to decode a prefilled prompt."""
         self._prefilled, self._logits, self.report = prefilled, prefilled.logits, prefilled.report
         self._started = time.perf_counter()
 
     def advance(self) -> bool:
-        """Choose the next token; return whether another is to follow."""
+        """Choose the next token; return whether another one follows."""
         if self._cancelled.is_set():
             self._answer.finish_reason = "cancelled"
         else:
             assert self._logits is not None
             try:
-                self._tell(self._answer.push(self._sampler(self._logits)))
+                self._emit(self._answer.push(self._sampler(self._logits)))
             except Exception as error:
                 self.fail(error)
                 return False
@@ -168,45 +172,46 @@ class ScheduledAnswer(Iterator[str]):
             self._end()
         return self._answer.finish_reason is None
 
-    def follow(self, logits: Tensor) -> None:
-        """Take the scores of the token after the last."""
+    def set_logits(self, logits: Tensor) -> None:
+        """Take the logits of the token after the last one."""
         self._logits = logits
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, which its reader gets; what the error's frames hold is let go of."""
+        """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
         traceback.clear_frames(error.__traceback__)
         self._error = error
         self._end()
 
     def _end(self) -> None:
-        prefilled, self._prefilled, self._logits = self._prefilled, None, None  # the buffer is free from here on
+        prefilled, self._prefilled, self._logits = self._prefilled, None, None  # frees the buffer
         if prefilled is not None and self._error is None:
-            self._tell(self._answer.finish())
+            self._emit(self._answer.finish())
             elapsed = time.perf_counter() - self._started
             ids = tuple(self._answer.ids)
             reason = self._answer.finish_reason
             assert reason is not None
             self.generation = Generation(self._answer.text, ids, reason, prefilled.report, elapsed)
-        self._over.set()
+        self._finished.set()
         self._pieces.put(None)
-        self._call()
+        self._notify()
 
-    def _tell(self, piece: str) -> None:
+    def _emit(self, piece: str) -> None:
         if piece:
             self._pieces.put(piece)
-            self._call()
+            self._notify()
 
-    def _call(self) -> None:
+    def _notify(self) -> None:
         try:
-            self._wake()
+            self._wake_reader()
         except RuntimeError:  # the reader's event loop is closed
             self.cancel()
 
     def _outcome(self) -> Generation:
+        """Return the finished answer, or raise the reason why there is none."""
         if self._error is not None:
             raise self._error
-        whole = self.generation is not None and self.generation.finish_reason != "cancelled"
-        if self._interruption is not None and not whole:
+        complete = self.generation is not None and self.generation.finish_reason != "cancelled"
+        if self._interruption is not None and not complete:
             raise self._interruption
         if self.generation is None:
             raise CancelledError("the request was cancelled before it began")

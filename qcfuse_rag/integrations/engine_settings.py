@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 
 LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
 """Fields that load an engine, besides the model's name."""
@@ -47,7 +47,7 @@ class EngineSettings(BaseModel):
         """Prepare to load the model on first use."""
         super().model_post_init(context)
         if getattr(self, self.HANDLE) is None:
-            setattr(self, self.HANDLE, ServedEngine.loading(self._load_settings()))
+            setattr(self, self.HANDLE, EngineHandle.lazy(self._load_settings()))
 
     def __setstate__(self, state: dict[Any, Any]) -> None:
         """Load the model by name in the process that unpickles.
@@ -57,7 +57,7 @@ class EngineSettings(BaseModel):
         pickled = {**state["__dict__"], **(state["__pydantic_private__"] or {})}.get(self.HANDLE)
         super().__setstate__(state)
         kept = pickled is not None and pickled.given
-        setattr(self, self.HANDLE, pickled if kept else ServedEngine.loading(self._load_settings()))
+        setattr(self, self.HANDLE, pickled if kept else EngineHandle.lazy(self._load_settings()))
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> Self:
@@ -70,10 +70,10 @@ class EngineSettings(BaseModel):
         Raises:
             MisplacedSetting: if an option is a setting that loads engines, such as `method`.
         """
-        handle = ServedEngine.of(engine, options=options)
+        handle = EngineHandle.wrap(engine, options=options)
         instance = cls(**{"model": engine.lm.name, **options})
         setattr(instance, cls.HANDLE, handle)
-        handle.loaded_by = instance._load_settings()
+        handle.load_settings = instance._load_settings()
         return instance
 
     @property
@@ -83,21 +83,21 @@ class EngineSettings(BaseModel):
 
     def close(self) -> None:
         """Cancel running requests and free the model, unless it came from `from_engine`."""
-        handle: ServedEngine | None = getattr(self, self.HANDLE)
+        handle: EngineHandle | None = getattr(self, self.HANDLE)
         if handle is not None:
             handle.close()
 
     def _load_settings(self) -> dict[str, Any]:
         return {"model": getattr(self, self.MODEL), **{name: getattr(self, name) for name in LOAD_SETTINGS}}
 
-    def _current_handle(self) -> ServedEngine:
+    def _current_handle(self) -> EngineHandle:
         """Return the handle, or a new one if settings were changed before the engine was loaded.
 
         Raises:
             MisplacedSetting: if a setting was changed after the engine was loaded, in this object or in a copy.
         """
-        handle: ServedEngine | None = getattr(self, self.HANDLE)
+        handle: EngineHandle | None = getattr(self, self.HANDLE)
         settings = self._load_settings()
-        handle = ServedEngine.loading(settings) if handle is None else handle.fitting(settings)
+        handle = EngineHandle.lazy(settings) if handle is None else handle.for_settings(settings)
         setattr(self, self.HANDLE, handle)
         return handle

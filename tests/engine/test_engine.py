@@ -28,7 +28,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from tests.support import references
+from tests.support import references, seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_costs_time_and_nothing_else(
         def broken(path: Path) -> MappedFile:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("qcfuse_rag.store.backends.disk.MappedFile", broken)
+        seams.mapped_file(monkeypatch, broken)
         prompt = engine.prompt(QUESTION, PASSAGES)
         done = engine.prefill(prompt, method=QCFUSE)
     assert torch.allclose(done.logits, full_logits(engine, prompt.ids), atol=1e-4)
@@ -428,6 +428,6 @@ def test_warming_up_does_beforehand_what_the_first_request_would_wait_for(
     def measured(*given: object, **rest: object) -> object:
         raise AssertionError("costs are measured in a request")
 
-    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_passes", measured)
-    monkeypatch.setattr("qcfuse_rag.runtime.costs.measure_loading", measured)
+    seams.measured_passes(monkeypatch, measured)
+    seams.measured_loading(monkeypatch, measured)
     assert engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=2)).ids

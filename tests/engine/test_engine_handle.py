@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, open_store
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import MisplacedSetting
 from tests.support.engines import make_engine
 from tests.support.families import build_model
@@ -20,15 +20,15 @@ from tests.support.passages import PASSAGES, QUESTION
 FEW = SamplingParams(max_new_tokens=3)
 
 
-def answer(served: ServedEngine) -> str:
-    return served.ask(lambda engine: (engine.prompt(QUESTION, PASSAGES), FEW)).result(60).text
+def answer(served: EngineHandle) -> str:
+    return served.submit(lambda engine: (engine.prompt(QUESTION, PASSAGES), FEW)).result(60).text
 
 
 def test_closing_frees_the_model_and_asking_loads_it_again(tokenizer: PreTrainedTokenizerFast) -> None:
     def load() -> FusionEngine:
         return make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())
 
-    served = ServedEngine(load)
+    served = EngineHandle(load)
     first = answer(served)
     model = weakref.ref(served.engine.lm)
     served.close()
@@ -44,7 +44,7 @@ def test_a_forked_process_answers_too(llama: LanguageModel, tmp_path: Path, on_d
     with open_store(tmp_path / "kv" if on_disk else None) as store:
         engine = make_engine(llama, store)
         engine.warm(PASSAGES, sources=["a", "b", "c"])
-        served = ServedEngine.of(engine)
+        served = EngineHandle.wrap(engine)
         expected = answer(served)
         child = os.fork()
         if not child:
@@ -76,13 +76,13 @@ def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageMod
 
 
 def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
-    served = ServedEngine(lambda: engine, loaded_by={"method": None, "ratio": 0.1})
-    assert served.fitting({"method": None, "ratio": 0.1}) is served
-    assert served.fitting({"method": "full", "ratio": 0.1}).loaded_by == {"method": "full", "ratio": 0.1}, "another one"
+    served = EngineHandle(lambda: engine, load_settings={"method": None, "ratio": 0.1})
+    assert served.for_settings({"method": None, "ratio": 0.1}) is served
+    assert served.for_settings({"method": "full", "ratio": 0.1}).load_settings == {"method": "full", "ratio": 0.1}, "another one"
     assert served.engine is engine
-    assert served.fitting({"method": None, "ratio": 0.1}) is served
+    assert served.for_settings({"method": None, "ratio": 0.1}) is served
     with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was there"):
-        served.fitting({"method": "full", "ratio": 0.2})
+        served.for_settings({"method": "full", "ratio": 0.2})
 
 
 @pytest.mark.parametrize("warmed", [False, True])

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry, generate_latest
 
 from qcfuse_rag import FusionEngine, FusionReport, SamplingParams, make_method
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.monitoring.metrics import Metrics
 from qcfuse_rag.monitoring.tracing import Spans
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -85,12 +85,12 @@ async def test_it_belongs_to_the_trace_of_whoever_asked(
 ) -> None:
     provider, exporter = exported
     engine.observe(Spans(provider))
-    tracer, served = provider.get_tracer("test"), ServedEngine.of(engine)
+    tracer, served = provider.get_tracer("test"), EngineHandle.wrap(engine)
     params = SamplingParams(max_new_tokens=2)
 
     async def ask(number: int) -> None:
         with tracer.start_as_current_span(f"request {number}"):
-            answer = await served.ask_aside(lambda one: (one.prompt(QUESTION, PASSAGES), params))
+            answer = await served.asubmit(lambda one: (one.prompt(QUESTION, PASSAGES), params))
             await answer.aresult()
 
     await asyncio.gather(*(ask(number) for number in range(3)))

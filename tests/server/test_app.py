@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.server.app import make_app
@@ -40,7 +40,7 @@ def engine() -> FusionEngine:
 
 @pytest.fixture
 def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    served = ServedEngine.of(engine, SchedulerSettings(waiting=3, active=1))
+    served = EngineHandle.wrap(engine, SchedulerSettings(waiting=3, active=1))
     backend = EngineBackend(served, "tiny", most_tokens=600, max_requests=3)
     yield backend
     backend.close()
@@ -280,7 +280,7 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
     body = json.dumps({**ASKED, "max_tokens": 600, "stream": stream}).encode()
     lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
     writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
-    scheduler = backend._served.scheduler
+    scheduler = backend._handle.scheduler
     while scheduler.active == 0:
         await asyncio.sleep(0.001)
     (answer,) = scheduler._active
@@ -310,7 +310,7 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
 
     monkeypatch.setattr(engine, "prompt", counting)
     count = 5 * MAX_PREPARING
-    served = ServedEngine.of(engine, SchedulerSettings(waiting=count))
+    served = EngineHandle.wrap(engine, SchedulerSettings(waiting=count))
     backend = EngineBackend(served, "tiny", max_requests=count)
     async with client(make_app(backend)) as http:
         responses = await asyncio.gather(*(ask(http, max_tokens=1) for _ in range(count + 3)))
@@ -329,9 +329,11 @@ async def test_who_goes_before_being_queued_is_not_answered(
         go_on.wait(20)
         return plan(question, *given, **options)
 
-    served, queued = ServedEngine.of(engine), []
+    served, queued = EngineHandle.wrap(engine), []
     monkeypatch.setattr(engine, "prompt", slow)
-    monkeypatch.setattr(served, "ask", lambda request, ask=served.ask: queued.append(ask(request)) or queued[-1])
+    monkeypatch.setattr(
+        served, "submit", lambda request, submit=served.submit: queued.append(submit(request)) or queued[-1]
+    )
     backend = EngineBackend(served, "tiny", max_requests=MAX_PREPARING + 1)
 
     async def outcome(tokens: int = 1) -> str | None:
@@ -426,7 +428,7 @@ async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None
     events = backend.answer(asked)
     await anext(events)
     await events.aclose()  # type: ignore[attr-defined]
-    scheduler = backend._served.scheduler
+    scheduler = backend._handle.scheduler
     for _ in range(4000):
         if scheduler.active == 0:
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import EngineBackend
@@ -34,7 +34,7 @@ class Troubled(MemoryStore):
 async def test_clients_are_told_the_reason_and_the_log_the_rest(
     llama: LanguageModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = EngineBackend(ServedEngine.of(make_engine(llama, Troubled())), "tiny")
+    backend = EngineBackend(EngineHandle.wrap(make_engine(llama, Troubled())), "tiny")
     async with client(make_app(backend)) as http:
         response = await ask(http)
     backend.close()
@@ -47,7 +47,7 @@ async def test_clients_are_told_the_reason_and_the_log_the_rest(
 
 async def test_what_is_not_stored_is_told_as_it_is(engine: FusionEngine, caplog: pytest.LogCaptureFixture) -> None:
     engine.warm(PASSAGES[:1], bases=[BLIND])
-    backend = EngineBackend(ServedEngine.of(engine), "tiny")
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
     async with client(make_app(backend)) as http:
         report = (await ask(http)).json()["fusion"]
     backend.close()
@@ -62,7 +62,7 @@ async def test_clients_are_not_told_where_a_manifest_is(
         raise StoreError("cannot open /srv/kv/sources.db: unable to open database file")
 
     monkeypatch.setattr(engine.corpus.signatures, "find", away)
-    backend = EngineBackend(ServedEngine.of(engine), "tiny")
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
     async with client(make_app(backend)) as http:
         response = await ask(http, documents=None)
     backend.close()

@@ -106,7 +106,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         # Everything that changes an answer: the key of LangChain's own cache of answers.
         settings = self.model_dump(include=set(ANSWER_SETTINGS))
-        if self.served is None or not self.served.given:
+        if self.served is None or not self.served.wrapped:
             return settings
         engine = self.engine
         return {
@@ -210,7 +210,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = self._current_handle().ask(self._request(messages, stop, kwargs))
+        answer = self._current_handle().submit(self._request(messages, stop, kwargs))
         try:
             return self._result(answer.result(), kwargs)
         finally:
@@ -223,7 +223,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        answer = await self._current_handle().ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
         return self._result(await answer.aresult(), kwargs)
 
     def _stream(
@@ -233,7 +233,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        answer = self._current_handle().ask(self._request(messages, stop, kwargs))
+        answer = self._current_handle().submit(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             for piece in answer:
@@ -257,7 +257,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        answer = await self._current_handle().ask_aside(self._request(messages, stop, kwargs))
+        answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
         reader = self._reader(kwargs)
         try:
             async for piece in answer:

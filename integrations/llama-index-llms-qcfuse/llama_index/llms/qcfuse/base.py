@@ -75,7 +75,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @property
     def portable(self) -> bool:
         """Whether another process can load the same engine over the same store."""
-        return self._handle is not None and not self._handle.given and self.store is not None
+        return self._handle is not None and not self._handle.wrapped and self.store is not None
 
     @classmethod
     def class_name(cls) -> str:
@@ -196,11 +196,11 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             build: builds the prompt.
             kwargs: settings of this call, see `sampling`.
         """
-        return self._current_handle().ask(self._request(build, kwargs))
+        return self._current_handle().submit(self._request(build, kwargs))
 
     async def aask(self, build: PromptFactory, kwargs: dict[str, Any]) -> ScheduledAnswer:
         """Queue a prompt like `ask` without blocking the event loop."""
-        return await self._current_handle().ask_aside(self._request(build, kwargs))
+        return await self._current_handle().asubmit(self._request(build, kwargs))
 
     def answer(self, build: PromptFactory, kwargs: dict[str, Any]) -> Generation:
         """Answer a prompt, and report its prefill to LlamaIndex's instrumentation."""
