@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# A core is one worker's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test lint bench stress drop-in ray oldest site docs
+.PHONY: setup demo test test-all lint bench stress drop-in ray oldest site docs
 
 setup: $(READY)
 
@@ -22,9 +24,13 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
-# A core is one worker's. ARGS="-m 'not real'" and others are passed on.
+# Before a commit: some 4 minutes on 2 cores. ARGS="tests/store -x" and others are passed on.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow and not real and not interpreter and not stress" $(ARGS)
+
+# Everything, on every family of models: some 15 minutes on 2 cores.
+test-all: setup
+	$(PYTEST) --families=all $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -33,9 +39,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/qcfuse bench speed --context 1024,2048,4096
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/quality.py
-	$(BIN)/python benchmarks/narrow_numbers.py
+	$(BIN)/python -m qcfuse_rag.evaluation.studies overhead
+	$(BIN)/python -m qcfuse_rag.evaluation.studies demo-quality
+	$(BIN)/python -m qcfuse_rag.evaluation.studies quantization
 	$(BIN)/qcfuse bench store
 	$(BIN)/qcfuse bench warm
 
@@ -56,9 +62,8 @@ ray: setup
 oldest: setup
 	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.13.0 llama-index-workflows==1.3.0 \
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
-	PYTHONPATH=.oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal \
-		-m "not real" -k "not standard" integrations \
-		tests/golden/test_families.py tests/models/test_compatibility.py
+	PYTHONPATH=.oldest $(PYTEST) -q --families=all -m "not real" -k "not standard" \
+		integrations tests/golden/test_families.py tests/models/test_compatibility.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.
 site: setup

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from filelock import FileLock
 
 # Before anything imports a kernel: without a device to compile for, Triton interprets them.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -33,3 +34,20 @@ def quick_kernels() -> Iterator[None]:
 
     with quickly():
         yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with the real SmolLM2-135M-Instruct; the first of several workers saves it for all."""
+    from tests.support.smollm2 import save_smollm2
+
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session = session.parent
+    folder = session / "smollm2"
+    with FileLock(session / "smollm2.lock"):
+        if not folder.exists():
+            unfinished = session / "smollm2.unfinished"
+            save_smollm2(unfinished)
+            unfinished.rename(folder)
+    return str(folder)

@@ -258,6 +258,7 @@ def test_help_shows_what_stands_in_brackets(run: Run, monkeypatch: pytest.Monkey
     assert bracketed >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.enable_socket
 @pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
 def test_a_server_that_is_ended_closes_its_store(model_folder: str, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_the_text_of_a_library_is_its_owners(run: Run, documents: Path, model_fo
         assert path.stat().st_mode & 0o077 == 0, path
 
 
+@pytest.mark.slow
 def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": f"Passage {i} about boats.", "source": str(i)}) for i in range(40)))

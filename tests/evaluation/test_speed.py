@@ -90,6 +90,7 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
     assert peak_bytes(torch.device("cpu"), run) == pytest.approx(8000, abs=64)
 
 
+@pytest.mark.slow
 def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
     slack = []
@@ -213,6 +214,7 @@ def test_what_cannot_be_measured_is_said(tiny: LanguageModel) -> None:
         measure_speed(tiny, SpeedOptions((200_000,)))
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_a_page_and_a_picture(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

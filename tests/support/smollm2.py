@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
-from functools import cache
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -22,10 +21,8 @@ TAKES_MINUTES = [
 """Marks of tests that compare the real model with others over many questions."""
 
 
-@cache
-def smollm2_folder() -> str:
-    """Return a folder with the real SmolLM2-135M-Instruct, made once in a process."""
-    folder = tempfile.mkdtemp(prefix="smollm2-")
+def save_smollm2(folder: Path) -> None:
+    """Save the real SmolLM2-135M-Instruct to a folder."""
     lm = LanguageModel.load(default_model(), device="cpu")
     config = copy.deepcopy(lm.model.config)
     config.__dict__.pop("quantization_config", None)  # a model read from GGUF cannot be saved
@@ -33,7 +30,6 @@ def smollm2_folder() -> str:
     plain.load_state_dict(lm.model.state_dict())
     plain.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
-    return folder
 
 
 def smollm2_questions(count: int) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from langchain_qcfuse import ChatQCFuse
 from qcfuse_rag.bundled import corpus, default_embedder
-from tests.support.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
+from tests.support.smollm2 import TAKES_MINUTES, smollm2_questions
 
 pytestmark = TAKES_MINUTES
 COUNT = 30
@@ -23,19 +23,18 @@ PROMPT = ChatPromptTemplate.from_messages(
 )
 
 
-def test_the_same_answers_as_chat_huggingface_and_every_document_reused() -> None:
-    folder = smollm2_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_the_same_answers_as_chat_huggingface_and_every_document_reused(smollm2_folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
     generate = pipeline(
         "text-generation",
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
+        model=AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype="float32"),
         tokenizer=tokenizer,
         max_new_tokens=16,
         do_sample=False,
         return_full_text=False,
     )
     theirs = ChatHuggingFace(llm=HuggingFacePipeline(pipeline=generate), tokenizer=tokenizer)
-    ours = ChatQCFuse(model=folder, device="cpu", method="qcfuse", ratio=1.0, max_tokens=16)
+    ours = ChatQCFuse(model=smollm2_folder, device="cpu", method="qcfuse", ratio=1.0, max_tokens=16)
 
     documents = [
         Document(part, id=name) for name, text in corpus().items() for part in text.split("\n\n") if len(part) > 80

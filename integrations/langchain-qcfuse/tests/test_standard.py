@@ -14,7 +14,6 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from langchain_qcfuse import ChatQCFuse
 from tests.support.families import build_model, build_tokenizer
-from tests.support.smollm2 import smollm2_folder
 
 FULL = os.environ.get("QCFUSE_STRESS") == "full"
 
@@ -39,6 +38,12 @@ class TestUnit(ChatModelUnitTests):
 
 @pytest.mark.real
 class TestIntegration(ChatModelIntegrationTests):
+    folder: str
+
+    @pytest.fixture(scope="class", autouse=True)
+    def saved_model(self, request: pytest.FixtureRequest, smollm2_folder: str) -> None:
+        request.cls.folder = smollm2_folder
+
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
         return ChatQCFuse
@@ -47,7 +52,7 @@ class TestIntegration(ChatModelIntegrationTests):
     def chat_model_params(self) -> dict[str, Any]:
         # By the likeliest tokens so small a model repeats itself in a JSON string and never ends it.
         structured = {"max_tokens": 64, "temperature": 0.8, "seed": 0}
-        return {"model": smollm2_folder(), "device": "cpu", **(structured if FULL else {"max_tokens": 24})}
+        return {"model": self.folder, "device": "cpu", **(structured if FULL else {"max_tokens": 24})}
 
     @property
     def has_structured_output(self) -> bool:

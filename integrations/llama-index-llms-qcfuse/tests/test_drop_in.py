@@ -14,7 +14,7 @@ from llama_index.llms.huggingface import HuggingFaceLLM
 
 from llama_index.llms.qcfuse import FusionEndEvent, QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.bundled import corpus, default_embedder
-from tests.support.smollm2 import TAKES_MINUTES, smollm2_folder, smollm2_questions
+from tests.support.smollm2 import TAKES_MINUTES, smollm2_questions
 
 pytestmark = TAKES_MINUTES
 COUNT = 30
@@ -30,11 +30,10 @@ class Hits(BaseEventHandler):
             self.seen.append([lookup["hit"] for lookup in event.report["lookups"]])
 
 
-def test_the_same_answers_as_huggingface_llm_and_every_node_reused() -> None:
-    folder = smollm2_folder()
+def test_the_same_answers_as_huggingface_llm_and_every_node_reused(smollm2_folder: str) -> None:
     theirs = HuggingFaceLLM(
-        model_name=folder,
-        tokenizer_name=folder,
+        model_name=smollm2_folder,
+        tokenizer_name=smollm2_folder,
         device_map="cpu",
         is_chat_model=True,
         max_new_tokens=16,
@@ -42,7 +41,7 @@ def test_the_same_answers_as_huggingface_llm_and_every_node_reused() -> None:
         generate_kwargs={"do_sample": False},
         model_kwargs={"dtype": "float32"},
     )
-    ours = QCFuseLLM(model=folder, device="cpu", method="qcfuse", ratio=1.0, max_new_tokens=16)
+    ours = QCFuseLLM(model=smollm2_folder, device="cpu", method="qcfuse", ratio=1.0, max_new_tokens=16)
 
     documents = [Document(text=text, id_=name) for name, text in corpus().items()]
     nodes = SentenceSplitter(chunk_size=200, chunk_overlap=0)(documents)

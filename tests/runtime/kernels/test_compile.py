@@ -22,6 +22,7 @@ KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "pl
 KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", [80, 90], ids=["Ampere", "Hopper"])
 def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
