@@ -5,8 +5,7 @@ requests, passages in the store, and warnings at the caller's line. Nothing here
 """
 
 from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
-from qcfuse_rag.engine.engine_handle import EngineHandle
-from qcfuse_rag.engine.engine_handle import AnswerRequest
+from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
@@ -16,13 +15,13 @@ from qcfuse_rag.integrations.passages import Passage, warm_passages
 __all__ = [
     "LOAD_SETTINGS",
     "AnswerRequest",
+    "EngineHandle",
     "EngineSettings",
     "ParsedResponse",
     "Passage",
+    "RequestHandle",
     "ResponseFormat",
     "ResponseReader",
-    "ScheduledAnswer",
-    "ServedEngine",
     "warm_passages",
     "warn_caller",
     "warn_not_stored",

@@ -54,10 +54,11 @@ class EngineSettings(BaseModel):
 
         The engine of `from_engine` stays behind, so its handle raises when it is used.
         """
-        pickled = {**state["__dict__"], **(state["__pydantic_private__"] or {})}.get(self.HANDLE)
+        attributes = {**state["__dict__"], **(state["__pydantic_private__"] or {})}
+        pickled: EngineHandle | None = attributes.get(self.HANDLE)
         super().__setstate__(state)
-        kept = pickled is not None and pickled.given
-        setattr(self, self.HANDLE, pickled if kept else EngineHandle.lazy(self._load_settings()))
+        is_wrapped = pickled is not None and pickled.wrapped
+        setattr(self, self.HANDLE, pickled if is_wrapped else EngineHandle.lazy(self._load_settings()))
 
     @classmethod
     def from_engine(cls, engine: FusionEngine, **options: Any) -> Self:

@@ -23,11 +23,11 @@ from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
     LOAD_SETTINGS,
     AnswerRequest,
+    EngineHandle,
     EngineSettings,
+    RequestHandle,
     ResponseFormat,
     ResponseReader,
-    ScheduledAnswer,
-    ServedEngine,
     warm_passages,
     warn_caller,
     warn_unused,
@@ -79,7 +79,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     max_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
     stop: list[str] | None = Field(default=None, description="Strings that end an answer.")
 
-    served: ServedEngine | None = Field(
+    served: EngineHandle | None = Field(
         default=None,
         exclude=True,
         repr=False,
@@ -308,7 +308,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         message = answer_message(reply, generation, self._metadata(generation))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _last(self, answer: ScheduledAnswer, reader: ResponseReader) -> ChatGenerationChunk:
+    def _last(self, answer: RequestHandle, reader: ResponseReader) -> ChatGenerationChunk:
         """Return the end of a stream."""
         assert answer.generation is not None
         rest, reply = reader.finish(answer.generation)

@@ -29,10 +29,10 @@ from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
     AnswerRequest,
+    EngineHandle,
     EngineSettings,
+    RequestHandle,
     ResponseFormat,
-    ScheduledAnswer,
-    ServedEngine,
     warn_unused,
 )
 
@@ -70,7 +70,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     max_new_tokens: int = Field(default=256, description="Most tokens to generate.", gt=0)
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
 
-    _handle: ServedEngine | None = PrivateAttr(default=None)
+    _handle: EngineHandle | None = PrivateAttr(default=None)
 
     @property
     def portable(self) -> bool:
@@ -189,7 +189,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         llm_kwargs = with_schema(output_cls, llm_kwargs)
         return await super().astream_structured_predict(output_cls, prompt, llm_kwargs, **prompt_args)
 
-    def ask(self, build: PromptFactory, kwargs: dict[str, Any]) -> ScheduledAnswer:
+    def ask(self, build: PromptFactory, kwargs: dict[str, Any]) -> RequestHandle:
         """Queue a prompt.
 
         Args:
@@ -198,7 +198,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         """
         return self._current_handle().submit(self._request(build, kwargs))
 
-    async def aask(self, build: PromptFactory, kwargs: dict[str, Any]) -> ScheduledAnswer:
+    async def aask(self, build: PromptFactory, kwargs: dict[str, Any]) -> RequestHandle:
         """Queue a prompt like `ask` without blocking the event loop."""
         return await self._current_handle().asubmit(self._request(build, kwargs))
 
@@ -265,7 +265,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             finish(answer)
         yield self._last(answer)
 
-    def _last(self, answer: ScheduledAnswer) -> CompletionResponse:
+    def _last(self, answer: RequestHandle) -> CompletionResponse:
         """Return the last item of a stream: the complete answer with its token counts, without new text."""
         assert answer.generation is not None
         return self._completion(answer.generation).model_copy(update={"delta": ""})

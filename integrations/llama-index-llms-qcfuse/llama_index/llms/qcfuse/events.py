@@ -7,7 +7,7 @@ from typing import Any
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.events import BaseEvent
 
-from qcfuse_rag.integrations import ScheduledAnswer
+from qcfuse_rag.integrations import RequestHandle
 
 dispatcher = get_dispatcher(__name__)
 
@@ -27,7 +27,7 @@ class FusionEndEvent(BaseEvent):
         return "FusionEndEvent"
 
 
-def finish(answer: ScheduledAnswer) -> None:
+def finish(answer: RequestHandle) -> None:
     """Cancel a request that is still running, and emit a `FusionEndEvent` if it was prefilled."""
     answer.cancel()
     if answer.report is not None:
