@@ -20,7 +20,7 @@ from rich.table import Table
 from qcfuse_rag import FusionEngine, SamplingParams
 from qcfuse_rag.bundled import corpus, default_model
 from qcfuse_rag.cli.console import quiet_libraries
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 
 TICK_S = 0.005
 
@@ -35,14 +35,14 @@ async def clock(lags: list[float]) -> None:
 
 async def measure(engine: FusionEngine, requests: int, params: SamplingParams) -> dict[str, Any]:
     """Ask alone, together, and with one that is cancelled."""
-    served, texts = ServedEngine.of(engine), list(corpus().values())
+    served, texts = EngineHandle.wrap(engine), list(corpus().values())
     asked = [
         ("What is this about?", [texts[n % 28], texts[(n + 9) % 28], texts[(n + 17) % 28]]) for n in range(requests)
     ]
 
     async def one(number: int, settings: SamplingParams = params) -> tuple[int, ...]:
         question, passages = asked[number]
-        answer = await served.ask_aside(lambda own: (own.prompt(f"{question} ({number})", passages), settings))
+        answer = await served.asubmit(lambda own: (own.prompt(f"{question} ({number})", passages), settings))
         return (await answer.aresult()).ids
 
     await one(0)

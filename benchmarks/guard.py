@@ -48,7 +48,7 @@ def main() -> None:
         if not isinstance(found, Miss):
             slow.store.put(*found)
     for engine in (fast, slow):
-        engine.costs()
+        engine.runner.costs()
     cold = FusionEngine(fast.lm, MemoryStore(1 << 40), method=make_method("auto"))
     ones = make_method("auto", ratio=1.0)
     cases: list[tuple[str, FusionEngine, int, Method | None]] = [

@@ -47,7 +47,8 @@ from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
-from qcfuse_rag.store.quantization import LOSSLESS, narrow
+from qcfuse_rag.store.quantization import quantize
+from qcfuse_rag.store.quantization import LOSSLESS
 
 QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 
@@ -136,7 +137,7 @@ def cases(
             for sides in zip(buffer.keys, buffer.values, strict=True):
                 for into, turned, over in zip(sides, (rope, None), (0, 2), strict=True):
                     stored = random(CHUNK, kv_heads, dim)
-                    block, scale = (stored, None) if numbers == LOSSLESS else narrow(stored, numbers, over=over)
+                    block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
                     blocks.append(Block(block, scale, into, start, turned))
         yield Case(
             f"place: {len(blocks):,} blocks, {numbers}",

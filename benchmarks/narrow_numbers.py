@@ -29,7 +29,7 @@ from qcfuse_rag.bundled import corpus, default_embedder, default_model, question
 from qcfuse_rag.cli.console import quiet_libraries
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.store.quantization import NUMBERS
+from qcfuse_rag.store.quantization import STORE_FORMATS
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]
 PARAMS = SamplingParams(max_new_tokens=24)
@@ -95,19 +95,19 @@ def main() -> None:
     token_bytes: dict[str, float] = {}
     for question, answers, passages in track(asked, "asking", console=Console(stderr=True)):
         prompt = first.prompt(question, passages)
-        engines = {numbers: FusionEngine(first.lm, MemoryStore(4 << 30, numbers=numbers)) for numbers in NUMBERS}
+        engines = {numbers: FusionEngine(first.lm, MemoryStore(4 << 30, numbers=numbers)) for numbers in STORE_FORMATS}
         for numbers, engine in engines.items():
             engine.warm(passages)
             held = engine.store.stats()[0].size_bytes
             token_bytes[numbers] = held / (len(prompt.prefix_ids) + sum(len(span) for span in prompt.chunks))
-        oracle = first.prefill(prompt, method=make_method("full"), room=PARAMS.max_new_tokens)
+        oracle = first.prefill(prompt, method=make_method("full"), answer_tokens=PARAMS.max_new_tokens)
         full = oracle.logits
         answer = TextStream(first.lm, oracle, PARAMS).result().text
         found.setdefault(("full", "-"), []).append({"kl": 0.0, "narrow": 0.0, "same": 1.0, "f1": f1(answer, answers)})
         for method in METHODS:
             exact = None
             for numbers, engine in engines.items():
-                prefilled = engine.prefill(prompt, method=method, room=PARAMS.max_new_tokens)
+                prefilled = engine.prefill(prompt, method=method, answer_tokens=PARAMS.max_new_tokens)
                 logits = prefilled.logits
                 exact = logits if exact is None else exact
                 text = TextStream(engine.lm, prefilled, PARAMS).result().text

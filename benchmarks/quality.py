@@ -65,7 +65,7 @@ def main() -> None:
         prompt = engine.prompt(question.question, [list(texts.values())[i] for i in order])
         oracle = None
         for i, method in enumerate(METHODS):
-            prefilled = engine.prefill(prompt, method=method, room=PARAMS.max_new_tokens)
+            prefilled = engine.prefill(prompt, method=method, answer_tokens=PARAMS.max_new_tokens)
             logits = prefilled.logits
             oracle = logits if oracle is None else oracle
             answer = TextStream(engine.lm, prefilled, PARAMS).result()

@@ -34,7 +34,8 @@ from qcfuse_rag.methods.agentkvshift import MeanShift
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Role
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.chunk import ChunkKV, compress
+from qcfuse_rag.store.chunk import to_format
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
 
 FULL, AUTO = make_method("full"), make_method("auto", guard=False)
@@ -54,7 +55,7 @@ class LowRank:
         framed = place.store.get(FRAMED.key(place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.ids))
         if isinstance(adapted, Miss) or adapted.exact or isinstance(framed, Miss):
             return adapted
-        difference = compress(difference_of(adapted.chunk, framed), self.numbers)
+        difference = to_format(difference_of(adapted.chunk, framed), self.numbers)
         return replace(adapted, chunk=add_differences(framed, [(1.0, difference)]))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with a CUDA device, inside nine minutes: the kernels' and the engine's parity, then speed.
+# Check the kernels and the engine against their references on a CUDA device, then measure speed; nine minutes.
 #   scripts/gpu_check.sh OUTDIR [SHAPE]
-# Uses the python3 at hand and nothing from a network; what it lacks is taken from the folder of wheels that WHEELS names.
+# Uses the python3 in PATH and no network; missing packages are installed from the folder of wheels named by WHEELS.
 # Logs, JSON, Markdown and pictures go to OUTDIR.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ SHAPE=${2:-qwen3-8b}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_INTERPRET=0
 failed=0
 
-# step SECONDS NAME COMMAND...: a step that takes too long ends there, and the next one runs.
+# step SECONDS NAME COMMAND...: a step that exceeds its time is stopped, and the next step runs.
 step() {
   local limit=$1 name=$2
   shift 2
@@ -31,12 +31,12 @@ site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$site:$PYTHONPATH"
 wheels() { python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" "$@"; }
-missing=$(lacking diskcache gguf hypothesis numpy pytest rich tokenizers torch transformers triton typer xxhash)
+missing=$(lacking diskcache gguf hypothesis lazy_loader numpy pytest rich tokenizers torch transformers triton typer xxhash)
 if [ -n "$missing" ] && ! wheels $missing; then
   echo "missing: $missing; put their wheels into a folder and name it by WHEELS"
   exit 2
 fi
-missing=$(lacking execnet pytest-xdist) # without them the tests are run one after another
+missing=$(lacking execnet pytest-xdist) # without them the tests run one after another
 if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"

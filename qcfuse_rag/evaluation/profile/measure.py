@@ -43,7 +43,7 @@ def profile_layers(
         samples: questions over passages.
         layers: how many to choose.
         depth_penalty: see `choose_layers`.
-        labelled: use the answers the samples give; False finds the evidence without them, see `evaluation.profile.labels`.
+        labelled: use the answers of the samples; False finds the evidence without them, see `profile.labels`.
         progress: called with questions `(done, total)`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Bootstrap intervals of a mean over questions; paired, when given differences of the same questions."""
+"""Bootstrap intervals of a mean over questions; differences of the same questions make them paired."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -15,16 +15,21 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> dict[str, float]:
     """Return `mean` and the 2.5 % and 97.5 % quantiles, `low` and `high`, of the means of 10,000 resamples.
 
     Args:
-        values: one for each question, at least one.
-        seed: of the resamples; the same for all values of as many questions.
+        values: one value for each question, at least one.
+        seed: seed of the resamples, which depend on the seed and the number of questions alone.
     """
     sample = np.asarray(values, dtype=np.float64)
     low, high = np.quantile(_weights(len(sample), seed) @ sample, [0.025, 0.975])
     return {"mean": float(sample.mean()), "low": float(low), "high": float(high)}
 
 
+def format_interval(interval: Mapping[str, float]) -> str:
+    """Write a difference of means with its interval."""
+    return f"{interval['mean']:+.3f} [{interval['low']:+.3f}, {interval['high']:+.3f}]"
+
+
 @lru_cache(maxsize=8)
 def _weights(count: int, seed: int) -> NDArray[np.float64]:
-    """Return `[10000, count]`: how often each question is drawn in each resample, over the number of questions."""
+    """Return `[10000, count]`: the share of each question in each resample."""
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     return drawn / count

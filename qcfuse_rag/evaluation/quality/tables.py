@@ -8,6 +8,8 @@ from typing import Any, Literal
 from rich.markup import escape
 from rich.table import Table
 
+from qcfuse_rag.evaluation.quality.bootstrap import format_interval
+
 COLUMNS = (
     "method", "base", "ratio", "n", "F1", "F1 - full", "EM", "ROUGE-L", "match", "NLL", "NLL - full", "KL",
     "F1 - random", "KL - random", "TTFT", "of full", "selecting", "offline / chunk",
@@ -53,10 +55,15 @@ def markdown(summary: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> 
     parts = [f"# Quality: {about['model']}", f"`{about['command']}`", LEGEND]
     parts += [f"{note}" for note in about.get("notes", ())]
     for dataset, lines in by_dataset(summary).items():
-        head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
-        rows = ["| " + " | ".join(row(line)[name] for name in COLUMNS) + " |" for line in lines]
-        parts.append(f"## {_title(dataset, lines)}\n\n" + "\n".join([head, *rows]))
+        rows = [[row(line)[name] for name in COLUMNS] for line in lines]
+        parts.append(f"## {_title(dataset, lines)}\n\n{markdown_table(COLUMNS, rows)}")
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (names, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(names), *lines[1:]])
 
 
 def by_dataset(summary: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -94,8 +101,8 @@ def row(line: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _with_interval(found: Mapping[str, float] | None) -> str:
-    return "-" if found is None else f"{found['mean']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}]"
+def _with_interval(interval: Mapping[str, float] | None) -> str:
+    return "-" if interval is None else format_interval(interval)
 
 
 def _title(dataset: str, lines: Sequence[Mapping[str, Any]]) -> str:

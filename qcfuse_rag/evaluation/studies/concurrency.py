@@ -10,8 +10,8 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import ServedEngine
-from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, StudyRun, load_model
+from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, load_model
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.store.backends.memory import MemoryStore
 
@@ -19,9 +19,7 @@ TICK_S = 0.005
 QUESTION = "What is this about?"
 
 
-def concurrency(
-    run: StudyRun, model: str | None = None, requests: int = 32, max_new_tokens: int = 16
-) -> StudyResult:
+def concurrency(model: str | None = None, requests: int = 32, max_new_tokens: int = 16) -> StudyResult:
     """Ask many asynchronous questions at once: are all answers equal, and does the event loop stay responsive?
 
     Each question is first asked alone; then all questions are asked at once, as the frameworks' classes do. Meanwhile a
@@ -37,13 +35,13 @@ def concurrency(
 
 
 async def _measure(engine: FusionEngine, requests: int, params: SamplingParams) -> dict[str, Any]:
-    served, texts = ServedEngine.of(engine), list(corpus().values())
+    served, texts = EngineHandle.wrap(engine), list(corpus().values())
     count = len(texts)
     passages = [[texts[n % count], texts[(n + 9) % count], texts[(n + 17) % count]] for n in range(requests)]
 
     async def ask(number: int, params: SamplingParams = params) -> tuple[int, ...]:
         question = f"{QUESTION} ({number})"
-        answer = await served.ask_aside(lambda engine: (engine.prompt(question, passages[number]), params))
+        answer = await served.asubmit(lambda engine: (engine.prompt(question, passages[number]), params))
         return (await answer.aresult()).ids
 
     await ask(0)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from qcfuse_rag.evaluation.speed.measure import random_prompt
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, fill
-from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, StudyRun, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, load_model, take_turns
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.report import Timings
@@ -26,7 +26,7 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 RATIOS = (0.05, 0.2)
 
 
-def loading(run: StudyRun, model: str | None = None, tokens: int = 4096, repeats: int = 5) -> StudyResult:
+def loading(model: str | None = None, tokens: int = 4096, repeats: int = 5) -> StudyResult:
     """Compare loading during the computation with loading before it, over stores of several speeds.
 
     Both sides take turns in one process over the same prompt. Loading is the time that a request waits for its store,

@@ -18,7 +18,7 @@ from torch.nn import functional
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.measure import random_prompt, unguarded
 from qcfuse_rag.evaluation.speed.tiers import fill
-from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, StudyRun, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, load_model, take_turns
 from qcfuse_rag.fusion import probes
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method
@@ -36,7 +36,6 @@ KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
 
 
 def overhead(
-    run: StudyRun,
     model: str | None = None,
     tokens: int = 4096,
     method: str = "auto",

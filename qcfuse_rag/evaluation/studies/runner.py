@@ -77,25 +77,26 @@ class StudyRun:
             return
         console = Console(width=max(120, Console().width))
         for part in result.shown:
-            console.print(part, highlight=False)
+            console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
 
 
 def to_command(study: Callable[..., StudyResult]) -> Callable[..., None]:
-    """Make a command for Typer of a study: its parameters behind the first, and `--json`.
+    """Make a Typer command of a study: the study's parameters become options, and `--json` is added.
 
     Args:
-        study: takes a `StudyRun` and its options.
+        study: takes options, and a `StudyRun` if it has a parameter `run`.
     """
-    _, *options = inspect.signature(study, eval_str=True).parameters.values()
-    json_option = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
+    options = dict(inspect.signature(study, eval_str=True).parameters)
+    takes_run = options.pop("run", None) is not None
+    options["json"] = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
 
     @functools.wraps(study)
     def command(json: str | None = None, **settings: Any) -> None:
         run = StudyRun(json)
-        run.publish(study(run, **settings))
+        run.publish(study(run, **settings) if takes_run else study(**settings))
 
-    command.__signature__ = inspect.Signature([*options, json_option])  # type: ignore[attr-defined]
-    command.__annotations__ = {option.name: option.annotation for option in (*options, json_option)}
+    command.__signature__ = inspect.Signature([*options.values()])  # type: ignore[attr-defined]
+    command.__annotations__ = {name: option.annotation for name, option in options.items()}
     return command
 
 

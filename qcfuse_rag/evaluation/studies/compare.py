@@ -1,0 +1,140 @@
+"""Pooled results of `qcfuse bench quality`: one method against the others, question by question."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.evaluation.quality.bootstrap import format_interval, mean_interval
+from qcfuse_rag.evaluation.quality.configurations import FULL, Key
+from qcfuse_rag.evaluation.quality.tables import markdown_table
+from qcfuse_rag.evaluation.studies.runner import StudyResult
+
+COLUMNS = (
+    "method", "base", "ratio", "rows of full", "F1", "F1 - full", "NLL - full", "off", "KL", "KL, median",
+    "time of full",
+)  # fmt: skip
+COMPARED = ("f1", "nll", "off", "kl")
+
+Group = dict[tuple[str, str], dict[str, Any]]
+"""The records of a configuration by dataset and question."""
+
+
+def compare(results: list[Path], method: str = "auto", plot: Path | None = None) -> StudyResult:
+    """Pool result files of `qcfuse bench quality` over datasets and compare one method with the others.
+
+    Differences are paired by question; their intervals are 95 % bootstrap intervals over all questions of all files.
+    The NLL of a gold answer may be lower than full prefill's without being nearer to it: `off` is its mean distance
+    from full prefill's. The tables are Markdown. `--plot` draws KL against time to first token.
+    """
+    groups = _read(results)
+    full = groups[FULL, None, 1.0]
+    for group in groups.values():
+        for question, record in group.items():
+            record["off"] = abs(record["nll"] - full[question]["nll"])
+    heading = (
+        f"{len(full)} questions, of full prefill F1 {fmean(record['f1'] for record in full.values()):.3f}, "
+        f"F1 of 0 for {fmean(record['f1'] == 0 for record in full.values()):.0%} of them\n"
+    )
+    by_ratio = sorted(groups, key=lambda key: (key[2] or 0, key[0] != method))
+    figures = {key: _figures(groups[key], full) for key in by_ratio}
+    rows = [_cells(key, figures[key]) for key in by_ratio]
+    differences = []
+    for key in by_ratio:
+        same_ratio = next((group for other, group in groups.items() if other[0] == method and other[2] == key[2]), None)
+        if same_ratio is not None and key[0] != method:
+            difference = {name: _difference(same_ratio, groups[key], name) for name in COMPARED}
+            differences.append({"method": key[0], "ratio": key[2], **difference})
+    lines = [
+        [f"`{row['method']}`", f"{row['ratio']:g}", *(format_interval(row[name]) for name in COMPARED)]
+        for row in differences
+    ]
+    if plot is not None:
+        _plot(groups, method, plot)
+    data = {
+        "questions": len(full),
+        "configurations": [{"method": m, "base": b, "ratio": r, **figures[m, b, r]} for m, b, r in by_ratio],
+        "differences": differences,
+    }
+    tables = [markdown_table(COLUMNS, rows), markdown_table((f"`{method}` less", "ratio", *_titles()), lines)]
+    return StudyResult(data, [heading, tables[0], "", tables[1]])
+
+
+def _titles() -> list[str]:
+    return [name if name == "off" else name.upper() for name in COMPARED]
+
+
+def _read(paths: list[Path]) -> dict[Key, Group]:
+    """Return the records of all files by configuration, then by dataset and question."""
+    groups: dict[Key, Group] = {}
+    for path in paths:
+        for record in json.loads(path.read_text("utf-8"))["records"]:
+            key = (record["method"], record["base"], record["ratio"])
+            groups.setdefault(key, {})[record["dataset"], record["id"]] = record
+    return groups
+
+
+def _figures(group: Group, full: Group) -> dict[str, Any]:
+    """Return means, the median of paired times, and paired differences to full prefill."""
+    records = list(group.values())
+    return {
+        "rows": fmean(record["rows"] / full[question]["rows"] for question, record in group.items()),
+        "f1": fmean(record["f1"] for record in records),
+        "f1_minus_full": _difference(group, full, "f1"),
+        "nll_minus_full": _difference(group, full, "nll"),
+        "off": fmean(record["off"] for record in records),
+        "kl": fmean(record["kl"] for record in records),
+        "kl_median": median(record["kl"] for record in records),
+        "ttft_to_full": median(record["ttft_s"] / record["full_ttft_s"] for record in records),
+    }
+
+
+def _cells(key: Key, figures: Mapping[str, Any]) -> list[str]:
+    method, base, ratio = key
+    first = [f"`{method}`", base or "-", f"{ratio:g}", f"{figures['rows']:.2f}", f"{figures['f1']:.3f}"]
+    if method == FULL:
+        return [*first, *"-----", "1.00"]
+    intervals = [format_interval(figures[name]) for name in ("f1_minus_full", "nll_minus_full")]
+    means = [f"{figures[name]:.3f}" for name in ("off", "kl", "kl_median")]
+    return [*first, *intervals, *means, f"{figures['ttft_to_full']:.2f}"]
+
+
+def _difference(group: Group, other: Group, name: str) -> dict[str, float]:
+    """Return a paired mean difference with its interval, over the questions that both have."""
+    return mean_interval(
+        [record[name] - other[question][name] for question, record in group.items() if question in other]
+    )
+
+
+def _plot(groups: Mapping[Key, Group], method: str, path: Path) -> None:
+    """Draw KL against the time to first token, a line for each method over its ratios."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
+    figure = Figure(figsize=(8, 5), layout="tight")
+    axes = figure.subplots()
+    curves: dict[tuple[str, str | None], list[tuple[float, float, float]]] = {}
+    for (name, base, ratio), group in groups.items():
+        times = median(record["ttft_s"] / record["full_ttft_s"] for record in group.values())
+        point = (ratio or 0.0, times, fmean(record["kl"] for record in group.values()))
+        curves.setdefault((name, base), []).append(point)
+    for (name, base), points in curves.items():
+        ratios, times, divergences = zip(*sorted(points), strict=True)
+        label = name if base is None or "[" in name else f"{name} ({base})"
+        axes.plot(times, divergences, marker="o", label=label, linewidth=3 if name == method else 1.2)
+        for ratio, x, y in zip(ratios, times, divergences, strict=True):
+            axes.annotate(f"{ratio:g}", (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
+    axes.set(
+        xlabel="time to first token, as a share of full prefill's (median)",
+        ylabel="KL of the first token from full prefill, nats (mean)",
+    )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
