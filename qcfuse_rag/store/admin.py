@@ -1,4 +1,4 @@
-"""Deliberate acts on stored entries: where are they, move them, write them in fewer bytes."""
+"""Administer stored entries: look them up, move them to another store, rewrite them in fewer bytes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class ChangeReport:
-    """What was done to a number of entries.
+    """Result of a change to a number of entries.
 
     Attributes:
-        done: entries it was done to.
-        unchanged: entries that were as they should be already.
-        missing: entries that are not there, or could not be read; with the reason.
-        bytes_before: their size before.
-        bytes_after: their size after.
+        done: number of entries changed.
+        unchanged: number of entries that needed no change.
+        missing: reason by address, for entries that do not exist or could not be read.
+        bytes_before: size of the changed entries before.
+        bytes_after: size of the changed entries after.
     """
 
     done: int = 0
@@ -41,11 +41,11 @@ class ChangeReport:
 
 
 def lookup(store: KVStore, keys: Iterable[ChunkKey | str]) -> dict[str, str | None]:
-    """Return, by address, the kind of the nearest tier that holds each entry, or None."""
+    """Return, by address, the kind of the nearest tier that has each entry, or None."""
     addresses = [store.address(key) for key in keys]
-    # First asked for in the whole store: a tenant's view has the tiers of all tenants.
+    # The store itself is asked first: the tiers of a tenant's view have the entries of all tenants.
     tiers = {address: store.tiers if address in store else [] for address in addresses}
-    return {address: next((tier.kind for tier in own if address in tier), None) for address, own in tiers.items()}
+    return {address: next((tier.kind for tier in tiers[address] if address in tier), None) for address in addresses}
 
 
 def move(
@@ -59,24 +59,24 @@ def move(
     """Move entries from one store to another, reading and checking every byte on the way.
 
     Args:
-        source: where they are.
-        target: where to; an entry leaves `source` only once it is there.
-        addresses: which; all if None.
-        keep: copy instead.
-        progress: told after every entry.
+        source: store to move from.
+        target: store to move to; an entry is removed from `source` only after it was written here.
+        addresses: of the entries; all if None.
+        keep: copy instead of moving.
+        progress: called after every entry.
 
     Raises:
-        StoreError: if the target cannot be written; what was moved before stays moved.
+        StoreError: if the target cannot be written; entries that were moved before stay moved.
     """
     report = ChangeReport()
     before = {entry.address: entry for entry in source.entries()}
     wanted = list(before if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
-        found = source.open(address)
-        if isinstance(found, Miss):
-            report.missing[address] = found.reason
+        opened = source.open(address)
+        if isinstance(opened, Miss):
+            report.missing[address] = opened.reason
         else:
-            key, chunk = found
+            key, chunk = opened
             entry = before.get(address)
             try:
                 target.put(key, chunk, saved_ms=entry.saved_ms if entry else None)
@@ -98,35 +98,35 @@ def move(
 def rewrite(
     store: KVStore, numbers: str, addresses: Iterable[str] | None = None, *, progress: Progress | None = None
 ) -> ChangeReport:
-    """Write entries in a narrower format; precision once lost does not come back.
+    """Rewrite entries in a smaller format; lost precision does not come back.
 
-    Patches, which are of low rank, take fewer bytes as they are and stay so. Later entries are written in the store's
-    own format all the same, see `open_store`.
+    Patches stay as they are: low rank takes fewer bytes still. The format of later entries does not change, see
+    `open_store`.
 
     Args:
         store: whose entries, in every tier.
-        numbers: format to write.
-        addresses: which; all if None.
-        progress: told after every entry.
+        numbers: `int8` or `fp8`.
+        addresses: of the entries; all if None.
+        progress: called after every entry.
 
     Raises:
         StoreError: if the store cannot be written.
-        ValueError: if there is no such format, or it is not a narrow one.
+        ValueError: if there is no such format, or it is `model`.
     """
     check_numbers(numbers)
     if numbers == LOSSLESS:
-        raise ValueError("precision that is gone does not come back; discard the entries and warm them again")
+        raise ValueError("lost precision does not come back; discard the entries and warm them again")
     report = ChangeReport()
     before = {entry.address: entry for entry in store.entries()}
     wanted = list(before if addresses is None else addresses)
     for done, address in enumerate(wanted, start=1):
-        found = store.open(address)
-        if isinstance(found, Miss):
-            report.missing[address] = found.reason
-        elif found[1].numbers == numbers or found[1].numbers in RANKS:
+        opened = store.open(address)
+        if isinstance(opened, Miss):
+            report.missing[address] = opened.reason
+        elif opened[1].numbers == numbers or opened[1].numbers in RANKS:
             report.unchanged += 1
         else:
-            _rewrite(store, found[0], found[1], numbers, before.get(address), report)
+            _rewrite(store, *opened, numbers, before.get(address), report)
         if progress is not None:
             progress(done, len(wanted))
     return report
@@ -136,12 +136,12 @@ def _rewrite(
     store: KVStore, key: ChunkKey, chunk: ChunkKV, numbers: str, entry: EntryInfo | None, report: ChangeReport
 ) -> None:
     try:
-        narrow = to_format(chunk, numbers)
+        smaller = to_format(chunk, numbers)
     except (CorruptEntry, OSError) as error:
         store.discard(key, str(error))
         report.missing[key.address] = str(error)
         return
-    store.put(key, narrow, saved_ms=entry.saved_ms if entry else None)
+    store.put(key, smaller, saved_ms=entry.saved_ms if entry else None)
     report.done += 1
     report.bytes_before += chunk.nbytes
-    report.bytes_after += narrow.nbytes
+    report.bytes_after += smaller.nbytes

@@ -1,4 +1,4 @@
-"""Write a small file so that whoever reads it sees the old one or the new one, whole."""
+"""Write a small file atomically: a reader sees the old one or the new one, whole."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str, *, sync: bool = True) -> None:
-    """Put a text file in the place of the one that is there, for its owner only; makes the folder if need be.
+    """Replace a text file, readable by its owner only; creates the folder if need be.
 
     Args:
         path: of the file.
-        text: all of it.
-        sync: wait until it is on disk; not worth it for what is written anew every second.
+        text: its new content.
+        sync: wait until it is on disk; not worth it for a file that is rewritten every second.
 
     Raises:
-        OSError: if it cannot be written; what was there stays.
+        OSError: if it cannot be written; the old file stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")

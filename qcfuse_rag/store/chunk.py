@@ -1,4 +1,4 @@
-"""The keys and values of one chunk, as they are kept."""
+"""The keys and values of one chunk, as a store keeps them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KINDS = ("key", "value")
 
 
 class Blocks(Mapping[str, Tensor]):
-    """Named tensors of a chunk, of which tokens can be had alone where they lie along the first dimension."""
+    """Named tensors of a chunk; rows are tokens where tokens are the first dimension."""
 
     @abstractmethod
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows `start <= r < stop` of a block, reading no others where it comes from a store."""
+        """Return rows `start <= r < stop` of a block; a store reads only the pieces they are in."""
 
 
 class TensorBlocks(Blocks):
@@ -48,54 +48,54 @@ class TensorBlocks(Blocks):
 
 
 class PreloadedBlocks(Blocks):
-    """Blocks of which some have been read, whatever those of a store keep of what they have read.
+    """Blocks of which some are read at once and kept in memory, whether or not the store caches them.
 
-    A probe needs them when it is too late to wait for a store, or to do without the chunk.
+    Made for probes, which run when it is too late to wait for the store or to drop the chunk.
     """
 
-    def __init__(self, inner: Blocks, names: Iterable[str]) -> None:
-        self._inner = inner
-        self._read = {name: inner[name] for name in names}
+    def __init__(self, blocks: Blocks, names: Iterable[str]) -> None:
+        self._blocks = blocks
+        self._preloaded = {name: blocks[name] for name in names}
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a block."""
-        read = self._read.get(name)
-        return self._inner.rows(name, start, stop) if read is None else read[start:stop]
+        block = self._preloaded.get(name)
+        return self._blocks.rows(name, start, stop) if block is None else block[start:stop]
 
     def __getitem__(self, name: str) -> Tensor:
-        read = self._read.get(name)
-        return self._inner[name] if read is None else read
+        block = self._preloaded.get(name)
+        return self._blocks[name] if block is None else block
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
+        return iter(self._blocks)
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:
-    """Keys and values of a chunk's tokens at every layer, born in one forward pass over exact text.
+    """Keys and values of a chunk's tokens at every layer, computed in one forward pass over exact text.
 
     Attributes:
         n_tokens: length of the chunk.
         n_layers: layers of the model.
-        dtype: the model's dtype, in which `layer` answers.
-        numbers: how keys and values are written, see `store.quantization`.
-        probe_layers: layers whose keys a probe reads before anything else; only their place in a file depends on it.
+        dtype: the model's dtype, which `layer` returns.
+        numbers: format of keys and values, see `store.quantization`.
+        probe_layers: layers whose keys a probe reads before anything else; decides only the order of blocks in a file.
         expires: unix time from which on it must not be used, or None.
         blocks: `key.L` and `value.L`: `[n_tokens, Hkv, D]`, keys unrotated (after a model's own key norm, at position
             0), with `key.L.scale` and `value.L.scale` beside them where `numbers` needs them; in a format of low rank
             `[n_tokens, m]`, with `key.L.basis` and `value.L.basis` `[m, Hkv, D]`. `ranking`: `[n_layers, n_tokens]`
-            int32, token indices by falling importance, see `ingestion.token_ranking`. Those of a store may raise
+            int32, token indices by falling importance, see `ingestion.token_ranking`. Stored blocks may raise
             `CorruptEntry` or `OSError` on access.
-        context: `hash_ids` of the chunks it was prefilled behind after the prompt's head, in order; None if that is
-            what its base says, which is nothing for one prefilled alone or behind the head.
-        facts: numbers measured at its birth, by name; see `ingestion.capture`.
-        extras: blocks it has besides, `[n_tokens, 1]` float32; see `store.provenance.EXTRAS`.
+        context: `hash_ids` of the chunks it was prefilled behind after the system prefix, in order; None if its base
+            says what was before it.
+        facts: numbers measured at prefill, by name; see `ingestion.capture`.
+        extras: names of additional blocks, `[n_tokens, 1]` float32; see `store.provenance.EXTRAS`.
 
     Raises:
-        ValueError: if context, facts or extras cannot be.
+        ValueError: if context, facts or extras are invalid.
     """
 
     n_tokens: int
@@ -124,7 +124,7 @@ class ChunkKV:
         facts: Facts | None = None,
         extras: Mapping[str, Tensor] | None = None,
     ) -> ChunkKV:
-        """Assemble a chunk.
+        """Build a chunk from its layers' tensors.
 
         Args:
             keys: per layer `[Hkv, n_tokens, D]`, unrotated, in the model's dtype.
@@ -132,21 +132,22 @@ class ChunkKV:
             ranking: `[n_layers, n_tokens]` token indices by falling importance.
             probe_layers: layers whose keys a probe reads first.
             context: chunks it was prefilled behind.
-            facts: numbers measured at its birth.
+            facts: numbers measured at prefill.
             extras: additional blocks by name, `[n_tokens]` or `[n_tokens, 1]`.
 
         Raises:
-            ValueError: if context, facts or extras cannot be.
+            ValueError: if context, facts or extras are invalid.
         """
         tensors: dict[str, Tensor] = {RANKING: ranking.to(torch.int32).contiguous()}
-        added = extras or {}
-        for name, block in added.items():
+        extra_blocks = extras or {}
+        for name, block in extra_blocks.items():
             tensors[name] = block.to(torch.float32).reshape(-1, 1).contiguous()
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             tensors[f"key.{layer}"] = key.transpose(0, 1).contiguous()
             tensors[f"value.{layer}"] = value.transpose(0, 1).contiguous()
-        about = (keys[0].shape[1], len(keys), keys[0].dtype, LOSSLESS, probe_layers, None)
-        return cls(*about, TensorBlocks(tensors), context, facts or {}, tuple(added))
+        n_tokens, dtype = keys[0].shape[1], keys[0].dtype
+        blocks, names = TensorBlocks(tensors), tuple(extra_blocks)
+        return cls(n_tokens, len(keys), dtype, LOSSLESS, probe_layers, None, blocks, context, facts or {}, names)
 
     def layer(self, index: int, start: int = 0, stop: int | None = None) -> tuple[Tensor, Tensor]:
         """Return keys and values of a layer, each `[Hkv, stop - start, D]` in the model's dtype.
@@ -154,43 +155,43 @@ class ChunkKV:
         Args:
             index: the layer.
             start: first token.
-            stop: token after the last, or None for all; a store reads no others.
+            stop: token after the last, or None for all; a store reads only the pieces they are in.
         """
         return self.part("key", index, start, stop), self.part("value", index, start, stop)
 
     def part(self, kind: str, index: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the keys (`kind` is `key`) or the values (`value`) of a layer alone; see `layer`."""
-        return self._restored(f"{kind}.{index}", start, self.n_tokens if stop is None else stop)
+        return self._dequantized(f"{kind}.{index}", start, self.n_tokens if stop is None else stop)
 
     def anchors(self, ratio: float) -> Tensor:
         """Return the most important tokens of each layer: `[n_layers, ceil(ratio * n_tokens)]` ascending indices."""
         return self.blocks[RANKING][:, : math.ceil(ratio * self.n_tokens)].to(torch.int64).sort().values
 
     def ready_to_probe(self) -> ChunkKV:
-        """Return the same chunk with all read that probes look at, its ranking and its extras, and nothing else.
+        """Return the same chunk with the blocks that probes need, its ranking and its extras, in memory.
 
         Raises:
-            CorruptEntry: if one fails its check.
-            OSError: if one cannot be read.
+            CorruptEntry: if a block fails its check.
+            OSError: if a block cannot be read.
         """
         return replace(self, blocks=PreloadedBlocks(self.blocks, (RANKING, *self.extras)))
 
     def names(self) -> list[str]:
-        """Return the block names in the order they are stored and read: what a probe needs, then layer by layer."""
+        """Return the block names in the order they are stored and read: first those a probe needs, then by layer."""
         return block_names(self.n_layers, self.numbers, self.probe_layers, self.extras)
 
     def layer_names(self, layer: int) -> list[str]:
-        """Return the names of the blocks a layer is made of."""
-        beside = side_block(self.numbers)
+        """Return the names of a layer's blocks."""
+        side = side_block(self.numbers)
         names = [f"{kind}.{layer}" for kind in KINDS]
-        return names if beside is None else [part for name in names for part in (f"{name}.{beside}", name)]
+        return names if side is None else [block for name in names for block in (f"{name}.{side}", name)]
 
     def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
-        """Return a copy that owns its memory, every block read and checked.
+        """Return a copy in memory, with every block read and checked.
 
         Args:
-            device: where to.
-            pinned: page-lock host memory, which lets a GPU fetch it while computing.
+            device: of the copy.
+            pinned: page-lock host memory, so that a GPU can copy from it while computing.
 
         Raises:
             CorruptEntry: if a stored block fails its check.
@@ -205,23 +206,23 @@ class ChunkKV:
         return replace(self, numbers=numbers, blocks=TensorBlocks(tensors))
 
     def with_expiry(self, expires: float | None) -> ChunkKV:
-        """Return the same chunk with a time to expire, unless it has one already."""
+        """Return the same chunk with an expiry in unix time, unless it has one already."""
         return self if expires is None or self.expires is not None else replace(self, expires=expires)
 
     def with_ttl(self, ttl_s: float | None) -> ChunkKV:
-        """Return the same chunk to expire after so many seconds, unless it has a time to expire already."""
+        """Return the same chunk with an expiry in so many seconds, unless it has one already."""
         return self.with_expiry(None if ttl_s is None else time.time() + ttl_s)
 
     @property
     def expired(self) -> bool:
-        """Whether its time is over."""
+        """Whether it has expired."""
         return self.expires is not None and time.time() >= self.expires
 
     def read(self) -> None:
-        """Read every block, which checks those of a store.
+        """Read every block; this checks the blocks of a store.
 
         Raises:
-            CorruptEntry: if one fails its check.
+            CorruptEntry: if a block fails its check.
         """
         for name in self.names():
             self.blocks[name]
@@ -231,13 +232,13 @@ class ChunkKV:
         """Bytes of all blocks; reads them."""
         return sum(self.blocks[name].nbytes for name in self.names())
 
-    def _restored(self, name: str, start: int, stop: int) -> Tensor:
+    def _dequantized(self, name: str, start: int, stop: int) -> Tensor:
         whole = start == 0 and stop == self.n_tokens
         block = self.blocks[name] if whole else self.blocks.rows(name, start, stop)
-        beside = side_block(self.numbers)
-        if beside == "basis":
+        side = side_block(self.numbers)
+        if side == "basis":
             block = multiply_factors(block, self.blocks[f"{name}.basis"], self.dtype)
-        elif beside == "scale":
+        elif side == "scale":
             scale = self.blocks[f"{name}.scale"]
             block = dequantize(block, scale[start:stop] if name.startswith("value") else scale, self.dtype)
         return block.transpose(0, 1)
@@ -248,18 +249,18 @@ def block_names(n_layers: int, numbers: str, probe_layers: tuple[int, ...], extr
     probed = [f"key.{layer}" for layer in probe_layers]
     rest = [f"{kind}.{layer}" for layer in range(n_layers) for kind in KINDS]
     ordered = list(dict.fromkeys([*probed, *rest]))
-    beside = side_block(numbers)
-    if beside is None:
+    side = side_block(numbers)
+    if side is None:
         return [RANKING, *extras, *ordered]
-    return [RANKING, *extras, *(part for name in ordered for part in (f"{name}.{beside}", name))]
+    return [RANKING, *extras, *(block for name in ordered for block in (f"{name}.{side}", name))]
 
 
 def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
     """Return a chunk with its keys and values written in another format.
 
     Args:
-        chunk: in any format; one that has lost precision does not get it back.
-        numbers: one of `FORMATS`. Low rank loses most of what a cache holds, and little of a difference.
+        chunk: in any format; lost precision does not come back.
+        numbers: one of `FORMATS`. Low rank loses most of a whole cache, and little of a difference between caches.
 
     Raises:
         ValueError: if there is no such format.
@@ -277,11 +278,11 @@ def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
             elif numbers in RANKS:
                 tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.basis"] = factorize(tokens, numbers)
             else:
-                narrowed, scale = quantize(tokens, numbers, over=0 if kind == "key" else 2)
-                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = narrowed, scale
+                quantized, scale = quantize(tokens, numbers, over=0 if kind == "key" else 2)
+                tensors[f"{kind}.{layer}"], tensors[f"{kind}.{layer}.scale"] = quantized, scale
     return chunk.with_blocks(tensors, numbers)
 
 
 def to_store_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
-    """Return a chunk as a store of this format keeps it: one that is narrow or of low rank already stays as it is."""
+    """Return a chunk as a store of this format keeps it: only lossless chunks are converted."""
     return to_format(chunk, numbers) if chunk.numbers == LOSSLESS else chunk

@@ -32,21 +32,21 @@ def open_store(
     """Open a store.
 
     Args:
-        folder: where chunks are kept; None keeps them in memory only, until the process ends.
-        disk_bytes: most bytes the folder may take; 64 GiB if never said.
+        folder: of the disk tier; None keeps chunks in memory only, until the process ends.
+        disk_bytes: most bytes the folder may take; 64 GiB if never given.
         memory_bytes: most bytes the memory tier may take.
         numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`.
-        eviction: which entries go first on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
-        ttl_s: seconds after which new entries are gone.
+        eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
+        ttl_s: seconds after which new entries expire.
         secret: for `tenant` and `encrypt`; random bytes from configuration, never from a request.
         tenant: open this tenant's view, see `store.backends.tenant`.
         encrypt: encrypt files, see `store.entry.encryption`.
-        remote: URL of a bucket or server behind the disk, shared by machines, in the same format and under the same
-            seal; see `store.backends.remote`. While it is away, chunks are kept on disk alone. Kept without its password; an
-            empty one takes the remote away again.
-        write_behind_bytes: write to the slowest tier later, holding back at most so many bytes.
+        remote: URL of a bucket or server behind the disk, shared by machines, with the same format and secret; see
+            `store.backends.remote`. While it cannot be reached, chunks are kept on disk alone. The folder remembers it
+            without its password; an empty URL removes it.
+        write_behind_bytes: write to the slowest tier later, queueing at most so many bytes.
 
-    What is not given is as the folder was opened before.
+    Options that are not given are as the folder was opened before.
 
     Raises:
         StoreError: if the folder cannot be used, or the secret is missing or too short.
@@ -54,19 +54,22 @@ def open_store(
     """
     if (tenant is not None or encrypt) and secret is None:
         raise StoreError("a tenant or encryption needs a secret; give one from your configuration")
-    seal = StoreCipher(secret) if encrypt and secret is not None else None
-    store: KVStore = MemoryStore(memory_bytes, numbers=numbers or LOSSLESS, ttl_s=ttl_s)
+    cipher = StoreCipher(secret) if encrypt and secret is not None else None
+    disk: DiskStore | None = None
     if folder is not None:
-        disk = DiskStore(folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=seal, remote=remote)
-        far: KVStore = disk
-        numbers, ttl_s = disk.numbers, disk.ttl_s
+        disk = DiskStore(
+            folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=cipher, remote=remote
+        )
+        numbers, ttl_s = disk.numbers, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
         remote = disk.settings.remote if remote is None else remote
-        store = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
-        if remote:
-            behind = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=seal)
-            far = TieredStore(far, behind, write_behind_bytes=write_behind_bytes, near_suffices=True)
-        store = TieredStore(store, far, write_behind_bytes=0 if remote else write_behind_bytes)
-    elif remote:
-        behind = open_remote(remote, numbers=numbers or LOSSLESS, ttl_s=ttl_s, seal=seal)
-        store = TieredStore(store, behind, write_behind_bytes=write_behind_bytes)
+    numbers = numbers or LOSSLESS
+    store: KVStore = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
+    far: KVStore | None = disk
+    if remote:
+        far = open_remote(remote, numbers=numbers, ttl_s=ttl_s, seal=cipher)
+        if disk is not None:
+            far = TieredStore(disk, far, write_behind_bytes=write_behind_bytes, near_suffices=True)
+            write_behind_bytes = 0  # only the slowest tier is written later
+    if far is not None:
+        store = TieredStore(store, far, write_behind_bytes=write_behind_bytes)
     return store if tenant is None or secret is None else TenantStore(store, tenant, secret, owned=True)

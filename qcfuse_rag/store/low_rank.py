@@ -1,7 +1,7 @@
-"""Numbers written as a product of two thin factors: for differences between caches, which are nearly of low rank.
+"""Store a matrix as a product of two thin factors: for differences between caches, which are nearly of low rank.
 
-What a context changes in a chunk's keys and values moves them in a few directions only (Kamera, arXiv 2606.23581).
-Caches themselves are not like that: writing them so is a deliberate act, see `numbers.compress`.
+A context changes a chunk's keys and values along a few directions only (Kamera, arXiv 2606.23581). Whole caches are not
+like that: they are written this way only on request, see `store.chunk.to_format`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 RANKS = {f"rank{rank}": rank for rank in (4, 8, 16, 32, 64)}
-"""Formats of so many directions a layer, for keys and for values."""
+"""Formats with so many directions a layer, for keys and for values."""
 
 
 def effective_rank(numbers: str, tokens: int, channels: int) -> int:
-    """Return how many directions a format has room for among so many tokens and channels (of all heads together)."""
+    """Return a format's rank for a matrix of so many tokens and channels (of all heads together)."""
     return min(RANKS[numbers], tokens, channels)
 
 
@@ -26,7 +26,7 @@ def factorize(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
         numbers: one of `RANKS`.
 
     Returns:
-        `[n, m]` and `[m, H, D]` in the dtype of `tokens`, of which one has orthonormal directions.
+        `[n, m]` and `[m, H, D]` in the dtype of `tokens`; the directions of one of them are orthonormal.
     """
     n, heads, channels = tokens.shape
     wide = tokens.reshape(n, heads * channels).to(torch.float64)
@@ -42,7 +42,7 @@ def factorize(tokens: Tensor, numbers: str) -> tuple[Tensor, Tensor]:
 
 
 def multiply_factors(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `factorize` as far as it goes.
+    """Undo `factorize` up to what the rank cuts off.
 
     Args:
         left: `[r, m]`, rows of the first factor.

@@ -1,4 +1,4 @@
-"""Looking after a store on disk: check everything, take back room, make the index again, wipe."""
+"""Maintain a store on disk: check every entry, reclaim space, rebuild the index, wipe."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ FILES = ("store.json", "sources.db", "costs-", "profile.json")
 
 @dataclass(slots=True)
 class CheckReport:
-    """What `fsck` found and did.
+    """Result of `fsck`.
 
     Attributes:
-        checked: entries read from the first byte to the last.
-        sound: those that are what they should be.
-        damaged: address and reason of those moved to quarantine.
-        unread: address and reason of those left where they are: under another secret, or on a disk that fails.
-        found: files the index did not know, taken up.
-        lost: rows of the index whose files are gone, removed.
-        leftovers: files that writers left behind, removed.
-        reclaimed_bytes: bytes taken back from the limit by all of this.
+        checked: number of entries read from the first byte to the last.
+        sound: number of these that are intact.
+        damaged: address and reason of entries moved to quarantine.
+        unread: address and reason of entries left alone: under another secret, or on a failing disk.
+        found: number of files that were missing from the index and have been added.
+        lost: number of rows removed from the index because their files are gone.
+        leftovers: number of files removed that dead writers left behind.
+        reclaimed_bytes: bytes of the limit that are free again.
     """
 
     checked: int = 0
@@ -49,7 +49,7 @@ class CheckReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was amiss."""
+        """Whether nothing was wrong."""
         return not (self.damaged or self.unread or self.found or self.lost or self.leftovers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,24 +58,24 @@ class CheckReport:
 
 
 def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
-    """Read and check every entry, and make files and index agree. May run while the store is in use.
+    """Read and check every entry, and make the index agree with the files. May run while the store is in use.
 
     Args:
         store: the store.
-        progress: told after every entry.
+        progress: called after every entry.
 
     Raises:
         StoreError: if the store cannot be written.
     """
-    room, report = _room(store), CheckReport()
+    quota, report = _writable_quota(store), CheckReport()
     try:
-        before = room.index.size()
-        with room.index.transact():
-            room.reclaim()
-        report.leftovers = _remove_leftovers(store, room)
-        report.lost = _remove_lost(store, room)
-        report.found = room.adopt_all()
-        report.reclaimed_bytes = max(0, before - room.index.size())
+        before = quota.index.size()
+        with quota.index.transact():
+            quota.reclaim()
+        report.leftovers = _remove_leftovers(store, quota)
+        report.lost = _remove_lost(store, quota)
+        report.found = quota.index_new_files()
+        report.reclaimed_bytes = max(0, before - quota.index.size())
         addresses = [address for address, _ in store.files.entries()]
         for done, address in enumerate(addresses, start=1):
             reason = _damage(store, address)
@@ -91,90 +91,90 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
 
 
 def collect_garbage(store: DiskStore) -> int:
-    """Remove what has expired, what writers left, and what is in quarantine; return how many bytes that was.
+    """Remove expired entries, dead writers' files and the quarantine; return how many bytes were freed.
 
     Raises:
         StoreError: if the store cannot be written.
     """
-    room = _room(store)
+    quota = _writable_quota(store)
     try:
-        before = room.index.size()
-        with room.index.transact():
-            room.reclaim()
-            for name, *_ in list(room.index.rows(QUARANTINE)):
+        before = quota.index.size()
+        with quota.index.transact():
+            quota.reclaim()
+            for name, *_ in list(quota.index.rows(QUARANTINE)):
                 store.files.remove_quarantined(name)
-                room.index.delete(name)
-        _remove_leftovers(store, room)
-        return before - room.index.size()
+                quota.index.delete(name)
+        _remove_leftovers(store, quota)
+        return before - quota.index.size()
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot clean {store.folder}: {error}") from error
 
 
 def rebuild(store: DiskStore) -> int:
-    """Make the index again from the files, and return how many entries it has; uses and pins are lost.
+    """Rebuild the index from the files; return how many entries it has. Uses and pins are lost.
 
     Raises:
-        StoreError: if it cannot be written.
+        StoreError: if the index cannot be written.
     """
-    room = _room(store)
+    quota = _writable_quota(store)
     try:
-        with room.index.transact():  # so that nobody finds room where there is none, even if this process dies
-            room.index.clear()
-            room.adopt_all()
-            return room.index.count(ENTRY)
+        with quota.index.transact():  # no writer may take the cleared index for free space, even if this process dies
+            quota.index.clear()
+            quota.index_new_files()
+            return quota.index.count(ENTRY)
     except INDEX_FAILURES as error:
-        raise StoreError(f"cannot make the index of {store.folder} again: {error}") from error
+        raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
 
 
 def wipe(folder: Path, also: Iterable[Path] = ()) -> int:
-    """Overwrite every file of a store with zeros, then remove them; return how many there were. Other files stay.
+    """Overwrite every file of a store with zeros, then remove it; return how many there were. Other files stay.
 
-    Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may keep older
-    copies all the same: a store that must be erasable for certain is one that is encrypted, and whose secret is
-    destroyed.
+    Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may still have
+    older copies. To be certain that a store can be erased, encrypt it, and destroy its secret.
 
     Args:
         folder: of the store.
-        also: more files to treat so.
+        also: more files to wipe.
 
     Raises:
-        StoreError: if it cannot be done.
+        StoreError: if there is no store in the folder, or a file cannot be wiped.
     """
     if not (folder / "objects").is_dir():
         raise StoreError(f"no store in {folder}")
     count = 0
     try:
-        inside = [path for place in FOLDERS for path in (folder / place).rglob("*")]
-        for path in [*inside, *(path for name in FILES for path in folder.glob(f"{name}*")), *also]:
+        in_folders = [path for name in FOLDERS for path in (folder / name).rglob("*")]
+        beside_them = [path for name in FILES for path in folder.glob(f"{name}*")]
+        for path in [*in_folders, *beside_them, *also]:
             if path.is_symlink() or not path.is_file():
                 continue
             with open(path, "r+b", buffering=0) as file:
-                left = os.fstat(file.fileno()).st_size
-                while left > 0:
-                    left -= file.write(bytes(min(left, BLOCK_BYTES)))
+                remaining = os.fstat(file.fileno()).st_size
+                while remaining > 0:
+                    remaining -= file.write(bytes(min(remaining, BLOCK_BYTES)))
                 os.fsync(file.fileno())
             path.unlink()
             count += 1
-        for place in FOLDERS:
-            shutil.rmtree(folder / place, ignore_errors=True)
+        for name in FOLDERS:
+            shutil.rmtree(folder / name, ignore_errors=True)
     except OSError as error:
         raise StoreError(f"cannot wipe {folder}: {error}") from error
     return count
 
 
-def _room(store: DiskStore) -> DiskQuota:
+def _writable_quota(store: DiskStore) -> DiskQuota:
     if store.quota is None:
         raise StoreError(f"cannot write to {store.folder}: {'; '.join(store.health()[0].problems)}")
     return store.quota
 
 
 def _damage(store: DiskStore, address: str) -> str | None:
-    """Read an entry whole; return what is wrong with it. What is damaged has then been moved to quarantine."""
-    found = store.open(address)
-    if isinstance(found, Miss):
-        return None if found.reason in ("absent", "expired") else found.reason
+    """Read a whole entry; return what is wrong with it, or None. A damaged entry is moved to quarantine."""
+    opened = store.open(address)
+    if isinstance(opened, Miss):
+        return None if opened.reason in ("absent", "expired") else opened.reason
     try:
-        found[1].read()
+        opened[1].read()
     except CorruptEntry as error:
         store.discard(address, reason=str(error))
         return str(error)
@@ -183,21 +183,22 @@ def _damage(store: DiskStore, address: str) -> str | None:
     return None
 
 
-def _remove_lost(store: DiskStore, room: DiskQuota) -> int:
+def _remove_lost(store: DiskStore, quota: DiskQuota) -> int:
+    """Remove the rows of the index whose files are gone; return how many."""
     count = 0
-    for name, _, _, tag in list(room.index.rows(ENTRY, PINNED, QUARANTINE)):
+    for name, _, _, tag in list(quota.index.rows(ENTRY, PINNED, QUARANTINE)):
         path = store.files.quarantined / name if tag == QUARANTINE else store.files.path(name)
-        with room.index.transact():
+        with quota.index.transact():
             if not path.exists():
-                count += room.index.delete(name)
+                count += quota.index.delete(name)
     return count
 
 
-def _remove_leftovers(store: DiskStore, room: DiskQuota) -> int:
-    """Remove temporary files that no living writer on this machine is writing."""
+def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
+    """Remove temporary files without a living writer on this machine; return how many."""
     count = 0
-    with room.index.transact():
-        writing = {name for name, *_ in room.index.rows(WRITING)}
+    with quota.index.transact():
+        writing = {name for name, *_ in quota.index.rows(WRITING)}
         for path in list(store.files.tmp.iterdir()):
             if path.name not in writing and store.files.is_abandoned(path.name):
                 path.unlink(missing_ok=True)

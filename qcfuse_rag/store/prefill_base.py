@@ -1,4 +1,4 @@
-"""Bases: what a chunk is prefilled behind, hence which keys and values it starts from."""
+"""Bases: the tokens a chunk is prefilled behind, and hence the keys and values that are stored for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Base:
 
     Attributes:
         name: part of every key.
-        behind_frame: prefill behind the prompt's fixed head, whose keys and values are not kept with the chunk.
+        after_prefix: prefill behind the system prefix, whose keys and values are not stored with the chunk.
         enriched: prefill behind the stored caches of related chunks too, see `ingestion.enrichment`.
-        primed: prefill behind the prompt's head and a short fixed text, see `ingestion.primer`.
-        dummies: prefill behind so many copies of the prompt's first token instead of its whole head.
-        ranking: how its tokens are ranked.
+        primed: prefill behind the system prefix and a short fixed text, see `ingestion.primer`.
+        dummies: prefill behind so many copies of the prompt's first token instead of the system prefix.
+        ranking: how the chunk's tokens are ranked.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Base:
     ranking: Ranking = "instruction"
 
     def prefix(self, prefix_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the token ids a chunk is prefilled behind, given the ids of the prompt's fixed head.
+        """Return the token ids a chunk is prefilled behind, given those of the system prefix.
 
-        The neighbours of an enriched chunk and the text that primes one are not among them: they are not in the prompt.
+        They do not include the neighbours of an enriched chunk or the primer's text: these are not in the prompt.
         """
         return prefix_ids if self.after_prefix else prefix_ids[:1] * self.dummies
 
     def exact_behind(self, before: tuple[int, ...], prefix_ids: tuple[int, ...]) -> bool:
-        """Return whether a chunk is what full prefill would give when the ids `before` stand in front of it."""
+        """Return whether a chunk behind the ids `before` in a prompt equals what full prefill would compute."""
         return not self.enriched and not self.primed and before == self.prefix(prefix_ids)
 
     def key(self, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]) -> ChunkKey:
@@ -48,7 +48,7 @@ class Base:
         return ChunkKey(fingerprint, self.name, hash_ids(self.prefix(prefix_ids)), hash_ids(ids))
 
     def ranked(self, ranking: Ranking) -> Base:
-        """Return the same base with its tokens ranked another way; its chunks are entries of their own."""
+        """Return the same base with another ranking of tokens; its chunks are separate entries."""
         if ranking == self.ranking:
             return self
         plain = self.name.split("+")[0]
@@ -57,19 +57,19 @@ class Base:
 
 
 BLIND = Base("blind", after_prefix=False)
-"""No prefix, positions from 0: what QCFuse, CacheBlend and PromptCache store. Every chunk grows a sink of its own."""
+"""No prefix, positions from 0: what QCFuse, CacheBlend and PromptCache store. Every chunk has an attention sink."""
 
 FRAMED = Base("framed", after_prefix=True)
-"""Behind the prompt's fixed head: the first chunk of a prompt is exact, the others have no sinks of their own."""
+"""Behind the system prefix: the first chunk of a prompt is exact, the others have no attention sinks of their own."""
 
 ENRICHED = Base("enriched", after_prefix=True, enriched=True)
-"""Behind the head and the caches of related chunks: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
+"""Behind the system prefix and related chunks' caches: FusionRAG's (arXiv 2601.12904) preliminary cross-attention."""
 
 PRIMED = Base("primed", after_prefix=True, primed=True)
-"""Behind the head and a fixed text: no passage takes itself for the first one, and none remembers another."""
+"""Behind the system prefix and a fixed text: no passage is first in its context, and none carries another passage."""
 
 BEGUN = Base("begun", after_prefix=False, dummies=4)
-"""Behind four copies of the token every prompt begins with, which take the attention sink away from the chunk: EPIC's
+"""Behind four copies of the first token of every prompt, which become the attention sink instead of the chunk: EPIC's
 LegoLink-0 (arXiv 2410.15332). Independent of the prompt's wording."""
 
 BASES = {base.name: base for base in (BLIND, FRAMED, PRIMED, BEGUN, ENRICHED)}

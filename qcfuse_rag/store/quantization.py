@@ -1,9 +1,9 @@
-"""How keys and values are written: in the model's own dtype, in one byte a number, or as a product of thin factors.
+"""Formats of stored keys and values: the model's own dtype, one byte a number, or a product of thin factors.
 
 Keys have a few channels much larger than the others, the same ones for every token, so each channel of each head gets
-its scale; values have no such channels, so each token of each head does (Liu et al., KIVI, arXiv 2402.02750, section
-3). Keys are stored unrotated, where their channels are steadiest. Low rank is for differences, see `store.low_rank`: a
-store never writes a cache so by itself.
+a scale. Values have no such channels, so each token of each head gets one (Liu et al., KIVI, arXiv 2402.02750, section
+3). Keys are stored unrotated, where their channels vary least. Low rank is for differences between caches, see
+`store.low_rank`; no store writes a whole cache that way by itself.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ ONE_BYTE_FORMATS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 44
 """Formats of one byte a number, with the largest number each can hold."""
 
 STORE_FORMATS = (LOSSLESS, *ONE_BYTE_FORMATS)
-"""Formats a store may write everything in."""
+"""Formats a store can be told to write."""
 
 FORMATS = (*STORE_FORMATS, *RANKS)
-"""Formats an entry may be written in."""
+"""Formats an entry can have."""
 
 
 def check_numbers(numbers: str) -> None:
-    """Raise `ValueError` unless there is such a format for all a store writes."""
+    """Raise `ValueError` unless this is a format that a store can be told to write."""
     if numbers not in STORE_FORMATS:
         raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
 
 def check_rank(rank: int) -> str:
-    """Return the format of a rank.
+    """Return the format with a rank.
 
     Raises:
         ValueError: if there is none.
@@ -46,7 +46,7 @@ def check_rank(rank: int) -> str:
 
 
 def side_block(numbers: str) -> Literal["scale", "basis"] | None:
-    """Return what stands beside each block of keys or values in a format, or None."""
+    """Return the kind of block that a format stores beside each block of keys or values, or None."""
     if numbers == LOSSLESS:
         return None
     return "basis" if numbers in RANKS else "scale"
@@ -61,7 +61,7 @@ def quantize(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor
         over: dimension whose numbers share a scale: 0 for one scale a channel, 2 for one a token.
 
     Returns:
-        `[n, H, D]` in the narrow dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
+        `[n, H, D]` in the one-byte dtype, and float32 scales `[1, H, D]` or `[n, H, 1]`.
     """
     dtype, largest = ONE_BYTE_FORMATS[numbers]
     wide = tokens.to(torch.float32)
@@ -72,12 +72,12 @@ def quantize(tokens: Tensor, numbers: str, *, over: int) -> tuple[Tensor, Tensor
     return scaled.clamp(-largest, largest).to(dtype).contiguous(), scale.contiguous()
 
 
-def dequantize(narrowed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `quantize` as far as it goes.
+def dequantize(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Undo `quantize` up to rounding.
 
     Args:
-        narrowed: `[n, H, D]`.
+        quantized: `[n, H, D]`.
         scale: `[1, H, D]` or `[n, H, 1]`.
         dtype: of the result.
     """
-    return (narrowed.to(torch.float32) * scale).to(dtype)
+    return (quantized.to(torch.float32) * scale).to(dtype)

@@ -1,4 +1,4 @@
-"""The tests every store must pass; subclass `KVStoreTests`, give it a store, and run pytest.
+"""The tests that every store must pass: subclass `KVStoreTests`, give it a store, and run pytest.
 
 class TestMyStore(KVStoreTests):
     @pytest.fixture
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def example_key(number: int = 0) -> ChunkKey:
-    """Return one of many different keys."""
+    """Return a key that differs for each number."""
     return ChunkKey(FINGERPRINT, "framed", hash_ids([1, 2, 3]), hash_ids([number]))
 
 
@@ -40,38 +40,38 @@ def example_chunk(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = to
 
 
 def example_patch(number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
-    """Return a chunk that knows its birth: context, facts and a block besides, written in low rank."""
+    """Return a chunk in low rank with a provenance: context, facts and an additional block."""
     plain = example_chunk(number, n_tokens=n_tokens, dtype=dtype)
     tensors = {name: plain.blocks[name] for name in plain.names()}
     tensors["inter"] = torch.linspace(0.0, 1.0, n_tokens)[:, None]
     context, facts = (hash_ids([8]), hash_ids([number])), {"cci": (0.625,), "inter": (1.5, 0.1)}
-    born = replace(plain, context=context, facts=facts, extras=("inter",), blocks=TensorBlocks(tensors))
-    return to_format(born, "rank4")
+    chunk = replace(plain, context=context, facts=facts, extras=("inter",), blocks=TensorBlocks(tensors))
+    return to_format(chunk, "rank4")
 
 
-def assert_same(found: ChunkKV | Miss, expected: ChunkKV) -> None:
-    """Assert that a store gave back exactly what it was given, to the last bit."""
-    assert isinstance(found, ChunkKV), f"expected a chunk, got {found}"
-    assert (found.n_tokens, found.n_layers) == (expected.n_tokens, expected.n_layers)
-    assert (found.dtype, found.numbers) == (expected.dtype, expected.numbers)
-    assert found.probe_layers == expected.probe_layers
-    assert (found.context, dict(found.facts), found.extras) == (expected.context, expected.facts, expected.extras)
-    assert found.names() == expected.names()
+def assert_same(chunk: ChunkKV | Miss, expected: ChunkKV) -> None:
+    """Assert that a store returned exactly the chunk it was given, bit for bit."""
+    assert isinstance(chunk, ChunkKV), f"expected a chunk, got {chunk}"
+    assert (chunk.n_tokens, chunk.n_layers) == (expected.n_tokens, expected.n_layers)
+    assert (chunk.dtype, chunk.numbers) == (expected.dtype, expected.numbers)
+    assert chunk.probe_layers == expected.probe_layers
+    assert (chunk.context, dict(chunk.facts), chunk.extras) == (expected.context, expected.facts, expected.extras)
+    assert chunk.names() == expected.names()
     for name in expected.names():
-        one, other = found.blocks[name].cpu(), expected.blocks[name]
-        assert (one.dtype, one.shape) == (other.dtype, other.shape), f"block {name} is another kind of tensor"
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), f"block {name} differs"
+        block, other = chunk.blocks[name].cpu(), expected.blocks[name]
+        assert (block.dtype, block.shape) == (other.dtype, other.shape), f"block {name} is another kind of tensor"
+        assert torch.equal(block.view(torch.uint8), other.view(torch.uint8)), f"block {name} differs"
 
 
 class KVStoreTests:
     """Conformance of a `KVStore`.
 
-    Needs a fixture `store` that gives an empty one of at least 1 MB, whose entries do not expire by themselves. A
-    store must bear being closed twice. What a store does not know it answers with None, see `EntryInfo`.
+    Needs a fixture `store` that returns an empty store of at least 1 MB whose entries do not expire by themselves. A
+    store may be closed twice. What it does not know is None, see `EntryInfo`.
     """
 
     def test_an_empty_store_has_nothing(self, store: KVStore) -> None:
-        """A key never put is absent, whichever way it is asked for."""
+        """A key that was never put is absent, however it is asked for."""
         assert store.get(example_key()) == Miss("absent")
         assert store.open(store.address(example_key())) == Miss("absent")
         assert example_key() not in store
@@ -79,32 +79,32 @@ class KVStoreTests:
         assert store.clear() == 0
 
     def test_what_is_put_comes_back_bit_for_bit(self, store: KVStore) -> None:
-        """In every dtype, and whatever becomes of the tensors that were put."""
+        """In every dtype, even if the tensors that were put change afterwards."""
         for number, dtype in enumerate(DTYPES):
             chunk = example_chunk(number, dtype=dtype)
             store.put(example_key(number), chunk)
             chunk.blocks["key.0"].zero_()
-            assert_same(store.get(example_key(number)), self._kept(store, number, dtype=dtype))
+            assert_same(store.get(example_key(number)), self._expected(store, number, dtype=dtype))
             assert example_key(number) in store
 
     def test_extreme_numbers_come_back_bit_for_bit(self, store: KVStore) -> None:
         """Negative zero, the smallest normal and the largest number of a dtype are numbers like any other."""
         for number, dtype in enumerate(DTYPES):
-            chunk, about = example_chunk(dtype=dtype), torch.finfo(dtype)
-            extremes = torch.tensor([-0.0, about.smallest_normal, about.max, about.min], dtype=dtype)
+            chunk, limits = example_chunk(dtype=dtype), torch.finfo(dtype)
+            extremes = torch.tensor([-0.0, limits.smallest_normal, limits.max, limits.min], dtype=dtype)
             chunk.blocks["value.1"][2, 1] = extremes
             store.put(example_key(number), chunk)
             assert_same(store.get(example_key(number)), to_format(chunk, store.numbers))
 
-    def test_a_chunk_that_is_narrow_already_stays_as_it_is(self, store: KVStore) -> None:
-        """It would only lose more."""
+    def test_a_quantized_chunk_stays_as_it_is(self, store: KVStore) -> None:
+        """Another format would only lose more precision."""
         for number, numbers in enumerate(ONE_BYTE_FORMATS):
-            narrow = to_format(example_chunk(number), numbers)
-            store.put(example_key(number), narrow)
-            assert_same(store.get(example_key(number)), narrow)
+            quantized = to_format(example_chunk(number), numbers)
+            store.put(example_key(number), quantized)
+            assert_same(store.get(example_key(number)), quantized)
 
-    def test_what_a_chunk_knows_of_its_birth_comes_back(self, store: KVStore) -> None:
-        """Its context, what was measured, the blocks it has besides; and its low rank, by key and by address."""
+    def test_the_provenance_of_a_chunk_comes_back(self, store: KVStore) -> None:
+        """Context, facts, additional blocks and the low-rank format, by key and by address."""
         for number, dtype in enumerate(DTYPES):
             patch = example_patch(number, n_tokens=150, dtype=dtype).with_expiry(4e9)
             store.put(example_key(number), patch)
@@ -115,16 +115,16 @@ class KVStoreTests:
             assert_same(opened[1], patch)
 
     def test_layers_come_back_in_the_dtype_of_the_model(self, store: KVStore) -> None:
-        """`[Hkv, n_tokens, D]`, whatever numbers the store writes."""
+        """`[Hkv, n_tokens, D]`, whatever format the store writes."""
         store.put(example_key(), example_chunk(dtype=torch.bfloat16))
-        keys, values = self._found(store).layer(1)
+        keys, values = self._chunk(store).layer(1)
         assert (keys.shape, values.shape) == ((2, 5, 8), (2, 5, 4))
         assert (keys.dtype, values.dtype) == (torch.bfloat16, torch.bfloat16)
 
     def test_a_range_of_tokens_is_that_slice_of_the_whole(self, store: KVStore) -> None:
         """Also across the borders of the pieces in which long chunks are stored."""
         store.put(example_key(), example_chunk(n_tokens=300))
-        expected = self._kept(store, n_tokens=300)
+        expected = self._expected(store, n_tokens=300)
         for start, stop in (
             (0, 300),
             (0, 1),
@@ -138,17 +138,17 @@ class KVStoreTests:
             (128, 128),
         ):
             for layer in range(expected.n_layers):
-                ranges = self._found(store).layer(layer, start, stop)
-                for found, whole in zip(ranges, expected.layer(layer), strict=True):
-                    assert torch.equal(found.cpu(), whole[:, start:stop]), f"tokens {start} to {stop} differ"
+                ranges = self._chunk(store).layer(layer, start, stop)
+                for part, whole in zip(ranges, expected.layer(layer), strict=True):
+                    assert torch.equal(part.cpu(), whole[:, start:stop]), f"tokens {start} to {stop} differ"
 
     def test_a_long_chunk_comes_back_whole(self, store: KVStore) -> None:
         """After ranges of it have been read, and before."""
         store.put(example_key(), example_chunk(n_tokens=300))
-        found = self._found(store)
-        found.layer(2, 100, 200)
-        assert_same(found, self._kept(store, n_tokens=300))
-        assert torch.equal(found.anchors(0.1)[0].cpu(), example_chunk(n_tokens=300).anchors(0.1)[0])
+        chunk = self._chunk(store)
+        chunk.layer(2, 100, 200)
+        assert_same(chunk, self._expected(store, n_tokens=300))
+        assert torch.equal(chunk.anchors(0.1)[0].cpu(), example_chunk(n_tokens=300).anchors(0.1)[0])
 
     def test_a_key_that_differs_anywhere_is_another_key(self, store: KVStore) -> None:
         """Model, base, prefix and ids all count."""
@@ -159,10 +159,10 @@ class KVStoreTests:
         assert [isinstance(store.get(other), Miss) for other in others] == [True] * 4
 
     def test_put_replaces(self, store: KVStore) -> None:
-        """The newest chunk under a key is the one that counts."""
+        """The newest chunk under a key is returned."""
         store.put(example_key(), example_chunk(1))
         store.put(example_key(), example_chunk(2, n_tokens=7))
-        assert_same(store.get(example_key()), self._kept(store, 2, n_tokens=7))
+        assert_same(store.get(example_key()), self._expected(store, 2, n_tokens=7))
         assert len(list(store.entries())) == 1
         store.flush()
         assert store.stats()[-1].entries == 1
@@ -171,16 +171,16 @@ class KVStoreTests:
         """With the key it was put under, and without counting as a use."""
         store.put(example_key(), example_chunk())
         store.flush()
-        found = store.open(store.address(example_key()))
-        assert not isinstance(found, Miss)
-        key, chunk = found
+        entry = store.open(store.address(example_key()))
+        assert not isinstance(entry, Miss)
+        key, chunk = entry
         assert replace(key, namespace="") == example_key()
         assert key.address == store.address(example_key())
-        assert_same(chunk, self._kept(store))
+        assert_same(chunk, self._expected(store))
         assert sum(s.hits + s.misses for s in store.stats()) == 0
 
-    def test_entries_says_what_is_there(self, store: KVStore) -> None:
-        """Every entry once; what the store knows of it is right."""
+    def test_entries_yields_every_entry(self, store: KVStore) -> None:
+        """Once, with correct fields as far as the store knows them."""
         for number in range(3):
             store.put(example_key(number), example_chunk(number), saved_ms=12.5)
         entries = list(store.entries())
@@ -206,19 +206,19 @@ class KVStoreTests:
         assert store.pin(store.address(example_key()), pinned=False)
         assert not store.pin(example_key(1))
         assert not any(entry.pinned for entry in store.entries())
-        assert_same(store.get(example_key()), self._kept(store))
+        assert_same(store.get(example_key()), self._expected(store))
 
     def test_discard_removes_one_entry(self, store: KVStore) -> None:
-        """And says whether there was one."""
+        """And returns whether there was one."""
         store.put(example_key(1), example_chunk(1))
         store.put(example_key(2), example_chunk(2))
         assert store.discard(example_key(1))
         assert not store.discard(example_key(1))
         assert isinstance(store.get(example_key(1)), Miss)
-        assert_same(store.get(example_key(2)), self._kept(store, 2))
+        assert_same(store.get(example_key(2)), self._expected(store, 2))
 
-    def test_an_address_does_where_a_key_does(self, store: KVStore) -> None:
-        """For asking and for removing."""
+    def test_an_address_may_be_given_instead_of_a_key(self, store: KVStore) -> None:
+        """For lookups and for removals."""
         address = store.address(example_key())
         assert address not in store
         store.put(example_key(), example_chunk())
@@ -227,40 +227,40 @@ class KVStoreTests:
         assert example_key() not in store
         assert not store.discard(address)
 
-    def test_what_is_discarded_for_a_reason_is_counted_and_can_be_put_again(self, store: KVStore) -> None:
-        """Which is how a damaged entry heals."""
+    def test_a_damaged_entry_is_counted_and_can_be_put_again(self, store: KVStore) -> None:
+        """Computing it again repairs it."""
         store.put(example_key(), example_chunk())
         store.flush()
         assert store.discard(example_key(), "a block differs")
         assert example_key() not in store
         assert store.stats()[-1].discarded == 1
         store.put(example_key(), example_chunk())
-        assert_same(store.get(example_key()), self._kept(store))
+        assert_same(store.get(example_key()), self._expected(store))
 
-    def test_an_entry_whose_time_is_over_is_a_miss(self, store: KVStore) -> None:
+    def test_an_expired_entry_is_a_miss(self, store: KVStore) -> None:
         """Both by key and by address."""
         for number in range(2):
             store.put(example_key(number), example_chunk().with_expiry(time.time() - 1.0))
         assert isinstance(store.get(example_key(0)), Miss)
         assert isinstance(store.open(store.address(example_key(1))), Miss)
 
-    def test_an_entry_keeps_the_time_at_which_it_expires(self, store: KVStore) -> None:
+    def test_an_entry_keeps_its_expiry(self, store: KVStore) -> None:
         """And is used until then."""
         soon = time.time() + 3600.0
         store.put(example_key(), example_chunk().with_expiry(soon))
-        assert self._found(store).expires == soon
+        assert self._chunk(store).expires == soon
         [entry] = store.entries()
         assert entry.expires is None or abs(entry.expires - soon) < 1.0
 
     def test_a_chunk_in_use_survives_its_removal(self, store: KVStore) -> None:
         """Eviction must not pull memory away from a running request."""
         store.put(example_key(), example_chunk())
-        found = store.get(example_key())
+        chunk = store.get(example_key())
         store.clear()
-        assert_same(found, self._kept(store))
+        assert_same(chunk, self._expected(store))
 
     def test_clear_leaves_nothing(self, store: KVStore) -> None:
-        """And counts what was there, pinned or not."""
+        """And returns how many entries there were, pinned or not."""
         for number in range(3):
             store.put(example_key(number), example_chunk(number))
         store.pin(example_key(0))
@@ -280,32 +280,32 @@ class KVStoreTests:
         assert stats[-1].misses == 1
         assert 0 < stats[-1].size_bytes <= (stats[-1].limit_bytes or 1 << 40)
 
-    def test_every_tier_is_told_of(self, store: KVStore) -> None:
-        """By `tiers`, `stats` and `health` alike, and a store that was just opened is well."""
+    def test_every_tier_is_reported(self, store: KVStore) -> None:
+        """By `tiers`, `stats` and `health` alike; a store that was just opened has no problems."""
         health = store.health()
         assert [h.kind for h in health] == [s.kind for s in store.stats()] == [tier.kind for tier in store.tiers]
         assert all(isinstance(tier, KVStore) for tier in store.tiers)
         assert store.limit_bytes == store.stats()[-1].limit_bytes
         assert [(h.ok, h.problems) for h in health] == [(True, ())] * len(health)
 
-    def test_after_flush_the_farthest_tier_has_what_was_put(self, store: KVStore) -> None:
-        """So that it stays."""
+    def test_after_flush_the_farthest_tier_has_every_chunk(self, store: KVStore) -> None:
+        """So that it is kept."""
         store.put(example_key(), example_chunk())
         store.flush()
         assert store.address(example_key()) in store.tiers[-1]
 
     def test_threads_may_share_it(self, store: KVStore) -> None:
         """Readers see a whole chunk or none."""
-        expected = [self._kept(store, number).blocks["value.2"] for number in range(5)]
+        expected = [self._expected(store, number).blocks["value.2"] for number in range(5)]
         wrong: list[object] = []
 
         def work(offset: int) -> None:
             for step in range(15):
                 number = (step + offset) % 5
                 store.put(example_key(number), example_chunk(number))
-                found = store.get(example_key(number))
-                if not isinstance(found, ChunkKV) or not torch.equal(found.blocks["value.2"].cpu(), expected[number]):
-                    wrong.append(found)
+                chunk = store.get(example_key(number))
+                if not isinstance(chunk, ChunkKV) or not torch.equal(chunk.blocks["value.2"].cpu(), expected[number]):
+                    wrong.append(chunk)
 
         threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
         for thread in threads:
@@ -316,18 +316,18 @@ class KVStoreTests:
         assert len(list(store.entries())) == 5
 
     def test_threads_may_remove_what_others_use(self, store: KVStore) -> None:
-        """They then see a whole chunk or a miss, and no error."""
-        expected = self._kept(store)
+        """Readers then see a whole chunk or a miss, and no error."""
+        expected = self._expected(store)
         wrong: list[object] = []
 
         def use() -> None:
             for _ in range(15):
                 store.put(example_key(), example_chunk())
-                found = store.get(example_key())
-                if not isinstance(found, Miss) and not torch.equal(
-                    found.blocks["key.1"].cpu(), expected.blocks["key.1"]
+                chunk = store.get(example_key())
+                if not isinstance(chunk, Miss) and not torch.equal(
+                    chunk.blocks["key.1"].cpu(), expected.blocks["key.1"]
                 ):
-                    wrong.append(found)
+                    wrong.append(chunk)
 
         def remove() -> None:
             for _ in range(15):
@@ -348,25 +348,25 @@ class KVStoreTests:
         assert wrong == []
 
     def test_prefetch_changes_nothing_but_speed(self, store: KVStore) -> None:
-        """Absent keys are harmless, present ones stay as they were."""
+        """Absent keys are harmless, and entries stay as they were."""
         store.put(example_key(), example_chunk())
         store.prefetch([example_key(), example_key(1)])
-        assert_same(store.get(example_key()), self._kept(store))
+        assert_same(store.get(example_key()), self._expected(store))
 
     def test_it_is_a_context_manager(self, store: KVStore) -> None:
-        """That gives itself, and closes at the end."""
+        """Entering returns the store, and leaving closes it."""
         with store as entered:
             assert entered is store
             entered.put(example_key(), example_chunk())
-            assert_same(entered.get(example_key()), self._kept(store))
+            assert_same(entered.get(example_key()), self._expected(store))
 
     @staticmethod
-    def _found(store: KVStore) -> ChunkKV:
-        found = store.get(example_key())
-        assert isinstance(found, ChunkKV), f"expected a chunk, got {found}"
-        return found
+    def _chunk(store: KVStore) -> ChunkKV:
+        chunk = store.get(example_key())
+        assert isinstance(chunk, ChunkKV), f"expected a chunk, got {chunk}"
+        return chunk
 
     @staticmethod
-    def _kept(store: KVStore, number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
-        """Return an example in the numbers the store writes."""
+    def _expected(store: KVStore, number: int = 0, *, n_tokens: int = 5, dtype: torch.dtype = torch.float32) -> ChunkKV:
+        """Return an example in the store's format."""
         return to_format(example_chunk(number, n_tokens=n_tokens, dtype=dtype), store.numbers)

@@ -1,9 +1,9 @@
-"""Slots: under which keys the caches of one chunk that were born in different contexts are kept.
+"""Slots: the keys under which caches of one chunk in different contexts are stored.
 
-Such a cache cannot have its context in its key: whoever looks for one does not know which contexts there are. So each
-chunk has a few numbered slots, `variant-0`, `variant-1`, ... for whole caches, `difference-0`, ... for what a context
-adds to the framed cache and `patch-0`, ... for that in low rank, and looking means trying them. There is no index
-that could be lost or stale; what a slot holds, its header says.
+The context of such a cache cannot be part of its key: a reader does not know which contexts exist. Each chunk has a few
+numbered slots instead, and a reader tries them all: `variant-0`, `variant-1`, ... for whole caches, `difference-0`, ...
+for what a context adds to the framed cache, and `patch-0`, ... for that difference in low rank. The header of each
+entry names its context, so there is no index that could be lost or out of date.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ OLDEST = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A slot that holds something.
+    """A slot with an entry.
 
     Attributes:
         number: of the slot.
         key: of its entry.
-        chunk: what it holds, its blocks unread as far as the store can leave them so.
-        context: the chunks it was born behind, see `ChunkKV.context`.
+        chunk: the entry; blocks are unread where the store allows it.
+        context: the chunks it was prefilled behind, see `ChunkKV.context`.
     """
 
     number: int
@@ -58,8 +58,8 @@ def slot_key(
     Args:
         kind: `variant`, `difference` or `patch`.
         number: of the slot, from 0.
-        fingerprint: the model.
-        prefix_ids: token ids of the prompt's fixed head.
+        fingerprint: of the model.
+        prefix_ids: token ids of the system prefix.
         ids: the chunk's token ids.
     """
     return Base(f"{kind}-{number}", after_prefix=True).key(fingerprint, prefix_ids, ids)
@@ -68,72 +68,72 @@ def slot_key(
 def filled_slots(
     store: KVStore, kind: Kind, slots: int, fingerprint: Fingerprint, prefix_ids: tuple[int, ...], ids: tuple[int, ...]
 ) -> list[Slot]:
-    """Return the slots of a chunk that hold something, in order of their numbers.
+    """Return the slots of a chunk that have an entry, by number; this does not count as a use.
 
-    Reads headers only, unless the store is a remote, which hands out whole entries; looking is not counted as a use.
+    Reads headers only, except from a remote, which returns whole entries.
 
     Args:
-        store: where to look.
+        store: the store.
         kind: `variant`, `difference` or `patch`.
         slots: how many to try; evictions leave gaps.
-        fingerprint: the model.
-        prefix_ids: token ids of the prompt's fixed head.
+        fingerprint: of the model.
+        prefix_ids: token ids of the system prefix.
         ids: the chunk's token ids.
     """
-    found = []
+    filled = []
     for number in range(slots):
         key = slot_key(kind, number, fingerprint, prefix_ids, ids)
-        opened = store.open(store.address(key))
-        if isinstance(opened, Miss):
+        entry = store.open(store.address(key))
+        if isinstance(entry, Miss):
             continue
-        chunk = opened[1]
+        chunk = entry[1]
         if chunk.context is not None and chunk.n_tokens == len(ids):
-            found.append(Slot(number, key, chunk, chunk.context))
-    return found
+            filled.append(Slot(number, key, chunk, chunk.context))
+    return filled
 
 
-def slot_to_write(found: Sequence[Slot], context: Context, slots: int, worth: Callable[[Slot], float]) -> int:
-    """Return the number of the slot in which to keep what was born in a context.
+def slot_to_write(filled: Sequence[Slot], context: Context, slots: int, worth: Callable[[Slot], float]) -> int:
+    """Return the number of the slot to write a cache to.
 
-    That is the slot which holds the same context already, else the first free one, else the one worth least.
+    This is the slot with the same context, else the first free one, else the one with the least worth.
 
     Args:
-        found: from `filled_slots`.
-        context: of what is to be kept.
+        filled: from `filled_slots`.
+        context: of the cache.
         slots: how many there are.
-        worth: of what a slot holds; the first of equals gives way.
+        worth: of a filled slot; the first of equals is replaced.
     """
-    for slot in found:
+    for slot in filled:
         if slot.context == context:
             return slot.number
-    free = set(range(slots)) - {slot.number for slot in found}
-    return min(free) if free else min(found, key=worth).number
+    free = set(range(slots)) - {slot.number for slot in filled}
+    return min(free) if free else min(filled, key=worth).number
 
 
-def worth_by_use(found: Sequence[Slot], uses: Callable[[Slot], float]) -> Callable[[Slot], float]:
-    """Return a worth by which the least used of the five oldest gives way, as in KVCOMM (arXiv 2510.12872).
+def worth_by_use(filled: Sequence[Slot], uses: Callable[[Slot], float]) -> Callable[[Slot], float]:
+    """Return a worth that replaces the least used of the five oldest slots, as KVCOMM does (arXiv 2510.12872).
 
     Args:
-        found: all slots of one chunk.
+        filled: all filled slots of one chunk.
         uses: how often a slot was used.
     """
-    oldest = {slot.number for slot in sorted(found, key=lambda slot: slot.turn)[:OLDEST]}
+    oldest = {slot.number for slot in sorted(filled, key=lambda slot: slot.turn)[:OLDEST]}
     return lambda slot: uses(slot) if slot.number in oldest else float("inf")
 
 
 def read_checked(store: KVStore, slot: Slot) -> ChunkKV | None:
-    """Return a slot's entry, read and checked, which counts as a use; None if there is no whole one any more.
+    """Return a slot's entry with every block read and checked, or None if it is gone or damaged; counts as a use.
 
-    A damaged entry is discarded: what is made of it later could not tell which of its parts was damaged.
+    A damaged entry is discarded: once it is combined with others, the damaged part could not be told.
     """
-    found = store.get(slot.key)
-    if not isinstance(found, ChunkKV) or found.context != slot.context or found.n_tokens != slot.chunk.n_tokens:
+    chunk = store.get(slot.key)
+    if not isinstance(chunk, ChunkKV) or chunk.context != slot.context or chunk.n_tokens != slot.chunk.n_tokens:
         return None
     try:
-        found.read()
+        chunk.read()
     except CorruptEntry as error:
         store.discard(slot.key, str(error))
         return None
     except OSError:
         return None
-    return found
+    return chunk

@@ -228,7 +228,7 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
         (["pin", "--source", "lamps"], "no document 'lamps' in the store"),
         (["move"], "name the remote with --to or with --from"),
         (["compress", "--numbers", "int4"], "no format of numbers 'int4'; there are model, int8, fp8"),
-        (["compress", "--numbers", "model"], "precision that is gone does not come back"),
+        (["compress", "--numbers", "model"], "lost precision does not come back"),
     ],
 )
 def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], message: str) -> None:

@@ -138,7 +138,7 @@ def test_what_was_being_computed_behind_a_passage_goes_with_it_too(
             if meanwhile == "forgotten":
                 server.forget("vault")
             else:
-                server.sources.restrict("vault", "board")
+                server.corpus.open_sources().restrict("vault", "board")
             put(*given, **options)
 
         monkeypatch.setattr(store, "put", put_late)
@@ -222,8 +222,8 @@ def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngin
     engine.warm(PASSAGES, sources=["a"] * 3, bases=(ENRICHED,))
     engine.corpus.open_sources().close()
     sources = Sources(engine.store)
-    sources._database.executescript("DROP VIEW readers; DROP TABLE access; DROP INDEX derived_by_passage;")
-    sources._database.execute("ALTER TABLE derived DROP COLUMN passage")
+    sources.manifest._database.executescript("DROP VIEW readers; DROP TABLE access; DROP INDEX derived_by_passage;")
+    sources.manifest._database.execute("ALTER TABLE derived DROP COLUMN passage")
     sources.close()
     reopened = Sources(engine.store)
     assert reopened.readers(engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[0]), [FRAMED])[0]) == OPEN
@@ -235,7 +235,7 @@ def test_a_manifest_from_before_access_is_brought_up_to_date(engine: FusionEngin
 def test_the_manifest_decides_as_the_rule_does(
     engine: FusionEngine, own: frozenset[str], other: frozenset[str]
 ) -> None:
-    """`may_remember` and its SQL are one rule: an entry made under no rule goes exactly if the rule forbids it."""
+    """`may_be_built_on` and its SQL are one rule: an entry made under no rule goes exactly if the rule forbids it."""
     pairs = [(PASSAGES[0], f"own {tag}", tag) for tag in own] + [(SECRET, f"other {tag}", tag) for tag in other]
     texts, sources = [text for text, _, _ in pairs], [source for _, source, _ in pairs]
     first = texts.index(SECRET)

@@ -334,7 +334,7 @@ def test_what_one_tenants_crash_left_undone_is_not_anothers_to_finish(
     of_alice = Sources(alice)
     of_alice.replace("a.md", stored(alice, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(of_alice, "collect", lambda: 0)
+        patch.setattr(of_alice.garbage, "collect", lambda: 0)
         of_alice.forget("a.md")
     assert Sources(bob).garbage.collect() == 0
     assert example_key(0) in alice

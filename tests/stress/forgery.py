@@ -29,7 +29,7 @@ def entry(header: bytes, body: bytes = b"", *, version: int = VERSION, flags: in
     preamble = PREAMBLE.pack(MAGIC, version, flags, len(header), _header_checksum(flags, bytes(32), header), bytes(32))
     start = -(-(len(preamble) + len(header)) // 4096) * 4096
     try:
-        size = read_header(Preamble.read(preamble), header, None)[0].size
+        size = read_header(Preamble.parse(preamble), header, None)[0].size
         body = body[: size - start].ljust(min(size - start, LARGEST_BODY), b"\0")
     except CorruptEntry:
         pass

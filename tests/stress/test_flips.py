@@ -55,7 +55,7 @@ def bytes_of(store: DiskStore) -> tuple[int, list[list[int]]]:
     store.put(example_key(NUMBER), chunk_of(NUMBER))
     path = store.files.path(example_key(NUMBER).address)
     header, _ = open_header(MappedFile(path), store.seal)
-    end = PREAMBLE.size + Preamble.read(path.read_bytes()).header_bytes
+    end = PREAMBLE.size + Preamble.parse(path.read_bytes()).header_bytes
     preamble = [position for position in range(PREAMBLE.size) if position not in UNUSED]
     blocks = [p for block in header.blocks for p in range(header.start + block.offset, header.start + block.end)]
     return path.stat().st_size, [preamble, list(range(PREAMBLE.size, end)), blocks]

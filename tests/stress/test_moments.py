@@ -25,7 +25,7 @@ OLD, PINNED, PUT_ASIDE, NEW = 3, 10, 4, 5
 
 MOMENTS = [(StoreFiles, name) for name in ("write", "publish", "remove", "quarantine", "remove_quarantined")]
 if FULL:
-    MOMENTS += [(DiskQuota, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "adopt")]
+    MOMENTS += [(DiskQuota, name) for name in ("reserve", "publish", "remove", "quarantine", "reclaim", "index_file")]
 DEEDS: dict[str, Callable[[DiskStore], object]] = {
     "put": lambda store: store.put(example_key(NEW), chunk_of(NEW)),
     "put again": lambda store: store.put(example_key(OLD), chunk_of(OLD)),

@@ -1,4 +1,4 @@
-"""What every store of chunk caches must do; `store.testing.KVStoreTests` checks it."""
+"""The interface of every store of chunk caches; `store.testing.KVStoreTests` checks it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from qcfuse_rag.store.quantization import LOSSLESS
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Why a store has nothing to give: `absent`, or what was wrong with what it had."""
+    """Why a store returns no entry: `absent`, `expired`, or what is wrong with the entry."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EntryInfo:
-    """What a store knows of an entry without reading it; None where it does not.
+    """What a store knows of an entry without reading it; None for what it does not know.
 
     Attributes:
         address: its name, see `ChunkKey.address`.
-        size_bytes: what it takes.
-        numbers: format it is written in.
-        uses: how often it was read, older uses counting less.
+        size_bytes: its size.
+        numbers: its format, see `store.quantization`.
+        uses: how often it was read; older uses count less.
         used: unix time of its last use.
-        saved_ms: what a use saves: milliseconds its prefill took.
+        saved_ms: milliseconds its prefill took, which each use saves.
         expires: unix time from which on it is a miss.
-        pinned: whether eviction passes it over.
+        pinned: whether it is exempt from eviction.
     """
 
     address: str
@@ -52,17 +52,17 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A store's contents and what happened to it since it was opened.
+    """A store's contents, and its counters since it was opened.
 
     Attributes:
-        kind: which store.
-        entries: chunks it holds.
-        size_bytes: bytes they take, with what is being written and what is in quarantine.
-        limit_bytes: bytes it may take; entries are evicted before that is exceeded. None if it is not for this library
-            to bound, as a bucket or a server is not.
-        hits, misses: answers of `get`.
-        evicted: entries removed to make room.
-        discarded: entries found damaged and removed.
+        kind: of the store, see `KVStore.kind`.
+        entries: number of entries.
+        size_bytes: bytes they take, including those being written or in quarantine.
+        limit_bytes: most bytes it may take; entries are evicted before it is exceeded. None if this library does not
+            limit the store, such as a bucket or a server.
+        hits, misses: results of `get`.
+        evicted: number of entries evicted to stay within the limit.
+        discarded: number of entries removed because they were damaged.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class Health:
     """Whether a store works.
 
     Attributes:
-        kind: which store.
+        kind: of the store, see `KVStore.kind`.
         ok: whether it can be read and written.
         problems: what is wrong, each with what to do about it.
     """
@@ -102,16 +102,16 @@ class KVStore(ABC):
     """Keeps chunks by content address. Safe to use from several threads.
 
     Reading never raises: damage, a foreign entry or a failing disk is a `Miss` with the reason, since the engine can
-    always recompute. Writing raises `StoreError`. Where a method takes a key, an address will do.
+    always recompute. Writing raises `StoreError`. Methods that take a key or an address accept both.
 
     Attributes:
-        kind: what it is, for reports: `memory`, `disk` and so on.
+        kind: name for reports: `memory`, `disk` and so on.
         numbers: format in which `put` writes, see `store.quantization`.
-        folder: where things that belong to the store can be kept beside it, or None if it lives in memory.
-        prefix: what the addresses of all its entries begin with, if it is a tenant's.
-        limit_bytes: most bytes it may take, or None if that is not for this library to bound; of several tiers, the
-            last one's.
-        ttl_s: seconds after which a new entry is gone, or None.
+        folder: folder for files that belong to the store, or None for a store in memory.
+        prefix: beginning of the addresses of all its entries; empty unless it is a tenant's.
+        limit_bytes: most bytes it may take, or None if this library does not limit it; of several tiers, the last
+            one's.
+        ttl_s: seconds after which a new entry expires, or None.
     """
 
     kind: str = "tiered"
@@ -127,40 +127,40 @@ class KVStore(ABC):
 
     @abstractmethod
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, whose blocks may be read and checked only on access, or why there is none."""
+        """Return the chunk, whose blocks may be read and checked on access, or why there is none; counts as a use."""
 
     @abstractmethod
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
-        """Return an entry with its key, for those who know only its address; does not count as a use."""
+        """Return an entry with its key, given only its address; does not count as a use."""
 
     @abstractmethod
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Keep a chunk, replacing one under the same key; other entries may be evicted to make room.
+        """Store a chunk, replacing one under the same key; other entries may be evicted.
 
         Args:
             key: its key.
-            chunk: written in the store's format of numbers, or in its own if that is narrow already.
-            saved_ms: milliseconds its prefill took, which is what keeping it saves.
+            chunk: written in the store's format if it is lossless, else in its own.
+            saved_ms: milliseconds its prefill took, which each use saves.
 
         Raises:
-            StoreError: if it cannot be written or there can be no room for it.
+            StoreError: if it cannot be written, or does not fit.
         """
 
     @abstractmethod
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry, `reason` saying what was found wrong with it; return whether there was one."""
+        """Remove an entry, with a reason if it is damaged; return whether there was one."""
 
     @abstractmethod
     def __contains__(self, key: ChunkKey | str) -> bool:
-        """Return whether there is an entry; does not count as a use and does not check it."""
+        """Return whether there is an entry, without checking it; does not count as a use."""
 
     @abstractmethod
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of every entry, in no particular order."""
+        """Yield what is known of every entry, in any order."""
 
     @abstractmethod
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Keep an entry from being evicted, or allow it again; return whether there is such an entry."""
+        """Exempt an entry from eviction, or undo that; return whether there is such an entry."""
 
     @abstractmethod
     def stats(self) -> list[StoreStats]:
@@ -168,49 +168,49 @@ class KVStore(ABC):
 
     @abstractmethod
     def health(self) -> list[Health]:
-        """Try whether the store works, one item per tier, nearest first."""
+        """Check whether the store works, one item per tier, nearest first."""
 
     def clear(self) -> int:
-        """Remove every entry, pinned ones too, and return how many that was.
+        """Remove every entry, including pinned ones; return how many there were.
 
         Raises:
-            StoreError: if it cannot be done.
+            StoreError: if an entry cannot be removed.
         """
         return sum(self.discard(entry.address) for entry in list(self.entries()))
 
     @property
     def tiers(self) -> list[KVStore]:
-        """The stores this one is made of, nearest first."""
+        """The stores this one consists of, nearest first."""
         return [self]
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
-        """Start bringing entries nearer; returns at once. Does nothing where there is only one tier."""
+        """Start copying entries to the nearest tier; returns at once. Does nothing if there is only one tier."""
 
-    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:  # noqa: B027 - most stores evict by the past
-        """Say which entries will be asked for in so many steps; returns at once.
+    def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:  # noqa: B027 - most stores evict by past uses
+        """Announce entries that will be used in so many steps; returns at once.
 
-        They are brought to the nearest tier and, if that is in memory, stay there before others until they were used
-        or sooner ones take their room. Keys without an entry are harmless.
+        They are copied to the nearest tier. If that is in memory, they are evicted only after all other entries, until
+        they were used or entries needed sooner take their place. Keys without an entry are harmless.
 
         Raises:
             ValueError: if `steps` is less than 1.
         """
 
     def advance(self) -> None:  # noqa: B027
-        """Let one of the steps that hints are counted in go by."""
+        """Advance by one of the steps that hints are counted in."""
 
     def evict_removed(self, addresses: Iterable[str]) -> None:  # noqa: B027
-        """Let go of what was removed behind this store's back, as by another process that forgot a document."""
+        """Remove from memory what another process removed from the store, such as a forgotten document."""
 
     def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Return whether a chunk found farther away would come in without putting out what is expected sooner."""
+        """Return whether a chunk of a farther tier fits without evicting entries that are needed sooner."""
         return True
 
     def flush(self) -> None:  # noqa: B027 - most stores write at once
-        """Wait until everything put is where it is to stay.
+        """Wait until all chunks are in the farthest tier.
 
         Raises:
-            StoreError: if something put since the last call could not be written.
+            StoreError: if a chunk put since the last call could not be written.
         """
 
     def close(self) -> None:  # noqa: B027 - a store without files has nothing to do

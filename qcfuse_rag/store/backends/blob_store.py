@@ -1,4 +1,4 @@
-"""What a place on another machine must do to keep chunks: bytes by name, and no more than that."""
+"""The interface of a remote that keeps chunks: bytes by name, and no more than that."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from qcfuse_rag.store.entry.codec import Buffer
 
 
 class BlobStore(Protocol):
-    """Bytes under names, kept by a bucket, a server or a shared folder. Safe to use from several threads.
+    """Bytes by name, in a bucket, on a server or in a shared folder. Safe to use from several threads.
 
-    Names are letters, digits, dots and dashes, with at most one folder and a slash in front. Every method may raise
-    whatever a client library raises; `RemoteStore` makes misses and `StoreError`s of it. A `TimeoutError` says that
-    nothing else need be asked for now; after any other error it is tried whether the remote answers at all.
+    Names are letters, digits, dots and dashes, after at most one folder and a slash. Every method may raise whatever a
+    client library raises; `RemoteStore` turns it into misses and `StoreError`s. After a `TimeoutError` it pauses at
+    once; after any other error it first checks whether the remote answers at all.
 
     Attributes:
-        kind: what it is, in one word, for reports.
+        kind: name for reports, in one word.
     """
 
     kind: str
 
     def read(self, name: str) -> bytes | None:
-        """Return a blob whole, or None if there is none."""
+        """Return a blob, or None if there is none."""
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
-        """Write a blob, replacing one of that name. Others see all of it or nothing, even if the writer dies.
+        """Write a blob atomically, replacing one of that name: even if the writer dies, no reader sees a part of it.
 
         Args:
             name: of the blob.
-            parts: its bytes, to be put one behind the other.
-            ttl_s: seconds after which it may be removed, more than 0; a remote that cannot do that keeps it.
+            parts: its bytes, to be joined.
+            ttl_s: seconds after which it may be removed, more than 0; a remote that cannot expire blobs keeps it.
         """
 
     def delete(self, name: str) -> bool:
@@ -40,13 +40,13 @@ class BlobStore(Protocol):
         """Return whether there is a blob of that name."""
 
     def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
-        """Yield name and size in bytes of the blobs in a folder, not of those in folders below it.
+        """Yield name and size in bytes of the blobs in a folder, without subfolders.
 
-        What is still being written, or was when its writer died, is not a blob and is not among them.
+        Unfinished writes are not blobs, whether their writers live or died.
         """
 
     def rename(self, name: str, new: str) -> bool:
-        """Give a blob another name; return whether there was one."""
+        """Rename a blob; return whether there was one."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

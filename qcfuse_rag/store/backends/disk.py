@@ -1,4 +1,4 @@
-"""A store on local disk: one file per chunk, found by name; an index beside them keeps the folder within its limit."""
+"""A store on local disk: one file per chunk, found by name; an index keeps the folder within its limit."""
 
 from __future__ import annotations
 
@@ -27,22 +27,28 @@ from qcfuse_rag.store.key import ChunkKey, address_of
 class DiskStore(KVStore):
     """Keeps chunks in a folder, across processes and restarts.
 
-    Reading an entry needs its file and nothing else. Where the index cannot be opened, on a full or read-only disk, the
-    store still reads; where it is damaged, it is made again from the files.
+    Reading an entry needs its file alone. If the index cannot be opened, on a full or read-only disk, the store still
+    reads; if it is damaged, it is rebuilt from the files.
 
     Args:
         folder: created if it does not exist.
-        limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never said.
-        numbers: format of new entries, see `store.quantization`; the model's own if never said.
-        eviction: `cost` (if never said), `lru` or `lfu`, see `store.backends.eviction`.
-        ttl_s: seconds after which new entries are gone.
-        seal: encrypts entries.
-        remote: URL of what stands behind the folder, kept for whoever opens it next; empty for nothing.
+        limit_bytes: most bytes its files may take together, at any moment; 64 GiB if never given.
+        numbers: format of new entries, see `store.quantization`; the model's own if never given.
+        eviction: `cost` (if never given), `lru` or `lfu`, see `store.backends.eviction`.
+        ttl_s: seconds after which new entries expire.
+        seal: the cipher that encrypts entries.
+        remote: URL of the remote behind the folder, kept for the next time it is opened; empty for none.
 
-    What is not given is as the store was opened before.
+    Options that are not given are as the store was opened before.
+
+    Attributes:
+        files: names, writes and removes the files.
+        quota: reserves bytes and evicts; None if the store cannot be written.
+        settings: those kept in the folder.
+        notes: what was wrong and has been repaired.
 
     Raises:
-        StoreError: if the folder cannot be used, or is encrypted and no seal is given.
+        StoreError: if the folder cannot be used, or is encrypted and no secret is given.
         ValueError: if there is no such format or policy.
     """
 
@@ -59,11 +65,10 @@ class DiskStore(KVStore):
         seal: StoreCipher | None = None,
         remote: str | None = None,
     ) -> None:
-        place = Path(folder).expanduser()
-        self.folder = place
-        self.files = StoreFiles(place)
-        self.notes: list[str] = []  # what is remarkable and has been mended
-        self._broken: list[str] = []  # what keeps the store from being written
+        self.folder: Path = Path(folder).expanduser()
+        self.files = StoreFiles(self.folder)
+        self.notes: list[str] = []
+        self._problems: list[str] = []  # reasons why the store cannot be written
         self.seal = seal
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
@@ -71,69 +76,70 @@ class DiskStore(KVStore):
             self.files.create()
         except OSError as error:
             if not self.files.objects.is_dir():
-                raise StoreError(f"cannot open a store in {place}: {error}") from error
-            self._broken.append(f"cannot be written: {error}")
+                raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
+            self._problems.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}
         given["remote"] = None if remote is None else url_without_secrets(remote)
         self.settings = resolve_settings(self.files, given, seal)
         self.numbers, self.limit_bytes = self.settings.numbers, self.settings.limit_bytes
         self.ttl_s = self.settings.ttl_s
-        self._models = self._known_models()
-        self.quota = self._open_room()
+        self._models = self._read_models()
+        self.quota = self._open_quota()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, its blocks checked when they are used, or why there is none."""
-        found = self._open(key.address, key)
+        """Return the chunk, whose blocks are checked when they are used, or why there is none."""
+        opened = self._open(key.address, key)
         with self._lock:
-            self._counts["misses" if isinstance(found, Miss) else "hits"] += 1
-        if isinstance(found, Miss):
-            return Miss(self._absence(key)) if found == Miss("absent") else found
+            self._counts["misses" if isinstance(opened, Miss) else "hits"] += 1
+        if isinstance(opened, Miss):
+            return Miss(self._absence_reason(key)) if opened == Miss("absent") else opened
         if self.quota is not None:
-            self.quota.note_use(key.address)
-        return found[1]
+            self.quota.record_use(key.address)
+        return opened[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key."""
         return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Write the chunk; it can be found only once it is complete on disk."""
+        """Write the chunk; it can be read only once it is complete on disk."""
         if self.quota is None:
             raise self._unwritable()
-        lasting = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
-        parts = encode(key, lasting, seal=self.seal)
-        saved = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN if saved_ms is None else saved_ms
+        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
+        parts = encode(key, converted, cipher=self.seal)
+        if saved_ms is None:
+            saved_ms = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN
         try:
-            reserved = self.quota.reserve(key.address, sum(len(part) for part in parts))
+            reservation = self.quota.reserve(key.address, sum(len(part) for part in parts))
             try:
-                self.files.write(reserved.temporary, parts)
-                self.quota.publish(reserved, lasting.numbers, saved, lasting.expires)
+                self.files.write(reservation.temporary, parts)
+                self.quota.publish(reservation, converted.numbers, saved_ms, converted.expires)
             except BaseException:
-                self.quota.release(reserved)
+                self.quota.release(reservation)
                 raise
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
-        self._note_model(key)
+        self._record_model(key)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry; one that was found damaged goes into quarantine."""
+        """Remove an entry; a damaged one is moved to quarantine."""
         address = address_of(key)
         if self.quota is None:
             return False
         try:
-            found = self.quota.remove(address) if reason is None else self.quota.quarantine(address, reason)
+            removed = self.quota.remove(address) if reason is None else self.quota.quarantine(address, reason)
         except INDEX_FAILURES:
             return False
         with self._lock:
-            self._counts["discarded"] += found and reason is not None
-        return found
+            self._counts["discarded"] += removed and reason is not None
+        return removed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            there = self.files.path(address_of(key)).exists()
+            exists = self.files.path(address_of(key)).exists()
         except OSError:
             return False
-        return there and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
+        return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""
@@ -142,28 +148,36 @@ class DiskStore(KVStore):
                 yield EntryInfo(address, path.stat().st_size)
             return
         for address, record, expires, tag in list(self.quota.index.rows(ENTRY, PINNED)):
-            u = record.usage
-            about = (u.size_bytes, record.numbers, u.uses, u.used, u.saved_ms, expires)
-            yield EntryInfo(address, *about, pinned=tag == PINNED)
+            yield EntryInfo(
+                address,
+                record.usage.size_bytes,
+                numbers=record.numbers,
+                uses=record.usage.uses,
+                used=record.usage.used,
+                saved_ms=record.usage.saved_ms,
+                expires=expires,
+                pinned=tag == PINNED,
+            )
 
     def clear(self) -> int:
-        """Remove every entry, pinned ones too, and those that only have a file; return how many that was.
+        """Remove every entry, including pinned ones and files without a row; return how many there were.
 
         Raises:
-            StoreError: if it cannot be done.
+            StoreError: if an entry cannot be removed.
         """
         try:
             if self.quota is not None:
-                addresses = {one.address for one in self.entries()} | {address for address, _ in self.files.entries()}
+                addresses = {entry.address for entry in self.entries()}
+                addresses |= {address for address, _ in self.files.entries()}
                 return sum(self.quota.remove(address) for address in addresses)
         except INDEX_FAILURES:
-            pass  # a full disk has no room for the index to note that there is room again
+            pass  # on a full disk the index cannot be written: remove the files first
         try:
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
         except OSError as error:
             raise self._unwritable(error) from error
         if self.quota is None:
-            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # made again by whoever opens the store
+            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # rebuilt when the store is opened next
         else:
             with suppress(*INDEX_FAILURES), self.quota.index.transact():
                 self.quota.index.clear()
@@ -197,31 +211,32 @@ class DiskStore(KVStore):
         return [StoreStats("disk", entries, size, limit, **self._counts, evicted=evicted)]
 
     def health(self) -> list[Health]:
-        """Try whether the folder can be written, the index answers, and the disk has the room that was promised."""
-        problems = list(self._broken)
+        """Check that the folder can be written, the index read, and the limit used up."""
+        problems = list(self._problems)
         try:
             probe = self.files.new_temporary()
             self.files.write(probe, [b"health"])
             probe.unlink()
             if self.quota is not None:
-                left = self.settings.limit_bytes - self.quota.index.size()
-                if left < 0:
-                    problems.append(f"holds {-left:,} bytes more than its limit, pinned ones; unpin some, or raise it")
+                remaining = self.settings.limit_bytes - self.quota.index.size()
+                if remaining < 0:
+                    problem = f"holds {-remaining:,} bytes more than its limit, pinned ones"
+                    problems.append(f"{problem}; unpin some, or raise it")
                 free = shutil.disk_usage(self.files.folder).free
-                if free < left:
-                    problems.append(f"may take {left:,} bytes more, the disk has {free:,}; lower the limit")
+                if free < remaining:
+                    problems.append(f"may take {remaining:,} bytes more, the disk has {free:,}; lower the limit")
         except INDEX_FAILURES as error:
             problems.append(f"cannot be written: {error}")
         return [Health("disk", not problems, tuple(dict.fromkeys(problems)))]
 
     def close(self) -> None:
-        """Write what was counted and close the index."""
+        """Write counted uses and close the index."""
         if self.quota is not None:
             self.quota.write_uses()
             self.quota.index.close()
 
     def models(self) -> dict[str, dict[str, str]]:
-        """Return the fingerprints of the models whose chunks have been stored here, by digest."""
+        """Return the fingerprints of the models whose chunks were stored here, by digest."""
         return dict(self._models)
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
@@ -242,44 +257,44 @@ class DiskStore(KVStore):
             return Miss("expired")
         return header.key, chunk
 
-    def _absence(self, key: ChunkKey) -> str:
-        """Say why an entry is missing: never stored, or stored for another model, and what differs then."""
+    def _absence_reason(self, key: ChunkKey) -> str:
+        """Return why an entry is absent: never stored, or stored for another model, with what differs."""
         if not self._models or key.fingerprint.digest in self._models:
             return "absent"
         differing = min((key.fingerprint.differences(other) for other in self._models.values()), key=len)
         return f"absent: the store holds chunks of another model, {', '.join(differing)} differ"
 
-    def _open_room(self) -> DiskQuota | None:
-        """Open the index, and fill it from the files if it is new and they are not."""
+    def _open_quota(self) -> DiskQuota | None:
+        """Open the index, and fill it from the files if it has no entries; return None if it cannot be opened."""
         index, note, problem = open_index(self.files.folder / "index")
         self.notes += [note] if note else []
-        self._broken += [problem] if problem else []
+        self._problems += [problem] if problem else []
         if index is None:
             return None
         worth = eviction_policy(self.settings.eviction)
-        room = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.seal)
+        quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.seal)
         try:
             if not index.count(ENTRY, PINNED):
-                room.adopt_all()
-            room.shrink()
+                quota.index_new_files()
+            quota.enforce_limit()
         except INDEX_FAILURES as error:
-            self._broken.append(f"its index cannot be written: {error}")
+            self._problems.append(f"its index cannot be written: {error}")
             return None
-        return room
+        return quota
 
     def _unwritable(self, error: Exception | None = None) -> StoreError:
-        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._broken)}")
+        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._problems)}")
 
-    def _known_models(self) -> dict[str, dict[str, str]]:
+    def _read_models(self) -> dict[str, dict[str, str]]:
         models = {}
         for path in (self.files.folder / "models").glob("*.json"):
             try:
                 models[path.stem] = dict(json.loads(path.read_text("utf-8")))
             except (OSError, ValueError, TypeError):
-                continue  # it only serves to explain misses
+                continue  # it only explains misses
         return models
 
-    def _note_model(self, key: ChunkKey) -> None:
+    def _record_model(self, key: ChunkKey) -> None:
         digest = key.fingerprint.digest
         if digest not in self._models:
             self._models[digest] = key.fingerprint.fields()

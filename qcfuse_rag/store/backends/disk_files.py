@@ -1,8 +1,9 @@
-"""The files of a store on disk: an entry is one file named after its address, which never changes once it has its name.
+"""The files of a store on disk: an entry is one file named after its address, and never changes once it has its name.
 
-`objects/7c/<address>.kv` are entries, in folders by the last two digits; `tmp/` is what is being written; `quarantine/`
-what was found damaged, with the reason beside it; `models/<digest>.json` whose chunks are here, to explain misses;
-`index/`, `store.json` and `sources.db` belong to `store.backends.disk_index`, `store.backends.disk_settings` and `store.documents.sources`.
+`objects/7c/<address>.kv` are entries, in folders by the last two digits; `tmp/` has files being written; `quarantine/`
+damaged entries with the reason beside them; `models/<digest>.json` fingerprints of models, to explain misses;
+`index/`, `store.json` and `sources.db` belong to `store.backends.disk_index`, `store.backends.disk_settings` and
+`store.documents.manifest`.
 """
 
 from __future__ import annotations
@@ -36,46 +37,46 @@ class StoreFiles:
         self.objects, self.tmp, self.quarantined = folder / "objects", folder / "tmp", folder / "quarantine"
 
     def create(self) -> None:
-        """Make the folders, for their owner only."""
-        for process_namespace in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
-            process_namespace.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Create the folders, for their owner only."""
+        for path in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, address: str) -> Path:
-        """Return where an entry is, or would be.
+        """Return the path of an entry, whether it exists or not.
 
         Raises:
-            ValueError: if this is no address, and might lead out of the folder.
+            ValueError: if this is not an address: it might lead out of the folder.
         """
         if not set(address) <= ADDRESS_CHARACTERS:
             raise ValueError(f"not an address: {address!r}")
         return self.objects / address[-2:] / f"{address}{ENDING}"
 
     def new_temporary(self) -> Path:
-        """Return a name under which something can be written, which says who is writing."""
+        """Return a new path to write to; its name says which process writes."""
         return self.tmp / f"{process_namespace()}-{os.getpid()}-{secrets.token_hex(8)}{TEMPORARY}"
 
     def temporary(self, name: str) -> Path:
-        """Return what is being written under a name.
+        """Return the path of a temporary file.
 
         Raises:
-            CorruptEntry: if it is none that this library gives.
+            CorruptEntry: if this library does not give such names.
         """
         return self.tmp / _checked(name, TEMPORARY)
 
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
         """Write a new file and force it to disk.
 
-        In as few calls as can be: what is written at once lies in large pages, which are quickly mapped again.
+        In as few calls as possible: data written at once is in large pages of the cache, which are mapped faster.
 
         Raises:
-            OSError: if that fails; nothing is left then.
+            OSError: if that fails; the file is removed then.
         """
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                left = [memoryview(part) for part in parts]
-                while left:
-                    left = _after(left, os.writev(descriptor, left[:MAX_PARTS_PER_WRITE]))
+                unwritten = [memoryview(part) for part in parts]
+                while unwritten:
+                    unwritten = _after(unwritten, os.writev(descriptor, unwritten[:MAX_PARTS_PER_WRITE]))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -84,7 +85,7 @@ class StoreFiles:
             raise
 
     def publish(self, temporary: Path, address: str) -> None:
-        """Give what was written its name, at once and for all to see."""
+        """Give a written file its name; other processes see all of it from then on."""
         path = self.path(address)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         temporary.rename(path)
@@ -98,7 +99,7 @@ class StoreFiles:
         return True
 
     def quarantine(self, address: str, reason: str) -> Path | None:
-        """Move an entry's file out of the way for someone to look at; return where, or None if there is no file."""
+        """Move an entry's file to quarantine, with the reason; return its path, or None if there is no file."""
         target = self.quarantined / f"{address}{ENDING}"
         try:
             self.path(address).rename(target)
@@ -111,7 +112,7 @@ class StoreFiles:
         """Remove a file from quarantine, and the reason beside it.
 
         Raises:
-            CorruptEntry: if the name is none that this library gives.
+            CorruptEntry: if this library does not give such names.
         """
         path = self.quarantined / _checked(name, ENDING)
         for ending in (ENDING, ".json"):
@@ -123,41 +124,41 @@ class StoreFiles:
             yield path.name.removesuffix(ENDING), path
 
     def is_abandoned(self, temporary: str) -> bool:
-        """Return whether whoever was writing a temporary file, on this machine, is gone."""
-        there, _, pid = temporary.rpartition("-")[0].rpartition("-")
-        return pid.isdigit() and process_has_ended(there, int(pid))
+        """Return whether the process that wrote a temporary file ran on this machine and has ended."""
+        namespace, _, pid = temporary.rpartition("-")[0].rpartition("-")
+        return pid.isdigit() and process_has_ended(namespace, int(pid))
 
-    def sealed(self) -> bool | None:
-        """Return whether entries are encrypted, by one of them that can be read; None if there is none."""
+    def is_encrypted(self) -> bool | None:
+        """Return whether entries are encrypted, by the first that can be read; None if there is none."""
         for _, path in self.entries():
             try:
                 with open(path, "rb") as file:
-                    return bool(Preamble.read(file.read(PREAMBLE.size)).flags & ENCRYPTED)
+                    return bool(Preamble.parse(file.read(PREAMBLE.size)).flags & ENCRYPTED)
             except (OSError, CorruptEntry):
                 continue
         return None
 
     def write_json(self, path: Path, data: dict[str, Any]) -> None:
-        """Write a small file, replacing it at once if it exists."""
+        """Write a small file atomically."""
         temporary = self.new_temporary()
         self.write(temporary, [json.dumps(data, indent=2).encode()])
         temporary.rename(path)
 
 
 def process_namespace() -> str:
-    """Return where this process counts: the machine's name, and which of its process numbers are meant.
+    """Return the scope of this process's number: the machine's name and its process namespace.
 
-    Containers may share a name and a folder and number their processes each for themselves.
+    Containers may share a name and a folder, while each numbers its own processes.
     """
     try:
         return f"{platform.node()}.{os.stat('/proc/self/ns/pid').st_ino:x}"
-    except OSError:  # elsewhere than on Linux
+    except OSError:  # not on Linux
         return platform.node()
 
 
-def process_has_ended(there: str, pid: int) -> bool:
-    """Return whether a process is over for certain; what goes on in another `process_namespace` is not known."""
-    if there != process_namespace():
+def process_has_ended(namespace: str, pid: int) -> bool:
+    """Return whether a process has ended for certain; False for one of another namespace, which cannot be seen."""
+    if namespace != process_namespace():
         return False
     try:
         os.kill(pid, 0)
@@ -169,10 +170,10 @@ def process_has_ended(there: str, pid: int) -> bool:
 
 
 def _checked(name: str, ending: str) -> str:
-    """Return the name of a file, unless it might lead out of its folder: whoever can write an index may name anything.
+    """Return the name of a file, unless it leads out of its folder: a tampered index may name any path.
 
     Raises:
-        CorruptEntry: if it might.
+        CorruptEntry: if it does.
     """
     if not name.endswith(ending) or set(name) & {"/", "\\", "\0"}:
         raise CorruptEntry(f"the index names {name!r}, which is no file of this store; `qcfuse store rebuild` mends it")
@@ -180,7 +181,7 @@ def _checked(name: str, ending: str) -> str:
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:
-    """Return what is left of parts of which the first bytes are written."""
+    """Return the rest of some parts after their first bytes were written."""
     for index, part in enumerate(parts):
         if written < len(part):
             return [part[written:], *parts[index + 1 :]]

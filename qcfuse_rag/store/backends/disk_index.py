@@ -1,10 +1,10 @@
-"""The index of a store on disk: what each file takes and is worth, which are pinned, and what is being written.
+"""The index of a store on disk: size, worth, pin and expiry of each file, and which files are being written.
 
-diskcache keeps it: a table in SQLite with sizes, expiry and tags, safe between threads and processes. The index is
-never needed to read an entry, only to keep the folder within its limit, and can be made again from the files.
+It is a diskcache: a table in SQLite with sizes, expiry and tags, safe between threads and processes. The index is never
+needed to read an entry, only to keep the folder within its limit, and can be rebuilt from the files.
 
-diskcache by itself pickles what it does not know and unpickles what it finds (CVE-2025-69872). `TextDisk` takes away
-both: keys and values are text, and anything else found in the index is an error, never executed.
+By itself, diskcache pickles unknown values and unpickles what it finds (CVE-2025-69872). `TextDisk` prevents both: keys
+and values are text, and anything else in the index is an error and is never executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.eviction import EntryUsage
 
 ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
-"""Tags: what a row stands for."""
+"""Tags of rows: an entry, a pinned entry, a reservation of a file being written, a file in quarantine."""
 
 INDEX_FAILURES = (sqlite3.Error, diskcache.Timeout, CorruptEntry, OSError)
 DAMAGE_MESSAGES = ("malformed", "not a database")
@@ -39,10 +39,10 @@ class Record:
     """A row of the index.
 
     Attributes:
-        usage: size and uses; a row that is being written has its size set aside.
+        usage: size and uses; of a file that is being written, the reserved size.
         numbers: format the entry is written in.
         worth: rank among entries; the smallest is evicted first.
-        about: of a row that is being written, the address; of one in quarantine, what was wrong.
+        about: of a file that is being written, its address; of a file in quarantine, the damage.
     """
 
     usage: EntryUsage
@@ -56,15 +56,15 @@ class Record:
         return replace(self, usage=usage, worth=worth(usage))
 
     def to_json(self) -> str:
-        """Return the form in the index."""
+        """Return the JSON text that the index holds."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the form in the index.
+        """Parse the JSON text that the index holds.
 
         Raises:
-            CorruptEntry: if it is not one.
+            CorruptEntry: if it is not a record.
         """
         try:
             data = json.loads(text)
@@ -74,7 +74,7 @@ class Record:
 
 
 class TextDisk(diskcache.Disk):  # type: ignore[misc]
-    """Serialisation for diskcache that knows text as keys and records as values, and nothing else."""
+    """Serialisation for diskcache with text as keys and records as values, and nothing else."""
 
     def put(self, key: Any) -> tuple[str, bool]:
         """Return a key's form in the index."""
@@ -89,7 +89,7 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
         return key
 
     def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> tuple[int, int, None, str]:
-        """Return a record's form in the index, with the size of the file it stands for."""
+        """Return a record's form in the index, with the size of its file."""
         if not isinstance(value, Record) or read:
             raise TypeError(f"values are records, got {type(value).__name__}")
         return value.usage.size_bytes, MODE_RAW, None, value.to_json()
@@ -102,57 +102,56 @@ class TextDisk(diskcache.Disk):  # type: ignore[misc]
 
 
 class Index:
-    """Rows by name: an entry's is its address.
+    """Rows by name; the name of an entry's row is its address.
 
     Args:
-        folder: where the database is.
+        folder: of the database.
 
     Raises:
         OSError, sqlite3.Error, diskcache.Timeout: if it cannot be opened.
-        CorruptEntry: if it holds what this library does not write.
+        CorruptEntry: if it has rows that this library does not write.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(
-            FileExistsError
-        ):  # for its owner only. Never opened once it exists: closing it drops SQLite's locks
+        # Created for its owner only. Never opened once it exists: closing it would drop SQLite's locks.
+        with suppress(FileExistsError):
             os.close(os.open(folder / "cache.db", os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        # Nothing is culled by diskcache itself, whose limit holds only after the fact. Nothing is mapped into memory: a
-        # disk error there is a signal that ends the process.
+        # diskcache itself must not evict: its limit holds only afterwards. Nothing is mapped into memory: a disk error
+        # there is a signal that ends the process.
         options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0}
         self._cache = diskcache.Cache(str(folder), disk=TextDisk, **options)
-        strange = (
+        invalid = (
             "raw IS NOT 1 OR mode IS NOT 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR filename IS NOT NULL"
             " OR json_extract(value, '$.usage.size_bytes') IS NOT size"
             f" OR (tag IN ('{ENTRY}', '{PINNED}') AND key GLOB '*[^0-9a-f-]*')"
             f" OR (tag = '{WRITING}' AND json_extract(value, '$.about') GLOB '*[^0-9a-f-]*')"
             rf" OR (tag IN ('{WRITING}', '{QUARANTINE}') AND key GLOB '*[/\]*')"
         )
-        if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {strange}")[0][0]:
-            raise CorruptEntry("the index holds what this library does not write")
-        # diskcache has no order of our own making; its table and `_sql` are those of its last release, 5.6.3.
+        if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {invalid}")[0][0]:
+            raise CorruptEntry("the index holds rows that this library does not write")
+        # diskcache has no order by worth; the table and `_sql` are those of its last release, 5.6.3.
         self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 
     @contextmanager
-    def transact(self, *, patience_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
-        """Hold the index against all other writers, who see all or nothing of what happens inside.
+    def transact(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
+        """Lock the index against all other writers, and commit or roll back all changes together.
 
         Args:
-            patience_s: longest time to wait for another writer.
+            timeout_s: longest time to wait for another writer.
 
         Raises:
-            sqlite3.Error: if the index cannot be had or cannot be written.
+            sqlite3.Error: if the index cannot be locked or written.
         """
-        self._cache._sql(f"PRAGMA busy_timeout = {round(1000 * patience_s)}")
+        self._cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
         try:
             with self._cache.transact():
                 yield
-        except diskcache.Timeout as error:  # stands for every failure to begin; say which
+        except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
             raise error.__context__ or error from None
 
     def size(self) -> int:
-        """Bytes of all rows."""
+        """Return the bytes of all rows."""
         return int(self._cache.reset("size", update=False))
 
     def get(self, name: str) -> tuple[Record, float | None, str] | None:
@@ -162,22 +161,22 @@ class Index:
 
     def set(self, name: str, record: Record, tag: str, expires: float | None = None) -> None:
         """Write a row, replacing one of that name."""
-        left = None if expires is None else expires - time.time()
-        self._cache.set(name, record, expire=left, tag=tag)
+        expires_in = None if expires is None else expires - time.time()
+        self._cache.set(name, record, expire=expires_in, tag=tag)
 
     def delete(self, name: str) -> bool:
         """Remove a row; return whether there was one."""
-        found = self._rows("SELECT COUNT(*) FROM Cache WHERE key = ?", name)[0][0]
+        count = self._rows("SELECT COUNT(*) FROM Cache WHERE key = ?", name)[0][0]
         self._cache._sql("DELETE FROM Cache WHERE key = ? AND raw = 1", (name,))
-        return bool(found)
+        return bool(count)
 
     def expired(self, *tags: str, now: float) -> list[tuple[str, int]]:
-        """Return name and size of rows with these tags whose time is over."""
+        """Return name and size of expired rows with these tags."""
         statement = "SELECT key, size FROM Cache WHERE tag = ? AND expire_time < ?"
         return [row for tag in tags for row in self._rows(statement, tag, now)]
 
     def worst(self, tag: str, count: int) -> list[tuple[str, int]]:
-        """Return name and size of up to `count` rows with a tag, by rising worth."""
+        """Return name and size of the `count` rows with a tag that have the least worth."""
         order = "SELECT key, size FROM Cache WHERE tag = ? ORDER BY json_extract(value, '$.worth') LIMIT ?"
         return self._rows(order, tag, count)
 
@@ -188,7 +187,7 @@ class Index:
                 yield name, Record.from_json(value), expires, tag
 
     def size_of(self, *tags: str) -> int:
-        """Bytes of rows with these tags."""
+        """Return the bytes of rows with these tags."""
         statement = "SELECT COALESCE(SUM(size), 0) FROM Cache WHERE tag = ?"
         return sum(self._rows(statement, tag)[0][0] for tag in tags)
 
@@ -209,19 +208,19 @@ class Index:
 
 
 def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
-    """Open the index of a store, an empty one in the place of one that is damaged.
+    """Open the index of a store; replace a damaged one by an empty one.
 
     Returns:
-        The index or None; what has been mended; what is the matter if there is no index.
+        The index or None; what was repaired, or None; why there is no index, or None.
     """
     try:
         return Index(folder), None, None
     except INDEX_FAILURES as error:
-        if not isinstance(error, CorruptEntry) and not any(sign in str(error) for sign in DAMAGE_MESSAGES):
+        if not isinstance(error, CorruptEntry) and not any(message in str(error) for message in DAMAGE_MESSAGES):
             return None, None, f"its index cannot be opened: {error}"
         reason = str(error)
     try:
         shutil.rmtree(folder)
-        return Index(folder), f"its index was damaged ({reason}) and has been made again from the files", None
+        return Index(folder), f"its index was damaged ({reason}) and has been rebuilt from the files", None
     except INDEX_FAILURES as error:
-        return None, None, f"its index is damaged ({reason}) and cannot be made again: {error}"
+        return None, None, f"its index is damaged ({reason}) and cannot be rebuilt: {error}"

@@ -1,8 +1,8 @@
-"""Room in a store on disk: bytes are set aside before they are written, so that the limit holds at every moment.
+"""The quota of a store on disk: bytes are reserved before they are written, so that the limit holds at every moment.
 
-A writer first makes a row in the index that takes the entry's size, evicting others until it fits, then writes, then
-turns the row into the entry's. A writer that dies leaves a row behind that names it; whoever next needs room, or looks
-after the store, takes it back.
+A writer first adds a row to the index with the entry's size, evicting other entries until it fits; then it writes the
+file; then it turns the row into the entry's. A writer that dies leaves a row with its process; the next writer, or
+maintenance, removes that row.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ RESERVE_TIMEOUT_S = 30.0
 USES_PER_WRITE = 64
 EVICTION_BATCH = 32
 UNKNOWN_MS_PER_TOKEN = 1.0
-"""Stands for prefill times that nobody has measured; the same for all, so that they rank by use and size alone."""
+"""Stands for prefill times that were not measured; equal for all, so that use and size alone decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Room for an entry that is being written to `temporary`."""
+    """Reserved bytes of an entry that is being written to the file `temporary`."""
 
     address: str
     temporary: Path
@@ -44,9 +44,9 @@ class DiskQuota:
     Args:
         index: of the store.
         files: of the store.
-        limit_bytes: most bytes they may take together.
+        limit_bytes: most bytes the files may take together.
         worth: eviction policy.
-        seal: opens the headers of encrypted entries.
+        cipher: opens the headers of encrypted entries.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class DiskQuota:
         files: StoreFiles,
         limit_bytes: int,
         worth: Callable[[EntryUsage], float],
-        seal: StoreCipher | None = None,
+        cipher: StoreCipher | None = None,
     ) -> None:
-        self.index, self._files, self._limit, self._worth, self._seal = index, files, limit_bytes, worth, seal
+        self.index, self._files, self._limit, self._worth, self._cipher = index, files, limit_bytes, worth, cipher
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.evicted = 0
 
     def reserve(self, address: str, size: int) -> Reservation:
-        """Set bytes aside, evicting what is worth least.
+        """Reserve bytes, evicting the entries with the least worth.
 
         Raises:
-            StoreError: if there can be no room: the entry is too large, or too much is pinned or being written.
+            StoreError: if it cannot fit: the entry is too large, or too much is pinned or being written.
         """
         deadline = time.monotonic() + RESERVE_TIMEOUT_S
         while True:
@@ -79,29 +79,32 @@ class DiskQuota:
                     self.index.set(temporary.name, row, WRITING, expires=time.time() + WRITE_TIMEOUT_S)
                     return Reservation(address, temporary, size)
                 pinned, writing = self.index.size_of(PINNED), self.index.size_of(WRITING)
+            # Bytes that others are writing become evictable once they are written: wait for them, but not for pins.
             if not writing or pinned + size > self._limit or time.monotonic() > deadline:
-                taken = f", of which {pinned:,} are pinned and {writing:,} being written" if pinned or writing else ""
-                raise StoreError(f"a chunk of {size:,} bytes does not fit a store of {self._limit:,} bytes{taken}")
+                part = f", of which {pinned:,} are pinned and {writing:,} being written" if pinned or writing else ""
+                raise StoreError(f"a chunk of {size:,} bytes does not fit a store of {self._limit:,} bytes{part}")
             time.sleep(0.01)
 
-    def publish(self, reserved: Reservation, numbers: str, saved_ms: float, expires: float | None) -> None:
+    def publish(self, reservation: Reservation, numbers: str, saved_ms: float, expires: float | None) -> None:
         """Turn a reservation whose file is written into an entry."""
-        usage = EntryUsage(reserved.size, saved_ms, 1.0, time.time())
+        usage = EntryUsage(reservation.size, saved_ms, 1.0, time.time())
         with self.index.transact():
-            before = self.index.get(reserved.address)
-            self.index.delete(reserved.temporary.name)
-            tag = PINNED if before is not None and before[2] == PINNED else ENTRY
-            self.index.set(reserved.address, Record(usage, numbers, self._worth(usage)), tag, expires)
-            self._files.publish(reserved.temporary, reserved.address)  # last: whatever fails before undoes all of it
+            replaced = self.index.get(reservation.address)
+            self.index.delete(reservation.temporary.name)
+            tag = PINNED if replaced is not None and replaced[2] == PINNED else ENTRY
+            self.index.set(reservation.address, Record(usage, numbers, self._worth(usage)), tag, expires)
+            self._files.publish(
+                reservation.temporary, reservation.address
+            )  # last: a failure before it undoes the whole transaction
 
-    def release(self, reserved: Reservation) -> None:
-        """Give reserved bytes back."""
-        reserved.temporary.unlink(missing_ok=True)
+    def release(self, reservation: Reservation) -> None:
+        """Remove a reservation and its file."""
+        reservation.temporary.unlink(missing_ok=True)
         with self.index.transact():
-            self.index.delete(reserved.temporary.name)
+            self.index.delete(reservation.temporary.name)
 
-    def adopt(self, address: str) -> bool:
-        """Index an entry whose file is there, or quarantine it if its header is damaged; return whether it was sound.
+    def index_file(self, address: str) -> bool:
+        """Add an entry's file to the index, or quarantine it if its header is damaged; return whether it is sound.
 
         Raises:
             OSError: if the file cannot be read.
@@ -109,27 +112,27 @@ class DiskQuota:
         path = self._files.path(address)
         tokens, numbers, expires = 1, "", None
         try:
-            header, _ = open_header(MappedFile(path, header_only=True), self._seal)
+            header, _ = open_header(MappedFile(path, header_only=True), self._cipher)
             check_key(header.key, None, address)
             tokens, numbers, expires = header.tokens, header.numbers, header.expires
         except ForeignEntry:
-            pass  # not for us to read; what it takes counts all the same
+            pass  # under another secret, but its bytes count
         except CorruptEntry as error:
             self.quarantine(address, str(error))
             return False
-        about, before = path.stat(), self.index.get(address)
-        usage = EntryUsage(about.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, about.st_mtime)
-        tag = PINNED if before is not None and before[2] == PINNED else ENTRY
+        status, row = path.stat(), self.index.get(address)
+        usage = EntryUsage(status.st_size, tokens * UNKNOWN_MS_PER_TOKEN, 1.0, status.st_mtime)
+        tag = PINNED if row is not None and row[2] == PINNED else ENTRY
         self.index.set(address, Record(usage, numbers, self._worth(usage)), tag, expires)
         return True
 
-    def adopt_all(self) -> int:
-        """Index every entry that has a file and no row; return how many were sound."""
+    def index_new_files(self) -> int:
+        """Add every file without a row to the index; return how many were sound."""
         count = 0
         for address, path in list(self._files.entries()):
             with self.index.transact():
-                if self.index.get(address) is None and path.exists():  # others may evict meanwhile
-                    count += self.adopt(address)
+                if self.index.get(address) is None and path.exists():  # another process may have evicted it
+                    count += self.index_file(address)
         for path in list(self._files.quarantined.glob(f"*{ENDING}")):
             with self.index.transact():
                 if self.index.get(path.name) is None and path.exists():
@@ -145,53 +148,55 @@ class DiskQuota:
             return row is not None
 
     def remove(self, address: str) -> bool:
-        """Remove an entry and what is in quarantine of it; files first: one without a row would still be found."""
+        """Remove an entry and its copy in quarantine; return whether there was such an entry."""
         with self.index.transact():
-            damaged = self._files.path(address).name
-            self._files.remove_quarantined(damaged)
-            self.index.delete(damaged)
-            found = self._files.remove(address)
-            return self.index.delete(address) or found
+            # Files first: a file without a row would still be read.
+            quarantined = self._files.path(address).name
+            self._files.remove_quarantined(quarantined)
+            self.index.delete(quarantined)
+            had_file = self._files.remove(address)
+            return self.index.delete(address) or had_file
 
     def quarantine(self, address: str, reason: str) -> bool:
-        """Move an entry into quarantine, where it stays until the room is needed."""
+        """Move an entry into quarantine, where it stays until its bytes are needed; return whether there was one."""
         with self.index.transact():
             row = self.index.get(address)
-            found = self.index.delete(address)
-            expires = row[1] if row is not None else time.time() if found else None  # what has expired is no row to get
+            had_row = self.index.delete(address)
+            # `get` does not return an expired row: then it expires now.
+            expires = row[1] if row is not None else time.time() if had_row else None
             moved = self._files.quarantine(address, reason)
             if moved is not None:
                 self._index_quarantined(moved, reason, expires)
-            return found or moved is not None
+            return had_row or moved is not None
 
-    def note_use(self, address: str) -> None:
-        """Count a use; written to the index later, together with others."""
+    def record_use(self, address: str) -> None:
+        """Count a use; it is written to the index later, together with others."""
         with self._lock:
             self._uses[address] += 1
-            many = self._uses.total() % USES_PER_WRITE == 0
-        if many:
-            self.write_uses(patience_s=0.0)  # a reader does not wait for writers
+            write_now = self._uses.total() % USES_PER_WRITE == 0
+        if write_now:
+            self.write_uses(timeout_s=0.0)  # readers do not wait for writers
 
-    def write_uses(self, *, patience_s: float = RESERVE_TIMEOUT_S) -> None:
-        """Write counted uses to the index; one that cannot be written loses them at worst."""
+    def write_uses(self, *, timeout_s: float = RESERVE_TIMEOUT_S) -> None:
+        """Write counted uses to the index; if that fails, they are lost at worst."""
         try:
-            with self.index.transact(patience_s=patience_s):
+            with self.index.transact(timeout_s=timeout_s):
                 self._write_uses()
         except INDEX_FAILURES:
             return
 
     def reclaim(self) -> int:
-        """Remove what has expired and what writers left that are gone; return how many bytes that was."""
+        """Remove expired entries and the rows and files of dead writers; return how many bytes were freed."""
         freed, now = 0, time.time()
         for name, record, expires, _ in list(self.index.rows(WRITING)):
             if now > (expires or 0.0) or self._files.is_abandoned(name):
                 self.index.delete(name)
-                left = self._files.temporary(name)
+                temporary = self._files.temporary(name)
                 freed += record.usage.size_bytes
-                if left.exists():
-                    left.unlink()
+                if temporary.exists():
+                    temporary.unlink()
                 elif not self._is_indexed(record.about):
-                    self.adopt(record.about)  # it was published, and the writer died before it was indexed
+                    self.index_file(record.about)  # the writer died between publishing the file and indexing it
         for address, size in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
             freed += size if self.index.delete(address) else 0
@@ -200,31 +205,34 @@ class DiskQuota:
             freed += size if self.index.delete(name) else 0
         return freed
 
-    def shrink(self) -> None:
-        """Evict what is worth least until the limit holds, as after it was lowered; what is pinned stays."""
+    def enforce_limit(self) -> None:
+        """Evict entries until the limit holds, such as after it was lowered; pinned entries stay."""
         if self.index.size() > self._limit:
             with self.index.transact():
                 self._evict_for(0)
 
     def _is_indexed(self, address: str) -> bool:
-        """Whether an entry's row is that of its file; also if there is no file."""
+        """Return whether an entry's row matches its file, or there is no file."""
         path, row = self._files.path(address), self.index.get(address)
         return not path.exists() or (row is not None and row[0].usage.size_bytes == path.stat().st_size)
 
     def _index_quarantined(self, path: Path, reason: str, expires: float | None = None) -> None:
-        about = path.stat()
-        row = Record(EntryUsage(about.st_size, 0.0, 1.0, about.st_mtime), worth=about.st_mtime, about=reason)
+        status = path.stat()
+        usage = EntryUsage(status.st_size, 0.0, 1.0, status.st_mtime)
+        row = Record(usage, worth=status.st_mtime, about=reason)  # the oldest is evicted first
         self.index.set(path.name, row, QUARANTINE, expires)
 
     def _evict_for(self, size: int) -> bool:
+        """Evict until so many bytes are free; return whether that was possible."""
         if size and self.index.size_of(PINNED, WRITING) + size > self._limit:
             return False
         while (excess := self.index.size() + size - self._limit) > 0:
+            # The quarantine goes first: nothing there can be used.
             tag = QUARANTINE if self.index.count(QUARANTINE) else ENTRY
-            worst = self.index.worst(tag, EVICTION_BATCH)
-            if not worst:
+            victims = self.index.worst(tag, EVICTION_BATCH)
+            if not victims:
                 return False
-            for name, taken in worst:
+            for name, size_bytes in victims:
                 if excess <= 0:
                     break
                 if tag == QUARANTINE:
@@ -233,7 +241,7 @@ class DiskQuota:
                     self._files.remove(name)
                     self.evicted += 1
                 self.index.delete(name)
-                excess -= taken
+                excess -= size_bytes
         return True
 
     def _write_uses(self) -> None:

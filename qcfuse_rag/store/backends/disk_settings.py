@@ -1,4 +1,4 @@
-"""What was decided about a store on disk, kept with it, so that whoever opens it next need not know."""
+"""The settings of a store on disk, kept in its folder, so that they hold for everybody who opens it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
-    """Decisions about a store.
+    """Settings of a store.
 
     Attributes:
         limit_bytes: most bytes its files may take.
         numbers: format of new entries, see `store.quantization`.
         eviction: `cost`, `lru` or `lfu`, see `store.backends.eviction`.
-        ttl_s: seconds after which an entry is gone, or None.
-        secret: what proves a secret to be the one entries are encrypted under, without telling it; None if they are
-            not encrypted.
-        remote: URL of the remote behind it, its password left out; empty if there is none.
+        ttl_s: seconds after which an entry expires, or None.
+        secret: `StoreCipher.proof` of the secret that entries are encrypted under; None if they are not encrypted.
+        remote: URL of the remote behind it, without its password; empty if there is none.
     """
 
     limit_bytes: int = 64 << 30
@@ -51,45 +50,48 @@ class StoreSettings:
         return self.secret is not None
 
 
-def resolve_settings(files: StoreFiles, given: dict[str, Any], seal: StoreCipher | None) -> StoreSettings:
-    """Return a store's settings: those given, else those kept with it, else the defaults; and keep them.
+def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCipher | None) -> StoreSettings:
+    """Return a store's settings: those given, else those kept with it, else the defaults; then keep them.
 
     Args:
         files: of the store.
         given: settings by name; None stands for not given.
-        seal: the secret that was given, if any.
+        cipher: of the secret that was given, if any.
 
     Raises:
-        StoreError: if they cannot be read, or the store is not encrypted under this secret, or not as it says.
+        StoreError: if the settings cannot be read, or the store is encrypted under another secret, or encrypted and
+            no secret was given, or the other way round.
         ValueError: if there is no such format or policy.
     """
     path = files.folder / "store.json"
     kept = read_settings(files.folder)
-    proof = None if seal is None else seal.proof
+    # The secret is checked against the settings, or, where there are none, against the entries themselves.
+    proof = None if cipher is None else cipher.proof
     if kept is not None and kept.secret != proof:
         if kept.secret is None or proof is None:
             have, need = ("a secret was given", "is not") if kept.secret is None else ("no secret was given", "is")
             raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
         raise StoreError(f"the store in {files.folder} is encrypted under another secret than the one given")
-    if kept is None and (sealed := files.sealed()) is not None and sealed != (seal is not None):
-        have, need = ("no secret was given", "are") if sealed else ("a secret was given", "are not")
+    if kept is None and (encrypted := files.is_encrypted()) is not None and encrypted != (cipher is not None):
+        have, need = ("no secret was given", "are") if encrypted else ("a secret was given", "are not")
         raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
-    if kept is None and seal is not None and not secret_matches(files, seal):
+    if kept is None and cipher is not None and not secret_matches(files, cipher):
         raise StoreError(f"entries of the store in {files.folder} are encrypted under another secret")
-    start = kept or StoreSettings(secret=proof)
-    settings = replace(start, **{name: value for name, value in given.items() if value is not None})
+    settings = replace(
+        kept or StoreSettings(secret=proof), **{name: value for name, value in given.items() if value is not None}
+    )
     if settings != kept:
-        written = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
-        write_if_possible(lambda: files.write_json(path, written))
+        fields_kept = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
+        write_if_possible(lambda: files.write_json(path, fields_kept))
     return settings
 
 
-def secret_matches(files: StoreFiles, seal: StoreCipher) -> bool:
-    """Return whether a secret is that of a store: of one of its entries, if there are any that can be read."""
+def secret_matches(files: StoreFiles, cipher: StoreCipher) -> bool:
+    """Return whether a secret opens one of a store's entries; True if none can be read either way."""
     foreign = False
     for _, path in files.entries():
         try:
-            open_header(MappedFile(path, header_only=True), seal)
+            open_header(MappedFile(path, header_only=True), cipher)
             return True
         except ForeignEntry:
             foreign = True
@@ -99,7 +101,7 @@ def secret_matches(files: StoreFiles, seal: StoreCipher) -> bool:
 
 
 def write_if_possible(write: Callable[[], None]) -> None:
-    """Write something that a store can do without; a disk that is full or read-only is reported elsewhere."""
+    """Write something that is not essential: a full or read-only disk is reported elsewhere."""
     try:
         write()
     except OSError:
@@ -110,13 +112,13 @@ def read_settings(folder: Path) -> StoreSettings | None:
     """Return the settings kept with a store, or None if there is no store.
 
     Raises:
-        StoreError: if they cannot be read.
+        StoreError: if the settings cannot be read.
     """
     path = folder / "store.json"
     try:
-        found = json.loads(path.read_text("utf-8"))
-        known = {one.name for one in fields(StoreSettings)}
-        return StoreSettings(**{name: value for name, value in found.items() if name in known})
+        kept = json.loads(path.read_text("utf-8"))
+        known = {field.name for field in fields(StoreSettings)}
+        return StoreSettings(**{name: value for name, value in kept.items() if name in known})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:

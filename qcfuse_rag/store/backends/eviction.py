@@ -1,4 +1,4 @@
-"""Which entry to give up when there is no room: every policy is one number per entry, the smallest goes first."""
+"""Eviction policies: each gives every entry a number, and the entry with the smallest is evicted first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ HALF_LIFE_S = 7 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class EntryUsage:
-    """What is known of an entry's worth.
+    """Size and uses of an entry, from which policies compute its worth.
 
     Attributes:
-        size_bytes: what it takes.
+        size_bytes: its size.
         saved_ms: milliseconds a use saves.
-        uses: uses, each counting half as much for every week since; 1 for having been stored.
+        uses: number of uses, each counting half as much for every week since; storing counts as 1.
         used: unix time of the last use.
     """
 
@@ -38,15 +38,15 @@ def least_recently_used(usage: EntryUsage) -> float:
 
 
 def least_frequently_used(usage: EntryUsage) -> float:
-    """Rank by uses, older ones counting less."""
+    """Rank by uses; older ones count less."""
     return math.log2(usage.uses) + usage.used / HALF_LIFE_S
 
 
 def least_saving(usage: EntryUsage) -> float:
-    """Rank by milliseconds saved per byte kept, times uses.
+    """Rank by milliseconds saved per byte, times uses.
 
-    All entries lose worth at the same rate, so the logarithm of today's worth plus time in half-lives orders them the
-    same at any moment: it need not be computed again until an entry is used.
+    All entries lose worth at the same rate, so the logarithm of today's worth plus the time in half-lives gives the
+    same order at any time: the number changes only when an entry is used.
     """
     return least_frequently_used(usage) + math.log2(max(usage.saved_ms, 1e-6) / usage.size_bytes)
 

@@ -1,4 +1,4 @@
-"""Blobs in a bucket or a shared folder: whatever fsspec reaches, such as S3, Google Cloud Storage, SFTP or NFS."""
+"""Blobs in a bucket or a shared folder, by fsspec: S3, Google Cloud Storage, SFTP, NFS and others."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.entry.codec import Buffer
 
 ATOMIC_PROTOCOLS = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Protocols under which an object can be seen only once all of it is there."""
+"""Protocols that show an object only once all of it is written."""
 
 TEMPORARY_FOLDER = "tmp"
-"""Folder where the others write before they rename; what is in it has no name yet."""
+"""Folder for files of the other protocols until they are complete and renamed."""
 
 
 class FsspecBlobs:
-    """Blobs under a URL; nothing is connected to before it is asked for.
+    """Blobs under a URL, connected to at first use.
 
-    A bucket keeps expired entries until somebody asks for one, and files in `tmp/` if their writers died; give it a
-    lifecycle rule that removes what is old. Files of a shared folder are readable for whom the umask says, and are not
-    forced to disk: one that a power cut has torn is found damaged and stored again.
+    A bucket keeps expired entries until they are asked for, and files of dead writers in `tmp/`: give it a lifecycle
+    rule that removes old objects. Files of a shared folder get the permissions of the umask and are not forced to
+    disk: a file torn by a power cut is found damaged and stored again.
 
     Args:
         url: such as `s3://bucket/folder`, `gs://bucket/folder`, `sftp://host/folder` or `file:///mnt/shared/folder`.
-        timeout_s: seconds after which a read or a write has failed. Holds where fsspec works asynchronously, which it
-            does for object stores; other protocols have options of their own for it.
+        timeout_s: seconds after which a read or a write fails, for object stores, which fsspec reaches asynchronously;
+            other protocols have their own options for it.
         options: for fsspec's file system, such as `key`, `secret` and `endpoint_url` for S3.
 
     Raises:
-        StoreError: if fsspec, or what it needs for such a URL, is not installed.
+        StoreError: if fsspec, or the library it needs for such a URL, is not installed.
     """
 
     def __init__(self, url: str, *, timeout_s: float = 20.0, **options: Any) -> None:
@@ -60,7 +60,7 @@ class FsspecBlobs:
             return None
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
-        """Write a blob: under its name where that shows all of it or nothing, else under another one first."""
+        """Write a blob: under its name if the protocol is atomic, else under a temporary name first."""
         data = b"".join(parts)
         if self.kind in ATOMIC_PROTOCOLS:
             self._ask("pipe_file", self._path(name), data)
@@ -76,34 +76,34 @@ class FsspecBlobs:
             raise
 
     def delete(self, name: str) -> bool:
-        """Remove a blob, looked for first: object stores do not say whether there was one."""
+        """Remove a blob; it is looked up first, since object stores do not say whether there was one."""
         try:
-            if found := self.exists(name):
+            if exists := self.exists(name):
                 self._ask("rm_file", self._path(name))
         except FileNotFoundError:
             return False
-        return found
+        return exists
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a blob now, whatever fsspec remembers."""
+        """Return whether there is such a blob, ignoring fsspec's cached listings."""
         try:
             return bool(self._ask("info", self._path(name), fresh=True)["type"] == "file")
         except FileNotFoundError:
             return False
 
     def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
-        """Yield name and size of the blobs in a folder, however long it takes to list them."""
+        """Yield name and size of the blobs in a folder, without a timeout."""
         try:
-            listing = self._ask("ls", self._path(folder), fresh=True, patient=True, detail=True)
+            listing = self._ask("ls", self._path(folder), fresh=True, timeout=False, detail=True)
         except FileNotFoundError:
             return
-        for found in listing:
-            if found["type"] == "file":
-                name = str(found["name"]).rpartition("/")[2]
-                yield (f"{folder}/{name}" if folder else name), int(found["size"])
+        for item in listing:
+            if item["type"] == "file":
+                name = str(item["name"]).rpartition("/")[2]
+                yield (f"{folder}/{name}" if folder else name), int(item["size"])
 
     def rename(self, name: str, new: str) -> bool:
-        """Give a blob another name; object stores copy it."""
+        """Rename a blob; object stores copy it."""
         try:
             if self.kind not in ATOMIC_PROTOCOLS:
                 self._make_folder(new)
@@ -113,7 +113,7 @@ class FsspecBlobs:
         return True
 
     def close(self) -> None:
-        """Forget the connection, which fsspec closes when nobody uses it."""
+        """Drop the connection, which fsspec closes when it is unused."""
         self._system = None
 
     def _path(self, name: str) -> str:
@@ -133,18 +133,18 @@ class FsspecBlobs:
         except OSError as error:
             if error.errno != errno.EEXIST:
                 raise
-            self._ask("rm_file", new_path)  # SMB gives nothing the name of something else
+            self._ask("rm_file", new_path)  # SMB does not replace files
             self._ask("mv", old_path, new_path)
 
-    def _ask(self, method: str, *arguments: Any, fresh: bool = False, patient: bool = False, **options: Any) -> Any:
-        """Call a method of the file system; connect anew after a failure, since not every protocol does so itself.
+    def _ask(self, method: str, *arguments: Any, fresh: bool = False, timeout: bool = True, **options: Any) -> Any:
+        """Call a method of the file system; reconnect after a failure, since not every protocol does so itself.
 
         Args:
             method: its name.
-            arguments: for it.
-            fresh: forget listings, so that what others wrote is seen.
-            patient: take as long as it takes.
-            options: for it.
+            arguments: of the method.
+            fresh: ignore cached listings, so that files of other writers are seen.
+            timeout: fail after `timeout_s`.
+            options: of the method.
         """
         from fsspec.asyn import sync
         from fsspec.core import url_to_fs
@@ -156,7 +156,7 @@ class FsspecBlobs:
             if fresh:
                 system.invalidate_cache()
             if self._asynchronous:
-                timeout_s = None if patient else self._timeout_s
+                timeout_s = self._timeout_s if timeout else None
                 return sync(system.loop, getattr(system, f"_{method}"), *arguments, timeout=timeout_s, **options)
             return getattr(system, method)(*arguments, **options)
         except FileNotFoundError:

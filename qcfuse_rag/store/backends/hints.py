@@ -1,7 +1,7 @@
-"""Which entries will be asked for next, as KVFlow knows of its workflows (arXiv 2507.07400): they go last.
+"""Hints which entries will be used next, as KVFlow takes from its workflows (arXiv 2507.07400); they are evicted last.
 
-A policy of `store.backends.eviction` looks back; a hint looks ahead. A store that gives up entries asks the hints first: what
-nobody expects goes by the policy, then what was expected and did not come, then what is expected latest.
+A policy of `store.backends.eviction` looks back; a hint looks ahead. Entries without a hint are evicted first, by the
+policy; then those whose expected use did not come; then those that are expected latest.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 
 MAX_HINTS = 4096
 OVERDUE_STEPS = 64
-"""Steps for which an entry that was expected and did not come is kept in mind."""
+"""Steps for which the hint of an entry stays after its expected use did not come."""
 
 EXPECTED = 1.0
-"""Urgency above which an entry is still to come; what did not come in time is below."""
+"""Urgency above which a use is still expected; below it, it is overdue."""
 
 
 class Hints:
-    """Predicted steps to the next use of entries. Safe to use from several threads.
+    """Expected steps to the next use of entries. Safe to use from several threads.
 
     Args:
-        most: hints to hold; the least urgent are dropped beyond.
+        most: most hints to keep; beyond, the least urgent are dropped.
     """
 
     def __init__(self, most: int = MAX_HINTS) -> None:
@@ -36,10 +36,10 @@ class Hints:
         return address in self._due
 
     def add(self, addresses: Iterable[str], steps: int) -> None:
-        """Expect entries in so many steps; what was said of them before is forgotten.
+        """Expect uses of entries in so many steps, replacing earlier hints.
 
         Raises:
-            ValueError: if the use would be in the past.
+            ValueError: if `steps` is less than 1.
         """
         if steps < 1:
             raise ValueError(f"a hint looks at least 1 step ahead, got {steps}")
@@ -50,19 +50,19 @@ class Hints:
                 del self._due[min(self._due, key=self._urgency)]
 
     def used(self, address: str) -> None:
-        """Take note that an entry was asked for, whether it was there or not."""
+        """Drop the hint of an entry that was asked for, whether it exists or not."""
         with self._lock:
             self._due.pop(address, None)
 
     def advance(self) -> None:
-        """Let a step go by."""
+        """Advance by one step, dropping hints that are long overdue."""
         with self._lock:
             self._now += 1
-            for address in [one for one, due in self._due.items() if due < self._now - OVERDUE_STEPS]:
+            for address in [name for name, due in self._due.items() if due < self._now - OVERDUE_STEPS]:
                 del self._due[address]
 
     def urgency(self, address: str) -> float:
-        """Return a number that is larger the sooner an entry is expected; 0 if nobody expects it."""
+        """Return a number that is larger the sooner an entry is expected; 0 without a hint."""
         with self._lock:
             return self._urgency(address)
 
@@ -70,5 +70,5 @@ class Hints:
         due = self._due.get(address)
         if due is None:
             return 0.0
-        ahead = due - self._now
-        return EXPECTED / (1 - ahead) if ahead < 0 else EXPECTED + 1.0 / (1 + ahead)
+        steps = due - self._now
+        return EXPECTED / (1 - steps) if steps < 0 else EXPECTED + 1.0 / (1 + steps)

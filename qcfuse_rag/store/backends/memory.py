@@ -1,4 +1,4 @@
-"""A store in memory, the host's or a GPU's, bounded in bytes."""
+"""A store in the memory of the host or a GPU, limited in bytes."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class MemoryStore(KVStore):
     """Keeps chunks as tensors in this process.
 
     Args:
-        limit_bytes: most bytes to hold.
-        device: whose memory: `cpu`, or a GPU such as `cuda:0` for chunks asked for all the time.
+        limit_bytes: most bytes it may take.
+        device: `cpu`, or a GPU such as `cuda:0` for chunks that are used all the time.
         pinned: page-lock host memory, from which a GPU reads fastest; needs CUDA.
-        numbers: format to keep, see `store.quantization`.
+        numbers: format of entries, see `store.quantization`.
         eviction: `lru`, `lfu` or `cost`, see `store.backends.eviction`.
-        ttl_s: seconds after which a chunk that has no expiry of its own is gone, or None.
+        ttl_s: seconds after which a chunk without an expiry expires, or None.
 
     Raises:
         ValueError: if there is no such format or policy.
@@ -68,40 +68,40 @@ class MemoryStore(KVStore):
         """Return the chunk or a miss."""
         with self._lock:
             self._hints.used(key.address)
-            held = self._entries.get(key.address)
-            if held is None or held.chunk.expired:
+            entry = self._entries.get(key.address)
+            if entry is None or entry.chunk.expired:
                 self._misses += 1
                 return Miss("expired" if self._remove(key.address) else "absent")
             self._hits += 1
-            held.usage = held.usage.after_uses(time.time())
-            return held.chunk
+            entry.usage = entry.usage.after_uses(time.time())
+            return entry.chunk
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key."""
         with self._lock:
-            held = self._entries.get(address)
-            if held is None or held.chunk.expired:
-                return Miss("absent" if held is None else "expired")
-            return held.key, held.chunk
+            entry = self._entries.get(address)
+            if entry is None or entry.chunk.expired:
+                return Miss("absent" if entry is None else "expired")
+            return entry.key, entry.chunk
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Keep a copy of the chunk."""
-        lasting = chunk.with_ttl(self.ttl_s)
-        copied = to_store_format(lasting, self.numbers).copied(self._device, pinned=self._pinned)
+        """Store a copy of the chunk."""
+        copied = to_store_format(chunk.with_ttl(self.ttl_s), self.numbers).copied(self._device, pinned=self._pinned)
         size = copied.nbytes
         usage = EntryUsage(size, float(chunk.n_tokens) if saved_ms is None else saved_ms, 1.0, time.time())
         with self._lock:
             pinned = key.address in self._entries and self._entries[key.address].pinned
-            kept = sum(h.usage.size_bytes for a, h in self._entries.items() if h.pinned and a != key.address)
-            if kept + size > self._limit:
+            others = (entry for address, entry in self._entries.items() if address != key.address)
+            pinned_bytes = sum(entry.usage.size_bytes for entry in others if entry.pinned)
+            if pinned_bytes + size > self._limit:
                 raise StoreError(
                     f"a chunk of {size:,} bytes does not fit a {self.kind} store of {self._limit:,} bytes"
-                    + (f", of which {kept:,} are pinned" if kept else "")
+                    + (f", of which {pinned_bytes:,} are pinned" if pinned_bytes else "")
                 )
             self._remove(key.address)
             while self._size + size > self._limit:
-                free = (address for address, held in self._entries.items() if not held.pinned)
-                self._remove(min(free, key=self._rank))
+                evictable = (address for address, entry in self._entries.items() if not entry.pinned)
+                self._remove(min(evictable, key=self._rank))
                 self._evicted += 1
             self._entries[key.address] = MemoryEntry(key, copied, usage, pinned)
             self._size += size
@@ -109,48 +109,59 @@ class MemoryStore(KVStore):
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry."""
         with self._lock:
-            found = self._remove(address_of(key))
-            self._discarded += found and reason is not None
-            return found
+            removed = self._remove(address_of(key))
+            self._discarded += removed and reason is not None
+            return removed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         with self._lock:
-            held = self._entries.get(address_of(key))
-            return held is not None and not held.chunk.expired
+            entry = self._entries.get(address_of(key))
+            return entry is not None and not entry.chunk.expired
 
     def entries(self) -> Iterator[EntryInfo]:
         """Yield what is known of every entry."""
         with self._lock:
-            held = list(self._entries.items())
-        for address, one in held:
-            u = one.usage
-            about = (u.size_bytes, one.chunk.numbers, u.uses, u.used, u.saved_ms, one.chunk.expires)
-            yield EntryInfo(address, *about, pinned=one.pinned)
+            entries = list(self._entries.items())
+        for address, entry in entries:
+            yield EntryInfo(
+                address,
+                entry.usage.size_bytes,
+                numbers=entry.chunk.numbers,
+                uses=entry.usage.uses,
+                used=entry.usage.used,
+                saved_ms=entry.usage.saved_ms,
+                expires=entry.chunk.expires,
+                pinned=entry.pinned,
+            )
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Keep an entry from being evicted, or allow it again."""
+        """Exempt an entry from eviction, or undo that."""
         with self._lock:
-            held = self._entries.get(address_of(key))
-            if held is not None:
-                held.pinned = pinned
-            return held is not None
+            entry = self._entries.get(address_of(key))
+            if entry is not None:
+                entry.pinned = pinned
+            return entry is not None
 
     def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Keep entries before others until they were used; see `store.backends.hints`. They may be on their way here."""
+        """Evict these entries last until they were used, even if they come later; see `store.backends.hints`."""
         self._hints.add([key.address for key in keys], steps)
 
     def advance(self) -> None:
-        """Let a step go by."""
+        """Advance by one step."""
         self._hints.advance()
 
     def admits(self, key: ChunkKey, chunk: ChunkKV) -> bool:
-        """Return whether there is room for a chunk beside those expected as soon or sooner, and pinned ones."""
+        """Return whether a chunk fits beside pinned entries and those expected as soon or sooner."""
         if not self._hints:
             return True
         size, urgency = chunk.nbytes, max(self._hints.urgency(key.address), EXPECTED)
         with self._lock:
-            firm = (h for a, h in self._entries.items() if h.pinned or self._hints.urgency(a) >= urgency)
-            return sum(held.usage.size_bytes for held in firm) + size <= self._limit
+            staying = [
+                entry
+                for address, entry in self._entries.items()
+                if entry.pinned or self._hints.urgency(address) >= urgency
+            ]
+            return sum(entry.usage.size_bytes for entry in staying) + size <= self._limit
 
     def stats(self) -> list[StoreStats]:
         """Return contents and counters."""
@@ -159,11 +170,11 @@ class MemoryStore(KVStore):
             return [StoreStats(self.kind, len(self._entries), self._size, self._limit, *counts)]
 
     def health(self) -> list[Health]:
-        """Memory that this process has works."""
+        """Return that memory works."""
         return [Health(self.kind, ok=True)]
 
     def _rank(self, address: str) -> tuple[float, float]:
-        """Return what eviction goes by, the smallest first: what is expected, then what was."""
+        """Return the order of eviction, the smallest first: by hints, then by the policy."""
         return self._hints.urgency(address), self._worth(self._entries[address].usage)
 
     def _remove(self, address: str) -> bool:

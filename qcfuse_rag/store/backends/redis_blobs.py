@@ -1,4 +1,4 @@
-"""Blobs in Redis or Valkey, which both keep them in memory and forget them by themselves."""
+"""Blobs in Redis or Valkey, which keep them in memory and evict them by their own rules."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ SCAN_BATCH = 1000
 
 
 class RedisBlobs:
-    """Blobs as strings of one server, which is connected to when it is first asked for something.
+    """Blobs as strings of one server, connected to at first use.
 
-    Give the server a limit and let it forget: `maxmemory`, and `maxmemory-policy allkeys-lru` or another that evicts.
-    A string can have 512 MB unless `proto-max-bulk-len` says otherwise.
+    Set a limit and a policy that evicts on the server: `maxmemory`, and `maxmemory-policy allkeys-lru` or another. A
+    string can have 512 MB unless `proto-max-bulk-len` says otherwise.
 
     Args:
-        url: `redis://host:6379/0`, `rediss://` for TLS, or `unix:///path/to/socket`, with user and password if need be.
-        prefix: what its keys begin with.
+        url: `redis://host:6379/0`, `rediss://` for TLS, or `unix:///path/to/socket`, with user and password if needed.
+        prefix: beginning of its keys.
         timeout_s: seconds to wait for a connection, and for each answer after that.
 
     Raises:
-        StoreError: if redis-py is not installed, or this is not such a URL.
+        StoreError: if redis-py is not installed, or the URL is not of this form.
     """
 
     kind = "redis"
@@ -37,11 +37,11 @@ class RedisBlobs:
             from redis.retry import Retry
         except ImportError as error:
             raise StoreError("a Redis server needs `pip install 'qcfuse-rag[redis]'`") from error
-        # Tried once more at once, since the server may have closed a connection that was idle; timeouts are not.
-        again = Retry(NoBackoff(), 1, (redis.ConnectionError,))
+        # Retried once at once, since the server may have closed an idle connection; timeouts are not retried.
+        retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
         try:
             self._client = redis.Redis.from_url(
-                url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s, retry=again
+                url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s, retry=retry
             )
         except ValueError as error:
             raise StoreError("a Redis URL begins with redis://, rediss:// or unix://, then host or path") from error
@@ -49,13 +49,13 @@ class RedisBlobs:
 
     def read(self, name: str) -> bytes | None:
         """Return a blob, or None if there is none."""
-        found = self._client.get(self._prefix + name)
-        if isinstance(found, str):
+        data = self._client.get(self._prefix + name)
+        if isinstance(data, str):
             raise TypeError("the URL must not ask for decode_responses")
-        return found
+        return data
 
     def write(self, name: str, parts: Sequence[Buffer], ttl_s: float | None = None) -> None:
-        """Write a blob, which the server removes when its time is over."""
+        """Write a blob, which the server removes when it expires."""
         lifetime_ms = None if ttl_s is None else math.ceil(ttl_s * 1000)
         self._client.set(self._prefix + name, b"".join(parts), px=lifetime_ms)
 
@@ -68,12 +68,12 @@ class RedisBlobs:
         return self._client.exists(self._prefix + name) > 0
 
     def names(self, folder: str = "") -> Iterator[tuple[str, int]]:
-        """Yield name and size of the blobs in a folder; the server goes through all its keys for that, in steps."""
+        """Yield name and size of the blobs in a folder; the server scans all its keys for that, in batches."""
         start = f"{self._prefix}{folder}/" if folder else self._prefix
         pattern = re.sub(r"([\\*?\[\]])", r"\\\1", start) + "*"
         seen: set[bytes] = set()
-        found = self._client.scan_iter(pattern, SCAN_BATCH, "string")
-        while batch := list(islice(found, SCAN_BATCH)):
+        keys = self._client.scan_iter(pattern, SCAN_BATCH, "string")
+        while batch := list(islice(keys, SCAN_BATCH)):
             new = [key for key in dict.fromkeys(batch) if key not in seen and b"/" not in key[len(start.encode()) :]]
             seen.update(new)
             with self._client.pipeline(transaction=False) as pipeline:
@@ -84,7 +84,7 @@ class RedisBlobs:
                 yield key.decode()[len(self._prefix) :], size
 
     def rename(self, name: str, new: str) -> bool:
-        """Give a blob another name, under which it lasts as long as it would have."""
+        """Rename a blob; its expiry stays."""
         from redis import ResponseError
 
         try:

@@ -1,4 +1,4 @@
-"""A store on another machine, which several share; it may be slow or away, and then every chunk is a miss."""
+"""A store on another machine, shared by several; while it cannot be reached, every chunk is a miss."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
 ENDING = ".kv"
 QUARANTINE = "quarantine"
 SECRET_PARAMETER = re.compile("password|secret|token|key|sig", re.IGNORECASE)
-"""In the names of a URL's parameters."""
-Answer = TypeVar("Answer")
+"""Names of a URL's parameters that may hold secrets."""
+Result = TypeVar("Result")
 
 
 class RemoteStore(KVStore):
-    """Keeps chunks as blobs: `<address>.kv`, and in `quarantine/` those that were found damaged.
+    """Keeps chunks as blobs: `<address>.kv`, and damaged ones in `quarantine/`.
 
-    A remote that cannot be reached is left alone for a while, so that a request with ten chunks waits once and not ten
-    times; then one caller tries again, and the others go on without until it has succeeded. How much a remote holds,
-    and what it evicts, is for the remote to decide.
+    After a failure to reach the remote, requests to it are paused, so that a request with ten chunks waits once and not
+    ten times. After the pause one caller tries again; until it succeeds, the others get misses at once. The remote
+    itself decides how much it holds and what it evicts.
 
     Args:
         blobs: the remote, see `store.backends.fsspec_blobs` and `store.backends.redis_blobs`.
         numbers: format of new entries, see `store.quantization`.
-        ttl_s: seconds after which new entries are gone.
-        seal: encrypts entries. All who share the remote need the same one: an entry under another secret is a miss, and
-            one that is written over it is a miss to the others.
-        rest_s: seconds for which a remote that could not be reached is left alone.
+        ttl_s: seconds after which new entries expire.
+        seal: the cipher that encrypts entries. All who share the remote need the same secret: an entry under another
+            secret is a miss, and an entry written over it is a miss to the others.
+        rest_s: seconds for which requests are paused after a failure to reach the remote.
 
     Raises:
         ValueError: if there is no such format.
@@ -58,43 +58,43 @@ class RemoteStore(KVStore):
         check_numbers(numbers)
         self.numbers = numbers
         self.kind = f"remote {blobs.kind}"
-        self._blobs, self.ttl_s, self._seal, self._rest_s = blobs, ttl_s, seal, rest_s
-        self._trouble, self._resting_until = "", 0.0
+        self._blobs, self.ttl_s, self._cipher, self._pause_s = blobs, ttl_s, seal, rest_s
+        self._failure, self._paused_until = "", 0.0
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk, fetched whole and its blocks checked when they are used, or why there is none."""
-        found = self._open(key.address, key)
-        self._count("misses" if isinstance(found, Miss) else "hits")
-        return found if isinstance(found, Miss) else found[1]
+        """Return the chunk, fetched whole, with blocks checked when they are used, or why there is none."""
+        opened = self._open(key.address, key)
+        self._count("misses" if isinstance(opened, Miss) else "hits")
+        return opened if isinstance(opened, Miss) else opened[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key."""
         return self._open(address, None)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Write the chunk; it can be found only once all of it is there."""
-        lasting = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
-        parts = encode(key, lasting, seal=self._seal)
-        left_s = None if lasting.expires is None else max(lasting.expires - time.time(), 0.001)
-        self._ask(lambda: self._blobs.write(_name(key), parts, left_s))
+        """Write the chunk; it can be read only once all of it is written."""
+        converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
+        parts = encode(key, converted, cipher=self._cipher)
+        ttl_s = None if converted.expires is None else max(converted.expires - time.time(), 0.001)
+        self._ask(lambda: self._blobs.write(_name(key), parts, ttl_s))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
-        """Remove an entry, and what is in quarantine of it; one that was found damaged goes there.
+        """Remove an entry and its copy in quarantine; a damaged entry is moved there.
 
-        False if the remote cannot be reached.
+        Returns False if the remote cannot be reached.
         """
-        hidden = f"{QUARANTINE}/{_name(key)}"
+        quarantined = f"{QUARANTINE}/{_name(key)}"
         try:
             if reason is None:
-                self._delete(hidden)  # first: who finds the entry gone does not try again
+                self._delete(quarantined)  # first: once the entry is gone, removal is not tried again
                 return self._delete(_name(key))
-            found = self._ask(lambda: self._blobs.rename(_name(key), hidden))
+            renamed = self._ask(lambda: self._blobs.rename(_name(key), quarantined))
         except StoreError:
             return False
-        self._count("discarded", found)
-        return found
+        self._count("discarded", renamed)
+        return renamed
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
@@ -113,11 +113,11 @@ class RemoteStore(KVStore):
                 yield EntryInfo(name.removesuffix(ENDING), size)
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Return whether there is such an entry, and change nothing: a remote evicts by its own rules, or never."""
+        """Return whether there is such an entry; nothing is pinned: a remote evicts by its own rules."""
         return key in self
 
     def stats(self) -> list[StoreStats]:
-        """Return contents, for which all of it is listed, and counters; entries that expired count until removed.
+        """Return contents and counters. All entries are listed for it; expired ones count until they are removed.
 
         Raises:
             StoreError: if the remote cannot be reached.
@@ -127,22 +127,22 @@ class RemoteStore(KVStore):
         return [StoreStats(self.kind, len(sizes), total, None, **self._counts)]
 
     def health(self) -> list[Health]:
-        """Write, read and remove something, even if the remote is being left alone; if that works, it no longer is."""
+        """Write, read and remove a blob, even during a pause; if that works, the pause ends."""
         name, written = f"health-{secrets.token_hex(8)}.probe", secrets.token_bytes(32)
         problems = []
         try:
             self._blobs.write(name, [written], 60.0)
             if self._blobs.read(name) != written:
-                problems.append("does not give back what it was given; is it full, or is there a proxy in between?")
+                problems.append("does not return what was written; is it full, or is there a proxy in between?")
             self._blobs.delete(name)
         except Exception as error:
             problems.append(f"{self._describe(error)}; check its address, the credentials and the network")
         else:
-            self._leave_alone(None)
+            self._resume()
         return [Health(self.kind, not problems, tuple(problems))]
 
     def clear(self) -> int:
-        """Remove every entry, and what is in quarantine; return how many entries that was.
+        """Remove every entry and the quarantine; return how many entries there were.
 
         Raises:
             StoreError: if the remote cannot be reached.
@@ -152,7 +152,7 @@ class RemoteStore(KVStore):
         return sum(self._delete(_name(entry.address)) for entry in list(self.entries()))
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
         self._blobs.close()
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
@@ -163,7 +163,7 @@ class RemoteStore(KVStore):
         if data is None:
             return Miss("absent")
         try:
-            header, chunk = open_chunk(MemorySource(data), self._seal)
+            header, chunk = open_chunk(MemorySource(data), self._cipher)
             check_key(header.key, key, address)
         except ForeignEntry as error:
             return Miss(str(error))
@@ -181,35 +181,36 @@ class RemoteStore(KVStore):
     def _delete(self, name: str) -> bool:
         return self._ask(lambda: self._blobs.delete(name))
 
-    def _ask(self, question: Callable[[], Answer]) -> Answer:
-        """Ask the remote, unless it is being left alone.
+    def _ask(self, request: Callable[[], Result]) -> Result:
+        """Send a request to the remote, unless requests are paused.
 
         Raises:
-            StoreError: with what is the matter, whatever a client library raised.
+            StoreError: with the reason, whatever a client library raised.
         """
         with self._lock:
-            if time.monotonic() < self._resting_until:
-                raise StoreError(self._trouble)
-            if self._trouble:  # this caller tries whether it is back, the others do not wait for that
-                self._resting_until = time.monotonic() + self._rest_s
+            if time.monotonic() < self._paused_until:
+                raise StoreError(self._failure)
+            if self._failure:  # after the pause, this caller tries again; the others do not wait for it
+                self._paused_until = time.monotonic() + self._pause_s
         try:
-            answer = question()
+            result = request()
         except Exception as error:
             raise StoreError(self._describe(error)) from error
-        if self._trouble:
-            self._leave_alone(None)
-        return answer
+        if self._failure:
+            self._resume()
+        return result
 
     def _describe(self, error: Exception) -> str:
-        """Say what an error means: is it the remote's, which is then left alone, or that of one blob?"""
+        """Return the reason of an error, and pause requests if the remote cannot be reached at all."""
         late = isinstance(error, TimeoutError)
-        what = str(error) or ("no answer in time" if late else type(error).__name__)
+        message = str(error) or ("no answer in time" if late else type(error).__name__)
         if late or not self._answers():
-            trouble = f"{self.kind} cannot be reached: {what}"
-            self._leave_alone(trouble)
-            return trouble
-        self._leave_alone(None)
-        return f"{self.kind} failed: {what}"
+            failure = f"{self.kind} cannot be reached: {message}"
+            with self._lock:
+                self._failure, self._paused_until = failure, time.monotonic() + self._pause_s
+            return failure
+        self._resume()
+        return f"{self.kind} failed: {message}"
 
     def _answers(self) -> bool:
         try:
@@ -218,25 +219,25 @@ class RemoteStore(KVStore):
             return False
         return True
 
-    def _leave_alone(self, trouble: str | None) -> None:
+    def _resume(self) -> None:
         with self._lock:
-            self._trouble = trouble or ""
-            self._resting_until = time.monotonic() + self._rest_s if trouble else 0.0
+            self._failure, self._paused_until = "", 0.0
 
-    def _count(self, what: str, number: int = 1) -> None:
+    def _count(self, counter: str, number: int = 1) -> None:
         with self._lock:
-            self._counts[what] += number
+            self._counts[counter] += number
 
 
 def open_remote(url: str, **options: Any) -> RemoteStore:
-    """Open a store on a remote, which is connected to when it is first asked for something.
+    """Open a store on a remote, which is connected to at first use.
 
     Args:
-        url: of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`), else of a bucket or folder, see `FsspecBlobs`.
-        options: for `RemoteStore`.
+        url: of a Redis or Valkey server (`redis://`, `rediss://`, `unix://`), else of a bucket or folder, see
+            `FsspecBlobs`.
+        options: of `RemoteStore`.
 
     Raises:
-        StoreError: if what such a URL needs is not installed.
+        StoreError: if the library for such a URL is not installed.
     """
     from qcfuse_rag.store.backends.fsspec_blobs import FsspecBlobs
     from qcfuse_rag.store.backends.redis_blobs import RedisBlobs
@@ -246,16 +247,17 @@ def open_remote(url: str, **options: Any) -> RemoteStore:
 
 
 def url_without_secrets(url: str) -> str:
-    """Return a URL as it may be written down for use from elsewhere: without its password, a folder's path whole."""
+    """Return a URL without password and secret parameters, to be kept with a store; a folder becomes absolute."""
     if url and "://" not in url:
         return str(Path(url).expanduser().absolute())
     scheme, rest = url.split("://", 1) if url else ("", "")
     host, slash, path = rest.partition("/")
     user, at, machine = host.rpartition("@")
-    kept = f"{user.partition(':')[0]}@{machine}".removeprefix("@") if at else host
-    place, _, query = f"{kept}{slash}{path}".partition("?")
-    safe = "&".join(one for one in query.split("&") if one and not SECRET_PARAMETER.search(one.partition("=")[0]))
-    return f"{scheme}://{place}{'?' * bool(safe)}{safe}" if url else ""
+    if at:
+        host = f"{user.partition(':')[0]}@{machine}".removeprefix("@")
+    location, _, query = f"{host}{slash}{path}".partition("?")
+    parameters = [text for text in query.split("&") if text and not SECRET_PARAMETER.search(text.partition("=")[0])]
+    return f"{scheme}://{location}{'?' * bool(parameters)}{'&'.join(parameters)}" if url else ""
 
 
 def _name(key: ChunkKey | str) -> str:

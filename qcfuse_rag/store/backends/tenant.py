@@ -1,8 +1,8 @@
-"""Tenants: one store, of which each sees only its own entries.
+"""Tenants share a store; each sees only its own entries.
 
-The token that stands in every key of a tenant is a keyed hash of its name (BLAKE2b, RFC 7693) under a secret. The
-secret comes from configuration: whoever can put a name into a request still cannot make an address. Equal passages of
-two tenants are two entries, so that neither learns from timing what the other has.
+Every key of a tenant contains a token: a keyed hash of the tenant's name (BLAKE2b, RFC 7693) under a secret. The secret
+comes from configuration, so that putting a name into a request is not enough to make an address. Equal passages of two
+tenants are two entries, so that neither learns from timing what the other has.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class TenantStore(KVStore):
 
     Args:
         store: shared by all tenants.
-        tenant: whose view.
+        tenant: name of the tenant.
         secret: at least 16 random bytes from configuration, the same for all tenants, never from a request.
         owned: whether closing this view closes the store.
 
     Raises:
-        StoreError: if the secret is too short, or the name cannot be a tenant's.
+        StoreError: if the secret is too short, or the name is reserved.
     """
 
     def __init__(self, store: KVStore, tenant: str, secret: bytes, *, owned: bool = False) -> None:
         if len(secret) < MIN_SECRET_BYTES:
             raise StoreError(f"the secret has {len(secret)} bytes; give at least {MIN_SECRET_BYTES} random ones")
-        self.store, self.numbers, self.folder, self._owned = store, store.numbers, store.folder, owned
+        self.store, self.numbers, self.folder, self._closes_store = store, store.numbers, store.folder, owned
         self.kind, self.limit_bytes, self.ttl_s = store.kind, store.limit_bytes, store.ttl_s
         if tenant == PROOF_TEXT:
             raise StoreError(f"no tenant can be called {PROOF_TEXT!r}; give it another name")
@@ -44,7 +44,7 @@ class TenantStore(KVStore):
 
     def address(self, key: ChunkKey | str) -> str:
         """Return the tenant's address for a key."""
-        return key if isinstance(key, str) else self._own(key).address
+        return key if isinstance(key, str) else self._with_token(key).address
 
     @property
     def tiers(self) -> list[KVStore]:
@@ -53,15 +53,15 @@ class TenantStore(KVStore):
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the tenant's chunk."""
-        return self.store.get(self._own(key))
+        return self.store.get(self._with_token(key))
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return one of the tenant's entries with its key."""
         return self.store.open(address) if self._owns(address) else Miss("absent")
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Keep a chunk for the tenant."""
-        self.store.put(self._own(key), chunk, saved_ms=saved_ms)
+        """Store a chunk for the tenant."""
+        self.store.put(self._with_token(key), chunk, saved_ms=saved_ms)
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove one of the tenant's entries."""
@@ -77,46 +77,46 @@ class TenantStore(KVStore):
         return (entry for entry in self.store.entries() if self._owns(entry.address))
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Keep one of the tenant's entries from being evicted, or allow it again."""
+        """Exempt one of the tenant's entries from eviction, or undo that."""
         address = self.address(key)
         return self._owns(address) and self.store.pin(address, pinned=pinned)
 
     def stats(self) -> list[StoreStats]:
-        """Return the shared store's counters, with entries and bytes of the tenant alone in the last tier."""
+        """Return the shared store's counters; entries and bytes of the last tier are the tenant's alone."""
         *near, far = self.store.stats()
-        own = list(self.entries())
-        return [*near, replace(far, entries=len(own), size_bytes=sum(entry.size_bytes for entry in own))]
+        sizes = [entry.size_bytes for entry in self.entries()]
+        return [*near, replace(far, entries=len(sizes), size_bytes=sum(sizes))]
 
     def health(self) -> list[Health]:
-        """Try the shared store."""
+        """Check the shared store."""
         return self.store.health()
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Start bringing the tenant's entries nearer."""
-        self.store.prefetch([self._own(key) for key in keys])
+        """Start copying the tenant's entries to the nearest tier."""
+        self.store.prefetch([self._with_token(key) for key in keys])
 
     def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Say which of the tenant's entries will be asked for."""
-        self.store.hint([self._own(key) for key in keys], steps=steps)
+        """Announce entries of the tenant that will be used."""
+        self.store.hint([self._with_token(key) for key in keys], steps=steps)
 
     def advance(self) -> None:
-        """Let a step go by, for all tenants."""
+        """Advance by one step, for all tenants."""
         self.store.advance()
 
     def evict_removed(self, addresses: Iterable[str]) -> None:
-        """Let go of what was removed behind the store's back."""
+        """Remove from memory what another process removed from the store."""
         self.store.evict_removed(addresses)
 
     def flush(self) -> None:
-        """Wait until everything put is where it is to stay."""
+        """Wait until all chunks are in the farthest tier."""
         self.store.flush()
 
     def close(self) -> None:
-        """Close the shared store if it is this view's own."""
-        if self._owned:
+        """Close the shared store if this view owns it."""
+        if self._closes_store:
             self.store.close()
 
-    def _own(self, key: ChunkKey) -> ChunkKey:
+    def _with_token(self, key: ChunkKey) -> ChunkKey:
         return key if key.namespace == self._token else replace(key, namespace=self._token)
 
     def _owns(self, address: str) -> bool:

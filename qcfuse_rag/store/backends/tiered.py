@@ -15,21 +15,20 @@ from qcfuse_rag.store.quantization import LOSSLESS
 
 
 class TieredStore(KVStore):
-    """Reads through the near store to the far one, and keeps near what was read.
+    """Reads from the near store, else from the far one, and copies to the near store what was read.
 
-    Whatever tier answers, it answers the same numbers: chunks are converted to the far store's format before either
-    keeps them.
+    Both tiers return the same numbers: chunks are converted to the far store's format before either stores them.
 
     Args:
-        near: small and fast, may forget.
-        far: the one that counts.
-        write_behind_bytes: write to the far store later, holding back at most so many bytes; 0 writes at once. What is
-            held back is lost if the process dies, and warmed again by the next job.
-        near_suffices: whether a chunk that could be written near alone counts as kept, as on a disk before a remote
-            that is away; `flush` tells of it.
+        near: small and fast; it may evict.
+        far: the store whose success counts.
+        write_behind_bytes: write to the far store later, queueing at most so many bytes; 0 writes at once. Queued
+            chunks are lost if the process dies, and warmed again by the next job.
+        near_suffices: count a chunk as stored if only the near store could be written, such as a disk in front of a
+            remote that cannot be reached; `flush` reports it.
 
     Raises:
-        StoreError: if the near store keeps fewer digits than the far one.
+        StoreError: if the near store has less precision than the far one.
     """
 
     def __init__(
@@ -44,97 +43,96 @@ class TieredStore(KVStore):
         self.numbers = far.numbers
         self.folder = far.folder or near.folder
         self.limit_bytes, self.ttl_s = far.limit_bytes, far.ttl_s
-        self._near_suffices, self._unwritten = near_suffices, list[str]()
-        self._behind = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
+        self._near_suffices, self._far_failures = near_suffices, list[str]()
+        self._queue = WriteBehind(far, write_behind_bytes) if write_behind_bytes else None
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qcfuse-prefetch")
 
     @property
     def tiers(self) -> list[KVStore]:
-        """The stores this one is made of, nearest first."""
+        """The stores this one consists of, nearest first."""
         return [*self.near.tiers, *self.far.tiers]
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk from the nearest tier; one found only far is copied near, all its blocks checked."""
-        found = self.near.get(key)
-        if isinstance(found, ChunkKV):
-            return found
-        return self._bring(key)
+        """Return the chunk from the nearest tier; from the far tier it is copied near, with all its blocks checked."""
+        chunk = self.near.get(key)
+        return chunk if isinstance(chunk, ChunkKV) else self._promote(key)
 
-    def _bring(self, key: ChunkKey) -> ChunkKV | Miss:
-        """Return the chunk from the far tier, copied near unless what is expected sooner would have to give way."""
-        waiting = self._behind and self._behind.get(key.address)
-        found = waiting[1] if waiting else self.far.get(key)
-        if isinstance(found, Miss):
-            return found
+    def _promote(self, key: ChunkKey) -> ChunkKV | Miss:
+        """Return the chunk from the far tier, and copy it near unless entries needed sooner would be evicted."""
+        queued = self._queue and self._queue.get(key.address)
+        chunk = queued[1] if queued else self.far.get(key)
+        if isinstance(chunk, Miss):
+            return chunk
         try:
-            if not self.near.admits(key, found):
-                return found
-            self.near.put(key, found)
+            if not self.near.admits(key, chunk):
+                return chunk
+            self.near.put(key, chunk)  # reads and checks every block
         except CorruptEntry as error:
             self.far.discard(key, reason=str(error))
             return Miss(str(error))
         except StoreError:
-            return found  # too large for the near tier, or that one is full or read-only: use it from where it is
+            return chunk  # too large for the near tier, or it is full or read-only: read from the far tier
         except OSError as error:
             return Miss(f"cannot be read: {error}")
-        waiting = self._behind and self._behind.get(key.address)
-        if not waiting and key not in self.far:  # discarded meanwhile: what is gone must not come back
+        queued = self._queue and self._queue.get(key.address)
+        if not queued and key not in self.far:  # discarded meanwhile: the copy must not bring it back
             self.near.discard(key)
-            return found
-        promoted = self.near.open(key.address)  # which does not count as another use
-        return found if isinstance(promoted, Miss) else promoted[1]
+            return chunk
+        promoted = self.near.open(key.address)  # does not count as another use
+        return chunk if isinstance(promoted, Miss) else promoted[1]
 
     def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
         """Return an entry with its key, from the nearest tier that has it; nothing is copied."""
-        found = self.near.open(address)
-        if not isinstance(found, Miss):
-            return found
-        return (self._behind and self._behind.get(address)) or self.far.open(address)
+        opened = self.near.open(address)
+        if not isinstance(opened, Miss):
+            return opened
+        return (self._queue and self._queue.get(address)) or self.far.open(address)
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
-        """Keep a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
+        """Store a chunk in both tiers; only the far one must succeed, or either if the near one suffices."""
         converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
-        trouble: StoreError | None = None
-        if self._behind is not None:
-            self._behind.put(key, converted.copied(), saved_ms)
+        failure: StoreError | None = None
+        if self._queue is not None:
+            self._queue.put(key, converted.copied(), saved_ms)
         else:
             try:
                 self.far.put(key, converted, saved_ms=saved_ms)
             except StoreError as error:
                 if not self._near_suffices:
                     raise
-                trouble = error
+                failure = error
         try:
             self.near.put(key, converted, saved_ms=saved_ms)
         except StoreError:
             self.near.discard(key)
-            if trouble is not None:
-                raise trouble from None
-        if trouble is not None:
-            self._unwritten.append(str(trouble))
+            if failure is not None:
+                raise failure from None
+        if failure is not None:
+            self._far_failures.append(str(failure))
 
     def discard(self, key: ChunkKey | str, reason: str | None = None) -> bool:
         """Remove an entry from both tiers."""
-        waiting = self._behind.discard(address_of(key)) if self._behind is not None else False
-        far, near = self.far.discard(key, reason), self.near.discard(key, reason)  # far first, see `get`
-        return near or far or waiting
+        queued = self._queue.discard(address_of(key)) if self._queue is not None else False
+        # The far tier first: a promotion under way looks there before it keeps its copy.
+        far, near = self.far.discard(key, reason), self.near.discard(key, reason)
+        return near or far or queued
 
     def __contains__(self, key: ChunkKey | str) -> bool:
-        waiting = self._behind is not None and self._behind.get(address_of(key)) is not None
-        return waiting or key in self.near or key in self.far
+        queued = self._queue is not None and self._queue.get(address_of(key)) is not None
+        return queued or key in self.near or key in self.far
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of every entry, as its farthest tier knows it."""
-        waiting = self._behind.entries() if self._behind is not None else []
+        """Yield what the farthest tier knows of every entry."""
+        queued = [EntryInfo(*item) for item in self._queue.entries()] if self._queue is not None else []
         seen = set()
-        for entry in (*self.far.entries(), *self.near.entries(), *(EntryInfo(*one) for one in waiting)):
+        for entry in (*self.far.entries(), *self.near.entries(), *queued):
             if entry.address not in seen:
                 seen.add(entry.address)
                 yield entry
 
     def pin(self, key: ChunkKey | str, *, pinned: bool = True) -> bool:
-        """Keep an entry from being evicted from either tier, or allow it again."""
-        with suppress(StoreError):  # what could not be written is not pinned, and told of at the next flush
+        """Exempt an entry from eviction in both tiers, or undo that."""
+        with suppress(StoreError):  # a chunk that could not be written is not pinned
             self.flush()
         near, far = self.near.pin(key, pinned=pinned), self.far.pin(key, pinned=pinned)
         return near or far
@@ -153,56 +151,54 @@ class TieredStore(KVStore):
         return [*self.near.stats(), *self.far.stats()]
 
     def health(self) -> list[Health]:
-        """Try every tier, nearest first."""
+        """Check every tier, nearest first."""
         return [*self.near.health(), *self.far.health()]
 
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:
-        """Copy entries from the far to the near tier on a thread of the store's own."""
+        """Copy entries from the far to the near tier on the store's own thread."""
         for key in keys:
             if key not in self.near:
-                self._reader.submit(self._bring, key)
+                self._reader.submit(self._promote, key)
 
     def hint(self, keys: Iterable[ChunkKey], *, steps: int = 1) -> None:
-        """Keep entries near until they were used, and start bringing there those that are not."""
-        wanted = list(keys)
-        self.near.hint(wanted, steps=steps)
-        for key in wanted:
-            if key not in self.near:
-                self._reader.submit(self._bring, key)
+        """Keep entries in the near tier until they were used, and start copying those that are not there."""
+        expected = list(keys)
+        self.near.hint(expected, steps=steps)
+        self.prefetch(expected)
 
     def advance(self) -> None:
-        """Let a step go by."""
+        """Advance by one step."""
         self.near.advance()
 
     def evict_removed(self, addresses: Iterable[str]) -> None:
-        """Drop from the near tier what the one behind it has no more; a remote is not asked."""
-        gone, behind = list(addresses), self.far.tiers[0]
-        for address in gone:
-            if behind.folder is not None and address not in behind:  # else it was warmed again meanwhile
+        """Remove from the near tier what the next tier no longer has; a remote is not asked."""
+        removed, next_tier = list(addresses), self.far.tiers[0]
+        for address in removed:
+            if next_tier.folder is not None and address not in next_tier:  # else it was warmed again meanwhile
                 self.near.discard(address)
-        self.far.evict_removed(gone)
+        self.far.evict_removed(removed)
 
     def flush(self) -> None:
-        """Wait until everything put is in the far tier."""
-        if self._behind is not None:
-            self._behind.flush()
+        """Wait until all chunks are in the far tier."""
+        if self._queue is not None:
+            self._queue.flush()
         self.near.flush()
         self.far.flush()
-        unwritten, self._unwritten = self._unwritten, []
-        if unwritten:
-            raise StoreError(f"{len(unwritten)} chunks are in the {self.near.kind} tier only: {unwritten[-1]}")
+        failures, self._far_failures = self._far_failures, []
+        if failures:
+            raise StoreError(f"{len(failures)} chunks are in the {self.near.kind} tier only: {failures[-1]}")
 
     def close(self) -> None:
-        """Stop prefetching, write what is waiting, and close both tiers.
+        """Stop prefetching, write queued chunks, and close both tiers.
 
         Raises:
-            StoreError: if something put since the last `flush` could not be written.
+            StoreError: if a chunk put since the last `flush` could not be written.
         """
         self._reader.shutdown(wait=True, cancel_futures=True)
         try:
             self.flush()
         finally:
-            if self._behind is not None:
-                self._behind.close()
+            if self._queue is not None:
+                self._queue.close()
             self.near.close()
             self.far.close()

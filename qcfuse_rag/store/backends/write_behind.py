@@ -1,4 +1,4 @@
-"""Write later: a bounded queue of chunks on their way to a slower store."""
+"""Write later: a bounded queue of chunks to be written to a slower store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qcfuse_rag.store.key import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class QueuedChunk:
-    """A chunk that has not been written yet."""
+    """A chunk that is not written yet."""
 
     key: ChunkKey
     chunk: ChunkKV
@@ -23,16 +23,16 @@ class QueuedChunk:
 
 
 class WriteBehind:
-    """Writes chunks on a thread of its own, in order; whoever brings more than fits waits.
+    """Writes chunks on its own thread, in order; `put` waits while the queue is full.
 
     Args:
-        store: where to.
-        limit_bytes: most bytes to hold back; one chunk may always wait, however large.
+        store: to write to.
+        limit_bytes: most bytes to queue; one chunk may always be queued, however large.
     """
 
     def __init__(self, store: KVStore, limit_bytes: int) -> None:
         self._store, self._limit = store, limit_bytes
-        self._waiting: OrderedDict[str, QueuedChunk] = OrderedDict()
+        self._queued: OrderedDict[str, QueuedChunk] = OrderedDict()
         self._size = 0
         self._writing: str | None = None
         self._errors: list[str] = []
@@ -42,43 +42,43 @@ class WriteBehind:
         self._thread.start()
 
     def put(self, key: ChunkKey, chunk: ChunkKV, saved_ms: float | None) -> None:
-        """Queue a chunk that nobody else will change."""
+        """Queue a chunk, whose tensors must not change any more."""
         item = QueuedChunk(key, chunk, saved_ms, chunk.nbytes)
         with self._changed:
             self._remove(key.address)
-            while self._waiting and self._size + item.size > self._limit:
+            while self._queued and self._size + item.size > self._limit:
                 self._changed.wait()
-            self._waiting[key.address] = item
+            self._queued[key.address] = item
             self._size += item.size
             self._changed.notify_all()
 
     def get(self, address: str) -> tuple[ChunkKey, ChunkKV] | None:
-        """Return an entry that is still waiting."""
+        """Return an entry that is still queued, or None."""
         with self._changed:
-            item = self._waiting.get(address)
+            item = self._queued.get(address)
             return None if item is None or item.chunk.expired else (item.key, item.chunk)
 
     def entries(self) -> list[tuple[str, int]]:
-        """Return address and size of what is waiting."""
+        """Return address and size of queued chunks."""
         with self._changed:
-            return [(address, item.size) for address, item in self._waiting.items()]
+            return [(address, item.size) for address, item in self._queued.items()]
 
     def discard(self, address: str) -> bool:
-        """Take a chunk out of the queue, once it is not being written any more; return whether it was there."""
+        """Remove a chunk from the queue, after waiting for a write of it under way; return whether it was queued."""
         with self._changed:
-            found = self._remove(address)
+            removed = self._remove(address)
             while self._writing == address:
                 self._changed.wait()
-            return found
+            return removed
 
     def flush(self) -> None:
         """Wait until the queue is empty.
 
         Raises:
-            StoreError: naming what could not be written since the last call.
+            StoreError: if a chunk could not be written since the last call.
         """
         with self._changed:
-            while self._waiting or self._writing:
+            while self._queued or self._writing:
                 self._changed.wait()
             errors, self._errors = self._errors, []
         if errors:
@@ -86,14 +86,14 @@ class WriteBehind:
             raise StoreError(f"{errors[0]}{more}")
 
     def close(self) -> None:
-        """Write what is waiting and stop."""
+        """Write queued chunks and stop."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def _remove(self, address: str) -> bool:
-        item = self._waiting.pop(address, None)
+        item = self._queued.pop(address, None)
         if item is not None:
             self._size -= item.size
             self._changed.notify_all()
@@ -102,21 +102,21 @@ class WriteBehind:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._closing:
+                while not self._queued and not self._closing:
                     self._changed.wait()
-                if not self._waiting:
+                if not self._queued:
                     return
-                item = next(iter(self._waiting.values()))
+                item = next(iter(self._queued.values()))
                 self._writing = item.key.address
             error: str | None = None
             try:
                 self._store.put(item.key, item.chunk, saved_ms=item.saved_ms)
-            except Exception as failure:  # whatever it is, the thread must live and the reason be told
+            except Exception as failure:  # of any kind: the thread must go on, and `flush` reports it
                 error = str(failure)
             with self._changed:
                 self._writing = None
                 if error is not None:
                     self._errors.append(error)
-                if self._waiting.get(item.key.address) is item:  # neither discarded nor replaced meanwhile
+                if self._queued.get(item.key.address) is item:  # neither discarded nor replaced meanwhile
                     self._remove(item.key.address)
                 self._changed.notify_all()

@@ -1,11 +1,11 @@
-"""The layout of a stored chunk; docs/reference/store-format.md describes it for other readers.
+"""Encode and decode a stored chunk; docs/reference/store-format.md describes the layout for other readers.
 
     offset 0    preamble, 64 bytes: magic, version, flags, header length, checksum, salt
-    then        header, JSON, at most 4 MiB; says what the entry is and where its blocks are
+    then        header, JSON, at most 4 MiB: the key, the format, and where the blocks are
     then        blocks, each at a multiple of 4096, in the order a fused prefill reads them
 
-A block is cut along its first dimension into pieces with a checksum each, so that a range of tokens can be read and
-checked alone. Nothing of an entry is believed before it is checked, sizes before anything is allocated by them.
+A block is divided along its first dimension into pieces with a checksum each, so that a range of tokens can be read and
+checked alone. Every part is checked before it is used, and sizes before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Preamble:
     salt: bytes
 
     @classmethod
-    def read(cls, data: Buffer) -> Self:
+    def parse(cls, data: Buffer) -> Self:
         """Parse a preamble.
 
         Raises:
-            CorruptEntry: if this does not begin an entry of this version.
+            CorruptEntry: if these are not the first bytes of an entry of this version.
         """
         if len(data) < PREAMBLE.size:
             raise CorruptEntry(f"truncated: {len(data)} bytes")
@@ -71,39 +71,40 @@ class Preamble:
         return cls(flags, header_bytes, checksum, salt)
 
 
-def encode(key: ChunkKey, chunk: ChunkKV, *, seal: StoreCipher | None = None) -> list[Buffer]:
+def encode(key: ChunkKey, chunk: ChunkKV, *, cipher: StoreCipher | None = None) -> list[Buffer]:
     """Serialise a chunk.
 
     Args:
         key: its key.
-        chunk: in the format of numbers to store.
-        seal: encrypts it, if given.
+        chunk: in the format to store.
+        cipher: encrypts it, if given.
 
     Returns:
-        The entry's bytes in parts to be written one after the other, blocks uncopied where they lie on the CPU.
+        The entry's bytes, in parts to be written in order; blocks on the CPU are not copied.
 
     Raises:
-        StoreError: if the chunk is so long that its header would be refused.
+        StoreError: if the chunk is so long that its header would be too large to be read.
     """
-    salt, entry = seal.new_entry() if seal else (bytes(SALT_BYTES), None)
-    described: list[dict[str, Any]] = []
+    salt, entry_cipher = cipher.new_entry() if cipher else (bytes(SALT_BYTES), None)
+    block_fields: list[dict[str, Any]] = []
     body: list[Buffer] = []
-    offset = at = 0
-    number = 1
+    offset = end = 0  # of the block, from the first block's start; `end` of the pieces written so far
+    number = 1  # of the piece; the header is part 0
     for name in chunk.names():
         tensor = chunk.blocks[name].detach().cpu().contiguous()
-        body.append(bytes(offset - at))
-        at = offset
-        sums = []
+        body.append(bytes(offset - end))
+        end = offset
+        checksums = []
         for raw in _pieces(tensor):
-            stored = raw if entry is None else entry.close(number, raw)
-            sums.append(_checksum(stored))
+            stored = raw if entry_cipher is None else entry_cipher.encrypt(number, raw)
+            checksums.append(_checksum(stored))
             body.append(stored)
-            at, number = at + len(stored), number + 1
+            end, number = end + len(stored), number + 1
         dtype = str(tensor.dtype).removeprefix("torch.")
-        described.append({"name": name, "dtype": dtype, "shape": list(tensor.shape), "offset": offset, "xxh3": sums})
-        offset = aligned(at)
-    about = {
+        shape = list(tensor.shape)
+        block_fields.append({"name": name, "dtype": dtype, "shape": shape, "offset": offset, "xxh3": checksums})
+        offset = aligned(end)
+    header_fields = {
         "key": key.fields(),
         "tokens": chunk.n_tokens,
         "layers": chunk.n_layers,
@@ -112,12 +113,12 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: StoreCipher | None = None) ->
         "probe_layers": list(chunk.probe_layers),
         "expires": chunk.expires,
         **provenance_fields(chunk.context, chunk.facts, chunk.extras),
-        "blocks": described,
+        "blocks": block_fields,
     }
-    header = json.dumps(about).encode()
+    header = json.dumps(header_fields).encode()
     flags = 0
-    if entry is not None:
-        flags, header = ENCRYPTED, entry.close(0, header, _context(ENCRYPTED, salt))
+    if entry_cipher is not None:
+        flags, header = ENCRYPTED, entry_cipher.encrypt(0, header, _associated_data(ENCRYPTED, salt))
     if len(header) > MAX_HEADER_BYTES:
         raise StoreError(f"a chunk of {chunk.n_tokens:,} tokens is too long to be stored; make passages shorter")
     checksum = _header_checksum(flags, salt, header)
@@ -126,44 +127,44 @@ def encode(key: ChunkKey, chunk: ChunkKV, *, seal: StoreCipher | None = None) ->
     return [preamble, header, padding, *body]
 
 
-def read_header(preamble: Preamble, data: Buffer, seal: StoreCipher | None) -> tuple[Header, EntryCipher | None]:
+def read_header(preamble: Preamble, data: Buffer, cipher: StoreCipher | None) -> tuple[Header, EntryCipher | None]:
     """Check and parse a header.
 
     Args:
-        preamble: what stands before it.
+        preamble: of the entry.
         data: the header as stored.
-        seal: opens encrypted entries.
+        cipher: of the store, if it is encrypted.
 
     Returns:
-        The header, and what opens the blocks if they are encrypted.
+        The header, and the cipher of the entry's blocks if they are encrypted.
 
     Raises:
-        ForeignEntry: if it is not under this secret, or has none and should.
-        CorruptEntry: if it is damaged or makes no sense.
+        ForeignEntry: if the entry is under another secret, or encrypted and the store is not, or the other way round.
+        CorruptEntry: if the header is damaged or makes no sense.
     """
     if len(data) != preamble.header_bytes:
         raise CorruptEntry("truncated header")
     if _header_checksum(preamble.flags, preamble.salt, data) != preamble.checksum:
         raise CorruptEntry("header checksum differs")
-    if preamble.flags & ENCRYPTED and seal is None:
+    if preamble.flags & ENCRYPTED and cipher is None:
         raise ForeignEntry("is encrypted and no secret was given")
-    if seal is not None and not preamble.flags & ENCRYPTED:
+    if cipher is not None and not preamble.flags & ENCRYPTED:
         raise ForeignEntry("is not encrypted, in a store that is")
-    entry = seal.entry(preamble.salt) if seal is not None else None
-    if entry is not None:
+    entry_cipher = cipher.entry(preamble.salt) if cipher is not None else None
+    if entry_cipher is not None:
         try:
-            data = entry.open(0, data, _context(preamble.flags, preamble.salt))
-        except CorruptEntry as error:  # its checksum is right: whatever this is, it did not break by itself
+            data = entry_cipher.decrypt(0, data, _associated_data(preamble.flags, preamble.salt))
+        except CorruptEntry as error:  # the checksum matches, so it is no damage but another secret
             raise ForeignEntry(str(error)) from error
     try:
         start = aligned(PREAMBLE.size + preamble.header_bytes)
-        return parse_header(json.loads(bytes(data)), start, sealed=entry is not None), entry
+        return parse_header(json.loads(bytes(data)), start, encrypted=entry_cipher is not None), entry_cipher
     except PARSE_ERRORS as error:
         raise CorruptEntry(f"header makes no sense: {str(error)[:100]}") from error
 
 
 def check_piece(stored: Buffer, expected: str, name: str) -> None:
-    """Raise `CorruptEntry` unless a piece is what was written."""
+    """Raise `CorruptEntry` unless a piece has the checksum of the header."""
     if xxhash.xxh3_64_hexdigest(stored) != expected:
         raise CorruptEntry(f"checksum of block {name} differs")
 
@@ -175,12 +176,12 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
         yield raw[start : start + size]
 
 
-def _context(flags: int, salt: bytes) -> bytes:
+def _associated_data(flags: int, salt: bytes) -> bytes:
     return struct.pack("<8sII", MAGIC, VERSION, flags) + salt
 
 
 def _header_checksum(flags: int, salt: bytes, header: Buffer) -> int:
-    state = xxhash.xxh3_64(_context(flags, salt))
+    state = xxhash.xxh3_64(_associated_data(flags, salt))
     state.update(struct.pack("<I", len(header)))
     state.update(header)
     return state.intdigest()

@@ -1,4 +1,4 @@
-"""What the header of a stored chunk says: which blocks there are and where they lie. Nothing is believed unchecked."""
+"""Parse and check the header of a stored chunk, which lists its blocks and where they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qcfuse_rag.store.quantization import FORMATS, LOSSLESS, side_block
 ALIGNMENT = 4096
 ROWS_PER_PIECE = 128
 HEADER_BYTES, BLOCK_HEADER_BYTES, CHECKSUM_BYTES = 700, 85, 20
-"""What a header takes as JSON, about: by itself, for each block, and for each checksum."""
+"""About how many bytes a header takes as JSON: by itself, for each block, and for each checksum."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,17 +29,17 @@ DTYPES = {
 
 
 class BlockRange(NamedTuple):
-    """Where a tensor of an entry lies.
+    """The bytes of one tensor in an entry.
 
     Attributes:
         name: see `ChunkKV.blocks`.
         dtype: of its numbers, little endian.
-        shape: row-major.
+        shape: of the tensor, row-major.
         offset: bytes from the first block's start, a multiple of 4096.
         checksums: XXH3-64 of each piece of 128 rows as stored.
-        first_piece: number of its first piece among all of the entry's, from 1.
+        first_piece: number of its first piece among all pieces of the entry, from 1.
         row_bytes: bytes of one row.
-        piece_bytes: bytes of every piece but the last, as stored.
+        piece_bytes: bytes of every piece but the last one, as stored.
     """
 
     name: str
@@ -64,15 +64,15 @@ class BlockRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says of itself.
+    """The checked header of an entry.
 
     Attributes:
-        key: whose entry it is.
+        key: of the entry.
         tokens, layers, dtype, numbers, probe_layers: see `ChunkKV`.
         expires: unix time from which on it must not be used, or None.
         blocks: in the order of the file.
         start: offset of the first block in the file.
-        sealed: whether it is encrypted.
+        encrypted: whether it is encrypted.
         context, facts, extras: see `ChunkKV`.
     """
 
@@ -85,7 +85,7 @@ class Header:
     expires: float | None
     blocks: tuple[BlockRange, ...]
     start: int
-    sealed: bool
+    encrypted: bool
     context: Context | None
     facts: Facts
     extras: tuple[str, ...]
@@ -96,60 +96,58 @@ class Header:
         return self.start + self.blocks[-1].end
 
 
-def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
-    """Turn a header's JSON into a `Header`, checking that it is one and that its blocks can be as it says.
+def parse_header(fields: Any, start: int, *, encrypted: bool) -> Header:
+    """Turn a header's JSON into a `Header`, after checking it and the sizes and places of its blocks.
 
     Args:
-        about: the parsed JSON.
+        fields: the parsed JSON.
         start: offset of the first block in the file.
-        sealed: whether the entry is encrypted.
+        encrypted: whether the entry is encrypted.
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError, OverflowError: if it is not a header.
     """
-    tokens, layers, numbers, expires = about["tokens"], about["layers"], about["numbers"], about["expires"]
-    described, probe_layers = about["blocks"], tuple(about["probe_layers"])
-    found = [one["name"] for one in described]
+    tokens, layers, numbers, expires = fields["tokens"], fields["layers"], fields["numbers"], fields["expires"]
+    block_fields, probe_layers = fields["blocks"], tuple(fields["probe_layers"])
+    names = [block["name"] for block in block_fields]
     _require(all(type(count) is int and count > 0 for count in (tokens, layers)), "sizes")
-    # Counts first: nothing is made in numbers that the header has only claimed.
-    context, facts, extras = parse_provenance(about)
+    # The number of blocks is checked first: the expected names are not made for as many layers as a header claims.
+    context, facts, extras = parse_provenance(fields)
     count = 1 + len(extras) + layers * (2 if numbers == LOSSLESS else 4)
-    _require(numbers in FORMATS and len(found) == count, "numbers of blocks")
+    _require(numbers in FORMATS and len(names) == count, "numbers of blocks")
     _require(all(type(layer) is int and 0 <= layer < layers for layer in probe_layers), "probe layers")
     _require(len(set(probe_layers)) == len(probe_layers), "probe layers")
     _require(expires is None or (type(expires) in (int, float) and math.isfinite(expires)), "expiry")
-    names = block_names(layers, numbers, probe_layers, extras)
-    _require(found == names, "names of blocks")
+    _require(names == block_names(layers, numbers, probe_layers, extras), "names of blocks")
     blocks: list[BlockRange] = []
     offset, number = 0, 1
-    for one in described:
-        name, shape, sums = one["name"], tuple(one["shape"]), tuple(one["xxh3"])
+    for block in block_fields:
+        name, shape, checksums = block["name"], tuple(block["shape"]), tuple(block["xxh3"])
         _require(set(map(type, shape)) == {int} and min(shape) > 0 and max(shape) < 1 << 31, "shape")
         _require(_fits(name, shape, tokens, layers, numbers), "shape")
-        _require(len(sums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
-        _require(one["offset"] == offset, "offset")
-        dtype = DTYPES[one["dtype"]]
+        _require(len(checksums) == -(-shape[0] // ROWS_PER_PIECE), "checksums")
+        _require(block["offset"] == offset, "offset")
+        dtype = DTYPES[block["dtype"]]
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * sealed
-        blocks.append(BlockRange(name, dtype, shape, offset, sums, number, row_bytes, piece_bytes))
-        offset, number = aligned(blocks[-1].end), number + len(sums)
+        piece_bytes = ROWS_PER_PIECE * row_bytes + TAG_BYTES * encrypted
+        blocks.append(BlockRange(name, dtype, shape, offset, checksums, number, row_bytes, piece_bytes))
+        offset, number = aligned(blocks[-1].end), number + len(checksums)
     _require(blocks[0].shape == (layers, tokens), "ranking")
-    _require(
-        all(block.shape[1:] == (1,) and block.dtype == torch.float32 for block in blocks[1 : 1 + len(extras)]), "extras"
-    )
+    for extra in blocks[1 : 1 + len(extras)]:
+        _require(extra.shape[1:] == (1,) and extra.dtype == torch.float32, "extras")
     if numbers in RANKS:
         _require_factors(blocks[1 + len(extras) :], numbers, tokens)
     return Header(
-        ChunkKey.from_fields(about["key"]),
+        ChunkKey.from_fields(fields["key"]),
         tokens,
         layers,
-        DTYPES[about["dtype"]],
+        DTYPES[fields["dtype"]],
         numbers,
         probe_layers,
         expires,
         tuple(blocks),
         start,
-        sealed,
+        encrypted,
         context,
         facts,
         extras,
@@ -157,11 +155,11 @@ def parse_header(about: Any, start: int, *, sealed: bool) -> Header:
 
 
 def entry_bytes(shapes: Sequence[KVShape], dtype: torch.dtype, numbers: str, tokens: int) -> int:
-    """Return about how many bytes an entry takes, up to a few thousand, without making it.
+    """Return the size of an entry in bytes, accurate to a few thousand, without making it.
 
     Args:
         shapes: cache sizes of each layer.
-        dtype: of the model.
+        dtype: the model's dtype.
         numbers: format of the entry.
         tokens: length of the chunk.
     """
@@ -187,7 +185,7 @@ def aligned(size: int) -> int:
 
 
 def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: str) -> bool:
-    """Return whether a block can have such a shape, as far as that is known before the others are."""
+    """Return whether a block can have such a shape, as far as can be said before the other blocks are parsed."""
     if name == RANKING:
         return len(shape) == 2 and shape[0] == layers
     if not name.startswith(("key.", "value.")):
@@ -199,13 +197,13 @@ def _fits(name: str, shape: tuple[int, ...], tokens: int, layers: int, numbers: 
 
 
 def _require_factors(blocks: Sequence[BlockRange], numbers: str, tokens: int) -> None:
-    """Require that each basis and the factor behind it have the rank that their format and sizes give."""
+    """Require that each basis and the factor after it have the rank of their format and sizes."""
     for basis, factor in zip(blocks[::2], blocks[1::2], strict=True):
         rank = effective_rank(numbers, tokens, math.prod(basis.shape[1:]))
         _require(basis.shape[0] == rank == factor.shape[1] and basis.dtype.is_floating_point, "rank")
         _require(factor.dtype == basis.dtype, "rank")
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, field: str) -> None:
     if not condition:
-        raise ValueError(f"{what} cannot be")
+        raise ValueError(f"invalid {field}")

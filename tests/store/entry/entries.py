@@ -17,15 +17,15 @@ from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))
 
-SEALS = {"plain": None, "sealed": StoreCipher(SECRET)}
+CIPHERS = {"plain": None, "sealed": StoreCipher(SECRET)}
 
 
-def written(chunk: ChunkKV, seal: StoreCipher | None = None) -> bytes:
-    return b"".join(encode(example_key(), chunk, seal=seal))
+def written(chunk: ChunkKV, cipher: StoreCipher | None = None) -> bytes:
+    return b"".join(encode(example_key(), chunk, cipher=cipher))
 
 
-def opened(data: bytes, seal: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
-    return open_chunk(MemorySource(data), seal)
+def opened(data: bytes, cipher: StoreCipher | None = None) -> tuple[Header, ChunkKV]:
+    return open_chunk(MemorySource(data), cipher)
 
 
 class CountingSource(MemorySource):

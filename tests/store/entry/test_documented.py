@@ -17,7 +17,7 @@ from qcfuse_rag.store.chunk import ChunkKV, to_format
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.quantization import STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, example_chunk, example_key
-from tests.store.entry.entries import SEALS, SECRET, header_of, written
+from tests.store.entry.entries import CIPHERS, SECRET, header_of, written
 
 
 def fixed_chunk() -> ChunkKV:
@@ -108,7 +108,7 @@ def decryption(secret: bytes, salt: bytes) -> Callable[[int, bytes, bytes], byte
     return lambda number, stored, context: AESGCM(key).decrypt(number.to_bytes(12, "big"), stored, context)
 
 
-@pytest.mark.parametrize("secret", [None, SECRET], ids=SEALS)
+@pytest.mark.parametrize("secret", [None, SECRET], ids=CIPHERS)
 @pytest.mark.parametrize("numbers", [*STORE_FORMATS, "rank16"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_stranger_can_read_an_entry(dtype: torch.dtype, numbers: str, secret: bytes | None) -> None:

@@ -15,17 +15,17 @@ from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import open_chunk
 from qcfuse_rag.store.quantization import FORMATS, STORE_FORMATS
 from qcfuse_rag.store.testing import DTYPES, assert_same, example_chunk, example_key
-from tests.store.entry.entries import SEALS, SECRET, CountingSource, opened, written
+from tests.store.entry.entries import CIPHERS, SECRET, CountingSource, opened, written
 
 
-@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
 @pytest.mark.parametrize("numbers", STORE_FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, seal: StoreCipher | None) -> None:
+def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, cipher: StoreCipher | None) -> None:
     chunk = to_format(example_chunk(n_tokens=300, dtype=dtype), numbers)
-    header, found = opened(written(chunk, seal), seal)
+    header, found = opened(written(chunk, cipher), cipher)
     assert header.key == example_key()
-    assert header.sealed == (seal is not None)
+    assert header.encrypted == (cipher is not None)
     assert_same(found, chunk)
 
 
@@ -34,13 +34,13 @@ def test_what_is_written_is_read_back(dtype: torch.dtype, numbers: str, seal: St
 def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None:
     n_tokens, layers, heads = (data.draw(st.integers(1, most)) for most in (300, 3, 3))
     key_dim, value_dim = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
-    dtype, seal = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(list(SEALS.values())))
+    dtype, cipher = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(list(CIPHERS.values())))
     probe_layers = tuple(data.draw(st.lists(st.integers(0, layers - 1), unique=True)))
     keys = [torch.randn(heads, n_tokens, key_dim).to(dtype) for _ in range(layers)]
     values = [torch.randn(heads, n_tokens, value_dim).to(dtype) for _ in range(layers)]
     ranking = torch.stack([torch.randperm(n_tokens) for _ in range(layers)])
     chunk = to_format(ChunkKV.of(keys, values, ranking, probe_layers=probe_layers), data.draw(st.sampled_from(FORMATS)))
-    _, found = opened(written(chunk, seal), seal)
+    _, found = opened(written(chunk, cipher), cipher)
     start = data.draw(st.integers(0, n_tokens))
     stop = data.draw(st.integers(start, n_tokens))
     for part, whole in zip(found.layer(layers - 1, start, stop), chunk.layer(layers - 1), strict=True):
@@ -51,10 +51,12 @@ def test_any_shape_is_read_back_whole_and_in_ranges(data: st.DataObject) -> None
     assert_same(found, chunk)
 
 
-@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+@pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
 @pytest.mark.parametrize("numbers", STORE_FORMATS)
-def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(numbers: str, seal: StoreCipher | None) -> None:
-    header, _ = opened(written(to_format(example_chunk(n_tokens=300), numbers), seal), seal)
+def test_every_block_starts_at_a_multiple_of_4096_behind_the_one_before(
+    numbers: str, cipher: StoreCipher | None
+) -> None:
+    header, _ = opened(written(to_format(example_chunk(n_tokens=300), numbers), cipher), cipher)
     ends = [0, *(block.end for block in header.blocks)]
     assert header.start % 4096 == 0
     for block, end in zip(header.blocks, ends, strict=False):
@@ -82,12 +84,12 @@ def test_the_time_at_which_it_expires_is_kept() -> None:
     ("rows", "pieces"),
     [((0, 128), (0, 1)), ((130, 140), (1, 2)), ((127, 129), (0, 2)), ((128, 256), (1, 2)), ((299, 300), (2, 3))],
 )
-@pytest.mark.parametrize(("seal", "tag"), [(None, 0), (StoreCipher(SECRET), 16)], ids=SEALS)
+@pytest.mark.parametrize(("cipher", "tag"), [(None, 0), (StoreCipher(SECRET), 16)], ids=CIPHERS)
 def test_a_range_of_rows_reads_its_pieces_and_no_others(
-    seal: StoreCipher | None, tag: int, rows: tuple[int, int], pieces: tuple[int, int]
+    cipher: StoreCipher | None, tag: int, rows: tuple[int, int], pieces: tuple[int, int]
 ) -> None:
-    source = CountingSource(written(example_chunk(n_tokens=300), seal))
-    header, chunk = open_chunk(source, seal)
+    source = CountingSource(written(example_chunk(n_tokens=300), cipher))
+    header, chunk = open_chunk(source, cipher)
     [block] = [block for block in header.blocks if block.name == "key.2"]
     source.ranges.clear()
     assert torch.equal(chunk.blocks.rows("key.2", *rows), example_chunk(n_tokens=300).blocks["key.2"][slice(*rows)])
@@ -111,13 +113,13 @@ def test_no_rows_read_nothing() -> None:
     assert source.ranges == []
 
 
-@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
-def test_a_damaged_piece_spoils_its_own_rows_and_no_others(seal: StoreCipher | None) -> None:
-    data = bytearray(written(example_chunk(n_tokens=300), seal))
-    header, _ = opened(bytes(data), seal)
+@pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
+def test_a_damaged_piece_spoils_its_own_rows_and_no_others(cipher: StoreCipher | None) -> None:
+    data = bytearray(written(example_chunk(n_tokens=300), cipher))
+    header, _ = opened(bytes(data), cipher)
     [block] = [block for block in header.blocks if block.name == "value.0"]
     data[header.start + block.range(1, 2)[0]] ^= 1
-    _, chunk = opened(bytes(data), seal)
+    _, chunk = opened(bytes(data), cipher)
     assert torch.equal(chunk.layer(0, 0, 128)[1], example_chunk(n_tokens=300).layer(0, 0, 128)[1])
     assert torch.equal(chunk.layer(0, 256, 300)[1], example_chunk(n_tokens=300).layer(0, 256, 300)[1])
     for rows in ((0, 129), (200, 201), (0, 300)):

@@ -69,13 +69,13 @@ def test_two_sealed_pieces_that_changed_places_are_refused() -> None:
 
 
 def test_the_cipher_itself_refuses_a_part_in_the_place_of_another() -> None:
-    _, seal = StoreCipher(SECRET).new_entry()
-    stored = seal.close(1, b"first")
-    assert seal.open(1, stored) == b"first"
+    _, entry_cipher = StoreCipher(SECRET).new_entry()
+    stored = entry_cipher.encrypt(1, b"first")
+    assert entry_cipher.decrypt(1, stored) == b"first"
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        seal.open(2, stored)
+        entry_cipher.decrypt(2, stored)
     with pytest.raises(CorruptEntry, match="cannot be decrypted"):
-        StoreCipher(SECRET).entry(bytes(32)).open(1, stored)
+        StoreCipher(SECRET).entry(bytes(32)).decrypt(1, stored)
 
 
 def test_a_short_secret_is_refused_and_a_long_one_not_shown() -> None:

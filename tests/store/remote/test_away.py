@@ -70,7 +70,7 @@ class TestRemoteThatIsAway:
         assert found == [Miss("remote gs cannot be reached: no answer in time")] * 10
         assert time.monotonic() - started < 8.0  # it was asked once, and left alone for the other nine
         monkeypatch.setattr(Cloud, "delay_s", 0.0)
-        store._rest_s = store._resting_until = 0.0
+        store._pause_s = store._paused_until = 0.0
         self.check_that_it_comes_back(store)
 
     @pytest.mark.parametrize("url", ["unix:///nonexistent/redis.sock", "away://bucket/kv"])

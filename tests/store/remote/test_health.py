@@ -30,4 +30,4 @@ def test_health_leaves_nothing_behind(blobs: BlobStore) -> None:
 def test_health_tells_of_a_remote_that_forgets(in_memory: FsspecBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_memory, "write", lambda *arguments: None)
     [health] = RemoteStore(in_memory).health()
-    assert health.problems == ("does not give back what it was given; is it full, or is there a proxy in between?",)
+    assert health.problems == ("does not return what was written; is it full, or is there a proxy in between?",)
