@@ -22,7 +22,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_the_core_imports_no_framework() -> None:
-    everything = "import qcfuse_rag\nfor name in qcfuse_rag.__all__: getattr(qcfuse_rag, name)"
+    everything = "import qcfuse_rag, qcfuse_rag.integrations\nfor name in qcfuse_rag.__all__: getattr(qcfuse_rag, name)"
     loaded = modules_after(everything)
     assert "torch" in loaded
     others = {"llama_index", "langchain_core", "langchain", "sentence_transformers", "ray", "fastapi", "llguidance"}
