@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,8 @@ def resume_warming(library: Path, *, as_json: bool) -> None:
     """
     try:
         arguments = JobRecord.load(library).arguments
+        if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
+            raise KeyError(", ".join(sorted(missing)))
         options = WarmOptions(**{**arguments, "paths": [Path(path) for path in arguments["paths"]]})
     except (TypeError, KeyError) as error:
         raise QCFuseError(

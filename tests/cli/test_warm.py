@@ -77,7 +77,7 @@ def test_status_and_resume(
     store = tmp_path / "s"
     monkeypatch.chdir(documents.parent)
     run.json(
-        "warm", "run", documents.name, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "blind"
+        "warm", "run", documents.name, "--store", store, "--model", model_folder, "--device", "cpu", "--base", "framed"
     )
     status = run.json("warm", "status", "--store", store)
     assert (status["state"], status["summary"]["warmed"]) == ("finished", 3)
