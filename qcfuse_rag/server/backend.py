@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import AnswerRequest, ServedEngine, cancel_answer
-from qcfuse_rag.engine.request import ScheduledAnswer
+from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
+from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, QCFuseError
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import Generation
@@ -81,22 +81,22 @@ class EngineBackend:
     """Answers with an engine in this process.
 
     Args:
-        served: the engine with its scheduler; the scheduler's queue holds at least `max_requests` requests.
+        handle: the engine with its scheduler; the scheduler's queue holds at least `max_requests` requests.
         name: the model's name for clients.
         most_tokens: length limit of an answer.
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
     """
 
     def __init__(
-        self, served: ServedEngine, name: str, *, most_tokens: int = 4096, max_requests: int | None = None
+        self, handle: EngineHandle, name: str, *, most_tokens: int = 4096, max_requests: int | None = None
     ) -> None:
-        self.name, self._served, self._most_tokens = name, served, most_tokens
+        self.name, self._handle, self._most_tokens = name, handle, most_tokens
         self._max_requests, self._running = max_requests, 0
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
 
     def ready(self) -> str | None:
         """Return why no request can be answered, or None. Store errors do not count: see `qcfuse store`."""
-        return None if self._served.scheduler.alive else "the scheduler has ended"
+        return None if self._handle.scheduler.alive else "the scheduler has ended"
 
     async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
         """Answer a request that `refuse_unsupported` accepted; further errors in it are events too."""
@@ -107,7 +107,7 @@ class EngineBackend:
         try:
             response_format, answer = await self._submit(request)
             try:
-                reader = ResponseReader(self._served.engine.lm.tokenizer, response_format)
+                reader = ResponseReader(self._handle.engine.lm.tokenizer, response_format)
                 async for piece in answer:
                     if text := reader.push(piece):
                         yield Event(text)
@@ -128,7 +128,7 @@ class EngineBackend:
         finally:
             self._running -= 1
 
-    async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, ScheduledAnswer]:
+    async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, RequestHandle]:
         """Prepare and queue a request; return its response format and its coming answer.
 
         Raises:
@@ -149,20 +149,22 @@ class EngineBackend:
         except RecursionError as error:
             raise QCFuseError("something in the body is nested too deeply") from error
 
-    async def _queue(self, prepare: AnswerRequest) -> ScheduledAnswer:
+    async def _queue(self, prepare: AnswerRequest) -> RequestHandle:
         """Prepare a request in a thread and queue it; cancel it if its client disconnects meanwhile."""
-        preparing = self._preparers.submit(contextvars.copy_context().run, self._served.ask, prepare)
+        preparing = self._preparers.submit(contextvars.copy_context().run, self._handle.submit, prepare)
         try:
             return await asyncio.wrap_future(preparing)
         except asyncio.CancelledError:
-            preparing.add_done_callback(cancel_answer)  # a running preparation cannot stop before it queues the request
+            preparing.add_done_callback(
+                cancel_request
+            )  # a running preparation cannot stop before it queues the request
             raise
 
     def close(self) -> None:
         """Finish the current answers, then release the engine."""
         self._preparers.shutdown(cancel_futures=True)
-        self._served.scheduler.close(drain=True)
-        self._served.close()
+        self._handle.scheduler.close(drain=True)
+        self._handle.close()
 
 
 def last_event(text: str, response: ParsedResponse, generation: Generation) -> Event:

@@ -29,7 +29,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import ServedEngine
+from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
@@ -130,8 +130,8 @@ class EngineReplica:
             load_limit_s=deployment.load_limit_s,
         )
         engine.compile()
-        self._served = ServedEngine.of(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))
-        self._backend = EngineBackend(self._served, deployment.name, most_tokens=deployment.most_tokens)
+        self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))
+        self._backend = EngineBackend(self._handle, deployment.name, most_tokens=deployment.most_tokens)
 
     async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer the request with this body; yield events as plain data."""
@@ -140,7 +140,7 @@ class EngineReplica:
 
     async def memory(self) -> dict[str, int]:
         """Return the hits and misses of the first tier."""
-        first_tier = self._served.engine.store.stats()[0]
+        first_tier = self._handle.engine.store.stats()[0]
         return {"hits": first_tier.hits, "misses": first_tier.misses}
 
     def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""A batch is answered as its prompts are one by one, and what they begin with is done once."""
+"""A batch gets the answers of its single prompts, and the work for common prefixes is done once."""
 
 from __future__ import annotations
 
@@ -40,11 +40,19 @@ def engine(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -
 
 
 def batch(engine: FusionEngine) -> list[Prompt]:
-    """Give prompts of which some share all passages, some the first, some none, one all, and one none at all."""
-    one, two, three = PASSAGES
-    retrieved = [[one, two], [two, one], [one, three], [one, two, three], [], [one, two], [three, one]]
+    """Return prompts that share all, the first or no passages; one has all passages, and one has none."""
+    first, second, third = PASSAGES
+    retrieved = [
+        [first, second],
+        [second, first],
+        [first, third],
+        [first, second, third],
+        [],
+        [first, second],
+        [third, first],
+    ]
     prompts = [engine.prompt(f"{QUESTION} {i}", passages) for i, passages in enumerate(retrieved)]
-    return [*prompts, prompts[0], engine.prompt(QUESTION, [one], history=[("user", "Hello."), ("assistant", "Yes?")])]
+    return [*prompts, prompts[0], engine.prompt(QUESTION, [first], history=[("user", "Hello."), ("assistant", "Yes?")])]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,31 +71,31 @@ def test_answers_are_those_of_one_by_one(engine: FusionEngine, name: str) -> Non
 
 def test_full_prefill_is_the_models_own(engine: FusionEngine) -> None:
     prompts = batch(engine)[:4]
-    found = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=LENGTH), method=METHODS["full"])
-    for prompt, answer in zip(prompts, found, strict=True):
+    answers = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=LENGTH), method=METHODS["full"])
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert list(answer.ids) == references.greedy_continuation(engine.lm, prompt.ids, LENGTH)[: len(answer.ids)]
 
 
 def test_every_beginning_is_computed_once(engine: FusionEngine) -> None:
-    """Counted on the tree of beginnings: its nodes, and every prompt's own end."""
+    """The expected number comes from the tree of prefixes: its nodes, and every prompt's last segment."""
     prompts = batch(engine)
     nodes = {(p.prefix_ids, *(s.ids for s in p.segments[: n + 1])) for p in prompts for n in range(len(p.segments) - 1)}
     ends = sum(len(prompt.segments[-1].ids) for prompt in prompts)
-    found = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=1), method=METHODS["full"])
-    assert sum(answer.report.rows for answer in found) == sum(len(node[-1]) for node in nodes) + ends
-    assert sum(answer.report.rows for answer in found) < 0.8 * sum(map(len, prompts))
+    answers = answer_many(engine.runner, prompts, SamplingParams(max_new_tokens=1), method=METHODS["full"])
+    assert sum(answer.report.rows for answer in answers) == sum(len(node[-1]) for node in nodes) + ends
+    assert sum(answer.report.rows for answer in answers) < 0.8 * sum(map(len, prompts))
 
 
 def test_every_shared_chunk_is_loaded_once(engine: FusionEngine) -> None:
-    one, two, _ = PASSAGES
-    prompts = [engine.prompt(f"{QUESTION} {i}", [one, two]) for i in range(5)]
+    first, second, _ = PASSAGES
+    prompts = [engine.prompt(f"{QUESTION} {i}", [first, second]) for i in range(5)]
     method, params = METHODS["reuse"], SamplingParams(max_new_tokens=1)
     alone = engine.generate(prompts[0], params, method=method).report
     hits = engine.store.stats()[0].hits
-    found = [answer.report for answer in answer_many(engine.runner, prompts, params, method=method)]
-    assert sum(report.bytes_loaded for report in found) == alone.bytes_loaded
+    reports = [answer.report for answer in answer_many(engine.runner, prompts, params, method=method)]
+    assert sum(report.bytes_loaded for report in reports) == alone.bytes_loaded
     assert engine.store.stats()[0].hits - hits == 3, "the head and two passages"
-    assert {report.rows for report in found} == {alone.rows}
+    assert {report.rows for report in reports} == {alone.rows}
 
 
 def test_prompts_of_other_wordings_share_nothing(engine: FusionEngine) -> None:

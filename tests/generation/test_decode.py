@@ -36,7 +36,7 @@ def test_the_pieces_of_a_stream_are_the_answer(engine: FusionEngine) -> None:
 
 
 def test_decoding_over_a_fused_cache_equals_feeding_the_answer_as_rows(engine: FusionEngine) -> None:
-    """Token by token over the request's own buffer, or anew with the answer so far in the prompt: the same logits."""
+    """Decoding over the request's buffer gives the logits of a new prefill with the answer so far in the prompt."""
     prompt = engine.prompt(QUESTION, PASSAGES)
     method = make_method("reuse")
     answer = engine.generate(prompt, SamplingParams(max_new_tokens=10), method=method)
@@ -134,12 +134,12 @@ def test_whatever_the_tokens_the_text_is_cut_at_the_first_stop(text: str, stops:
             break
     pieces.append(assembler.flush())
     first = min((text.find(stop) for stop in stops if stop in text), default=len(text))
-    found = "".join(pieces)
+    generated = "".join(pieces)
     if assembler.stopped:
         # A stop string is noticed as soon as it is complete, so another that began earlier may still be incomplete.
-        assert text.startswith(found)
-        assert not any(stop in found for stop in stops)
-        assert any(text[len(found) :].startswith(stop) for stop in stops)
+        assert text.startswith(generated)
+        assert not any(stop in generated for stop in stops)
+        assert any(text[len(generated) :].startswith(stop) for stop in stops)
     else:
-        assert found == text
+        assert generated == text
         assert first == len(text)

@@ -1,4 +1,4 @@
-"""Answers in a form: calls of tools and JSON by a schema, written by a model that was never taught either."""
+"""Response formats: tool calls and JSON by a schema, from a model that was not trained on either."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def written(parser: ToolCallParser, calls: list[ToolCall]) -> str:
+def write_calls(parser: ToolCallParser, calls: list[ToolCall]) -> str:
     entries = [json.dumps({"name": call.name, parser.arguments_key: call.arguments}) for call in calls]
     if parser.is_list:
         return f"{parser.start_tag}[{', '.join(entries)}]"
@@ -44,7 +44,7 @@ def written(parser: ToolCallParser, calls: list[ToolCall]) -> str:
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def taught(request: pytest.FixtureRequest) -> FusionEngine:
+def tool_engine(request: pytest.FixtureRequest) -> FusionEngine:
     """Return an engine whose chat template shows tools."""
     tokenizer = teach(build_tokenizer(lambda: [*PASSAGES, QUESTION]), request.param)
     lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=4096), tokenizer)
@@ -59,7 +59,7 @@ class TestReading:
     )
     def test_what_was_written_is_read(self, parser: ToolCallParser, content: str, boats: list[str]) -> None:
         calls = [ToolCall("look_up", {"boat": boat}) for boat in boats]
-        reply = parser.parse(content + written(parser, calls), TOOLS)
+        reply = parser.parse(content + write_calls(parser, calls), TOOLS)
         assert list(reply.calls) == calls
         assert reply.content == content.rstrip()
         assert not reply.broken
@@ -82,7 +82,7 @@ class TestReading:
         cut, unknown = '{"name": "look_up", "argum', '{"name": "sink", "arguments": {}}'
         reply = TOOL_CALL_PARSERS[0].parse(f"<tool_call>{unknown}</tool_call><tool_call>{cut}", TOOLS)
         assert reply.calls == ()
-        assert [one.text for one in reply.broken] == [unknown, cut]
+        assert [call.text for call in reply.broken] == [unknown, cut]
         assert "look_up, moor" in reply.broken[0].reason
         assert "not JSON" in reply.broken[1].reason
 
@@ -144,12 +144,12 @@ class TestReading:
 
 class TestDemanding:
     @pytest.mark.parametrize("choice", ["required", "any", True, "look_up", {"function": {"name": "look_up"}}])
-    def test_a_demanded_call_is_made_rightly(self, taught: FusionEngine, choice: Any) -> None:
-        tokenizer, form = taught.lm.tokenizer, ResponseFormat([LOOK_UP], choice)
+    def test_a_demanded_call_is_made_rightly(self, tool_engine: FusionEngine, choice: Any) -> None:
+        tokenizer, form = tool_engine.lm.tokenizer, ResponseFormat([LOOK_UP], choice)
         for seed in range(3):
             settings = form.sampling(SamplingParams(max_new_tokens=200, temperature=1.5, seed=seed), tokenizer)
-            prompt = taught.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
-            generation = taught.generate(prompt, settings)
+            prompt = tool_engine.prompt(QUESTION, PASSAGES, tools=form.visible_tools)
+            generation = tool_engine.generate(prompt, settings)
             _, reply = ResponseReader(tokenizer, form).finish(generation)
             assert generation.finish_reason == "end"
             assert reply.content == ""
@@ -157,20 +157,22 @@ class TestDemanding:
             jsonschema.validate(call.arguments, PARAMETERS)
             assert set(call.arguments) == {"boat", "year"}
 
-    def test_of_several_tools_one_is_called(self, taught: FusionEngine) -> None:
+    def test_of_several_tools_one_is_called(self, tool_engine: FusionEngine) -> None:
         form = ResponseFormat(TOOLS, "any")
-        settings = form.sampling(SamplingParams(max_new_tokens=200), taught.lm.tokenizer)
-        generation = taught.generate(taught.prompt_from_text([("user", QUESTION)], form.visible_tools), settings)
-        _, reply = ResponseReader(taught.lm.tokenizer, form).finish(generation)
+        settings = form.sampling(SamplingParams(max_new_tokens=200), tool_engine.lm.tokenizer)
+        generation = tool_engine.generate(
+            tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools), settings
+        )
+        _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
         assert len(reply.calls) == 1
 
     @pytest.mark.parametrize("choice", [None, False, "auto", "none"])
-    def test_what_is_not_demanded_changes_no_answer(self, taught: FusionEngine, choice: Any) -> None:
+    def test_what_is_not_demanded_changes_no_answer(self, tool_engine: FusionEngine, choice: Any) -> None:
         params = SamplingParams(max_new_tokens=8)
-        assert ResponseFormat(TOOLS, choice).sampling(params, taught.lm.tokenizer) is params
+        assert ResponseFormat(TOOLS, choice).sampling(params, tool_engine.lm.tokenizer) is params
         assert bool(ResponseFormat(TOOLS, choice).visible_tools) == (choice != "none")
 
-    def test_tools_may_define_types_and_several_the_same_name(self, taught: FusionEngine) -> None:
+    def test_tools_may_define_types_and_several_the_same_name(self, tool_engine: FusionEngine) -> None:
         def tool(name: str, values: list[str]) -> dict[str, Any]:
             kind = {"$defs": {"Kind": {"enum": values}}, "properties": {"kind": {"$ref": "#/$defs/Kind"}}}
             shape = {"type": "object", **kind, "required": ["kind"]}
@@ -178,9 +180,11 @@ class TestDemanding:
 
         tools = [tool("a", ["x"]), tool("b", ["y"])]
         for number, form in enumerate([ResponseFormat(tools, "a"), ResponseFormat(tools, "b")]):
-            settings = form.sampling(SamplingParams(max_new_tokens=120), taught.lm.tokenizer)
-            generation = taught.generate(taught.prompt_from_text([("user", QUESTION)], form.visible_tools), settings)
-            _, reply = ResponseReader(taught.lm.tokenizer, form).finish(generation)
+            settings = form.sampling(SamplingParams(max_new_tokens=120), tool_engine.lm.tokenizer)
+            generation = tool_engine.generate(
+                tool_engine.prompt_from_text([("user", QUESTION)], form.visible_tools), settings
+            )
+            _, reply = ResponseReader(tool_engine.lm.tokenizer, form).finish(generation)
             assert reply.calls[0].arguments == {"kind": "xy"[number]}
 
     @pytest.mark.parametrize("choice", ["required", "any", True])
@@ -194,7 +198,7 @@ class TestDemanding:
 
 
 class TestPrompting:
-    def test_tools_and_their_answers_are_shown_where_the_template_shows_them(self, taught: FusionEngine) -> None:
+    def test_tools_and_their_answers_are_shown_where_the_template_shows_them(self, tool_engine: FusionEngine) -> None:
         call = {
             "type": "function",
             "id": "1",
@@ -205,26 +209,30 @@ class TestPrompting:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": PASSAGES[0], "tool_call_id": "1", "name": "look_up"},
         ]
-        text = taught.prompts.render(turns, TOOLS).text
+        text = tool_engine.prompts.render(turns, TOOLS).text
         assert "Look a boat up." in text
         assert '"boat": "tug"' in text
         assert PASSAGES[0] in text
-        taught.warm(PASSAGES)
-        report = taught.generate(taught.prompt_from_text(turns, TOOLS), SamplingParams(max_new_tokens=1)).report
-        assert report.reused_tokens > 0, "what a tool found is found in the store"
+        tool_engine.warm(PASSAGES)
+        report = tool_engine.generate(
+            tool_engine.prompt_from_text(turns, TOOLS), SamplingParams(max_new_tokens=1)
+        ).report
+        assert report.reused_tokens > 0, "the tool result is found in the store"
 
-    def test_tools_move_the_passages_and_nothing_else(self, taught: FusionEngine) -> None:
-        plain, shown = taught.prompt(QUESTION, PASSAGES), taught.prompt(QUESTION, PASSAGES, tools=TOOLS)
+    def test_tools_move_the_passages_and_nothing_else(self, tool_engine: FusionEngine) -> None:
+        plain, shown = tool_engine.prompt(QUESTION, PASSAGES), tool_engine.prompt(QUESTION, PASSAGES, tools=TOOLS)
         assert [span.segment.ids for span in plain.chunks] == [span.segment.ids for span in shown.chunks]
         assert len(shown) > len(plain)
 
-    def test_the_messages_of_a_prompt_make_the_same_text(self, taught: FusionEngine) -> None:
-        prompt = taught.prompt(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
-        turns = taught.prompts.turns(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
-        assert "".join(segment.text for segment in prompt.segments) == taught.prompts.render(turns).text
+    def test_the_messages_of_a_prompt_make_the_same_text(self, tool_engine: FusionEngine) -> None:
+        prompt = tool_engine.prompt(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
+        turns = tool_engine.prompts.turns(QUESTION, PASSAGES, [("user", "Hello."), ("assistant", "Yes?")])
+        assert "".join(segment.text for segment in prompt.segments) == tool_engine.prompts.render(turns).text
 
     def test_a_template_without_tools_says_so(self, engine: FusionEngine) -> None:
-        with pytest.raises(InvalidTemplate, match="has no place for tools: take a model that was trained to call tools"):
+        with pytest.raises(
+            InvalidTemplate, match="has no place for tools: take a model that was trained to call tools"
+        ):
             engine.prompt_from_text([("user", QUESTION)], TOOLS)
 
     def test_a_template_whose_calls_are_not_known_says_so(self) -> None:
@@ -249,9 +257,9 @@ class TestSchemas:
         free = engine.generate(engine.prompt(QUESTION), SamplingParams(max_new_tokens=12)).text
         with Scheduler(engine) as scheduler:
             settings = [SamplingParams(max_new_tokens=12, grammar=json_grammar(schema)) for schema in schemas]
-            asked = [scheduler.submit(engine.prompt(QUESTION), one) for one in settings]
+            asked = [scheduler.submit(engine.prompt(QUESTION), params) for params in settings]
             unbound = scheduler.submit(engine.prompt(QUESTION), SamplingParams(max_new_tokens=12))
-            numbers = [int(one.result().text) for one in asked]
+            numbers = [int(handle.result().text) for handle in asked]
             assert unbound.result().text == free
         assert [number // 100 for number in numbers] == [1, 2, 3]
 

@@ -1,4 +1,4 @@
-"""Verified answers are full prefill's, whatever the draft was made on and however it is cut."""
+"""Speculative answers are full prefill's, for any draft method and draft length."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ def test_the_answer_is_the_models_own_greedy_continuation(engine: FusionEngine, 
     expected = up_to_the_end(engine, references.greedy_continuation(engine.lm, prompt.ids, LENGTH))
     plain = engine.generate(prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL)
     for method, draft in product(METHODS, [1, 3, 25]):
-        found = generate_speculative(
+        generation = generate_speculative(
             engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=draft
         )
-        assert found.ids == expected, (method.name, draft)
-        assert same(found, plain)
+        assert generation.ids == expected, (method.name, draft)
+        assert same(generation, plain)
 
 
 def test_the_counts_are_those_of_drafts_that_start_afresh(engine: FusionEngine, prompt: Prompt) -> None:
-    """A slow reference without anything to roll back: every drafted token comes from a fused prefill of its own."""
+    """A slow reference without roll-back: every drafted token comes from a new fused prefill."""
     method, size = make_method("reuse"), 4
     exact = engine.generate(prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL).ids
     end = engine.lm.tokenizer.eos_token_id
@@ -86,31 +86,41 @@ def test_the_counts_are_those_of_drafts_that_start_afresh(engine: FusionEngine, 
         compared += min(len(right) + 1, len(drafted), len(exact) - done)
         done += len(right) + 1
 
-    found = generate_speculative(
+    generation = generate_speculative(
         engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method, draft=size
     )
-    assert (found.drafted, found.compared, found.accepted, found.passes) == (total, compared, accepted, passes)
+    assert (generation.drafted, generation.compared, generation.accepted, generation.passes) == (
+        total,
+        compared,
+        accepted,
+        passes,
+    )
 
 
 def test_an_exact_draft_is_accepted_whole(engine: FusionEngine, prompt: Prompt) -> None:
-    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL, draft=9)
-    assert found.compared == found.accepted
-    assert found.agreement == 1.0
-    assert found.passes == -(-(len(found.ids) - 1) // 10), "nine drafted tokens and one exact one a pass"
+    generation = generate_speculative(
+        engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=FULL, draft=9
+    )
+    assert generation.compared == generation.accepted
+    assert generation.agreement == 1.0
+    assert generation.passes == -(-(len(generation.ids) - 1) // 10), "nine drafted tokens and one exact one a pass"
 
 
 def test_drafts_take_fewer_passes_than_decoding(engine: FusionEngine, prompt: Prompt) -> None:
     method = make_method("random", ratio=0.9)
-    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method)
-    assert 0 < found.passes <= len(found.ids) - 1
-    assert 0.0 <= found.agreement <= 1.0
-    assert found.accepted <= found.compared <= found.drafted
+    generation = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=LENGTH), method=method)
+    assert 0 < generation.passes <= len(generation.ids) - 1
+    assert 0.0 <= generation.agreement <= 1.0
+    assert generation.accepted <= generation.compared <= generation.drafted
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 25, 26, 27])
 def test_the_length_limit_is_respected(engine: FusionEngine, prompt: Prompt, length: int) -> None:
     params = SamplingParams(max_new_tokens=length)
-    assert same(generate_speculative(engine.runner, prompt, params), engine.generate(prompt, params, method=FULL))
+    assert same(
+        generate_speculative(engine.runner, prompt, params, method=engine.method),
+        engine.generate(prompt, params, method=FULL),
+    )
 
 
 @pytest.mark.parametrize("at", [0, 1, 3, 7])
@@ -121,9 +131,11 @@ def test_an_end_token_ends_it_wherever_in_a_draft(
     assert engine.lm.model.generation_config is not None
     monkeypatch.setattr(engine.lm.model.generation_config, "eos_token_id", [free.ids[at], 2])
     for method in (*METHODS, FULL):
-        found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=12), method=method, draft=5)
-        assert same(found, engine.generate(prompt, SamplingParams(max_new_tokens=12), method=FULL))
-        assert found.finish_reason == "end"
+        generation = generate_speculative(
+            engine.runner, prompt, SamplingParams(max_new_tokens=12), method=method, draft=5
+        )
+        assert same(generation, engine.generate(prompt, SamplingParams(max_new_tokens=12), method=FULL))
+        assert generation.finish_reason == "end"
 
 
 def test_a_stop_string_ends_it_and_is_cut_off(engine: FusionEngine) -> None:
@@ -134,17 +146,17 @@ def test_a_stop_string_ends_it_and_is_cut_off(engine: FusionEngine) -> None:
         if len(text := engine.generate(prompt, SamplingParams(max_new_tokens=24), method=FULL).text) > 3
     )
     params = SamplingParams(max_new_tokens=24, stop=(free[len(free) // 2 :][:3],))
-    found = generate_speculative(engine.runner, prompt, params, method=engine.method, draft=6)
-    assert same(found, engine.generate(prompt, params, method=FULL))
-    assert found.finish_reason == "stop"
+    generation = generate_speculative(engine.runner, prompt, params, method=engine.method, draft=6)
+    assert same(generation, engine.generate(prompt, params, method=FULL))
+    assert generation.finish_reason == "stop"
 
 
 def test_both_prefills_are_reported_and_it_is_plain_data(engine: FusionEngine, prompt: Prompt) -> None:
-    found = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=6), method=METHODS[1])
-    assert (found.report.method, found.exact.method) == ("qcfuse", "full")
-    assert found.report.reused_tokens > 0 == found.exact.reused_tokens
-    data = json.loads(json.dumps(found.to_dict()))
-    assert data["verified"]["accepted"] == found.accepted
+    generation = generate_speculative(engine.runner, prompt, SamplingParams(max_new_tokens=6), method=METHODS[1])
+    assert (generation.report.method, generation.exact.method) == ("qcfuse", "full")
+    assert generation.report.reused_tokens > 0 == generation.exact.reused_tokens
+    data = json.loads(json.dumps(generation.to_dict()))
+    assert data["verified"]["accepted"] == generation.accepted
     assert data["exact"]["rows"] == len(prompt)
 
 
@@ -164,8 +176,8 @@ def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_the_same(
     expected = engine.generate(prompt, params, method=FULL)
     impatient = make_engine(engine.lm, engine.store, load_limit_s=0.3)
     monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))
-    found = generate_speculative(impatient.runner, prompt, params, method=METHODS[0])
+    generation = generate_speculative(impatient.runner, prompt, params, method=METHODS[0])
     released.set()
-    assert same(found, expected)
-    assert "0.3 s" in str(found.report.fallback)
-    assert found.exact.fallback is None  # full prefill asks the store for nothing
+    assert same(generation, expected)
+    assert "0.3 s" in str(generation.report.fallback)
+    assert generation.exact.fallback is None  # full prefill asks the store for nothing

@@ -1,4 +1,4 @@
-"""The picture of a prefill shows every token once, in the colour of its fate."""
+"""The page of a prefill shows every token once, in the colour of its fate."""
 
 from __future__ import annotations
 

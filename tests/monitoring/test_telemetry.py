@@ -1,4 +1,4 @@
-"""Reports as spans and metrics: what happened, in the trace of whoever asked, and nothing of what was asked."""
+"""Reports as spans and metrics, in the caller's trace and without the question's text."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_it_belongs_to_the_trace_of_whoever_asked(
 
     async def ask(number: int) -> None:
         with tracer.start_as_current_span(f"request {number}"):
-            answer = await served.asubmit(lambda one: (one.prompt(QUESTION, PASSAGES), params))
+            answer = await served.asubmit(lambda engine: (engine.prompt(QUESTION, PASSAGES), params))
             await answer.aresult()
 
     await asyncio.gather(*(ask(number) for number in range(3)))

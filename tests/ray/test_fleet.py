@@ -1,4 +1,4 @@
-"""Two replicas on two nodes: what is asked is answered, though one of them is killed."""
+"""Two replicas on two nodes: requests that had not begun survive the loss of a replica."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture(scope="module")
-def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def deployment(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Run two replicas; return what they are made of."""
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment
 
@@ -41,8 +41,8 @@ def fleet(cluster: str, model: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def replicas() -> list[psutil.Process]:
-    mine = psutil.Process().children(recursive=True)
-    return [one for one in mine if "ServeReplica:qcfuse:engine" in " ".join(one.cmdline())]
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if "ServeReplica:qcfuse:engine" in " ".join(process.cmdline())]
 
 
 async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> tuple[str, str]:
@@ -73,11 +73,11 @@ async def ask(http: httpx.AsyncClient, number: int, **more: Any) -> tuple[str, s
     return "broken off", ""
 
 
-async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(fleet: Any) -> None:
+async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(deployment: Any) -> None:
     async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
         reference = [await ask(http, number) for number in range(6)]
         asked = [asyncio.create_task(ask(http, number % 6, stream=number % 2 == 0)) for number in range(200)]
-        while sum(one.done() for one in asked) < 40:
+        while sum(task.done() for task in asked) < 40:
             await asyncio.sleep(0.01)
         before = replicas()
         before[0].kill()
@@ -94,7 +94,7 @@ async def test_200_requests_with_a_replica_killed_lose_none_that_had_not_begun(f
             assert (fate, text) == reference[number % 6], "the same answer from whichever replica"
 
 
-async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) -> None:
+async def test_the_ingress_asks_for_the_token_and_passes_refusals_on(deployment: Any) -> None:
     async with httpx.AsyncClient(timeout=60) as http:
         assert (await ask(http, 0))[0] == "401"
     async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
@@ -102,18 +102,18 @@ async def test_the_door_asks_for_the_token_and_passes_refusals_on(fleet: Any) ->
         assert (await ask(http, 0, model="other"))[0] == "404"
 
 
-async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(fleet: Any) -> None:
+async def test_a_burst_beyond_the_line_is_refused_and_a_drained_replica_finishes(deployment: Any) -> None:
     from qcfuse_rag.server.ray_serve import run_deployment, stop_deployment
 
-    scaled = replace(fleet, max_ongoing=2, max_queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
+    scaled = replace(deployment, max_ongoing=2, max_queued=2, autoscaling={"min_replicas": 1, "max_replicas": 2})
     await asyncio.to_thread(run_deployment, scaled, port=PORT)
     async with httpx.AsyncClient(headers=HEADERS, timeout=300, limits=httpx.Limits(max_connections=64)) as http:
         body = {"messages": [{"role": "user", "content": QUESTION}], "documents": PASSAGES, "max_tokens": 300}
         responses = await asyncio.gather(*(http.post(URL, json=body) for _ in range(40)))
-        fates = Counter(one.status_code for one in responses)
+        fates = Counter(response.status_code for response in responses)
         print(fates)
         assert set(fates) == {200, 429}
-        assert all("retry-after" in one.headers for one in responses if one.status_code == 429)
+        assert all("retry-after" in response.headers for response in responses if response.status_code == 429)
         asked = asyncio.create_task(ask(http, 0, stream=True, max_tokens=1000))
         await asyncio.sleep(1)
         await asyncio.to_thread(stop_deployment)

@@ -1,4 +1,4 @@
-"""The endpoint: OpenAI's protocol over an engine, its limits, and what is refused."""
+"""The HTTP application: OpenAI's protocol, its limits and its refusals."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def engine() -> FusionEngine:
 
 @pytest.fixture
 def backend(engine: FusionEngine) -> Iterator[EngineBackend]:
-    served = EngineHandle.wrap(engine, SchedulerSettings(waiting=3, active=1))
-    backend = EngineBackend(served, "tiny", most_tokens=600, max_requests=3)
+    handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=3, active=1))
+    backend = EngineBackend(handle, "tiny", most_tokens=600, max_requests=3)
     yield backend
     backend.close()
 
@@ -208,7 +208,7 @@ async def test_bad_requests_say_what_is_wrong(
 async def test_bodies_are_as_deep_as_any_part_of_this_can_take(
     http: httpx.AsyncClient, depth: int, status: int
 ) -> None:
-    """Without documents messages are compared, and on Ray they are sent: each ends at a depth of its own."""
+    """Searching messages for passages and sending them with Ray have depth limits of their own."""
     body = json.dumps({"messages": [{"role": "user", "content": "x", "more": "deep"}], "max_tokens": 1})
     deep = body.replace('"deep"', "[" * depth + "]" * depth)
     assert (await http.post("/v1/chat/completions", content=deep, headers=JSON)).status_code == status
@@ -285,7 +285,7 @@ async def test_a_client_who_goes_ends_the_request(backend: EngineBackend, stream
         await asyncio.sleep(0.001)
     (answer,) = scheduler._active
     writer.close()
-    while not answer.over:
+    while not answer.finished:
         await asyncio.sleep(0.01)
     assert answer.generation is not None
     assert answer.generation.finish_reason == "cancelled"
@@ -298,7 +298,7 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
     at_once, most, plan = 0, 0, engine.prompt
     lock = threading.Lock()
 
-    def counting(*given: Any, **options: Any) -> Any:
+    def counting(*args: Any, **options: Any) -> Any:
         nonlocal at_once, most
         with lock:
             at_once += 1
@@ -306,16 +306,16 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
         time.sleep(0.002)
         with lock:
             at_once -= 1
-        return plan(*given, **options)
+        return plan(*args, **options)
 
     monkeypatch.setattr(engine, "prompt", counting)
     count = 5 * MAX_PREPARING
-    served = EngineHandle.wrap(engine, SchedulerSettings(waiting=count))
-    backend = EngineBackend(served, "tiny", max_requests=count)
+    handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=count))
+    backend = EngineBackend(handle, "tiny", max_requests=count)
     async with client(make_app(backend)) as http:
         responses = await asyncio.gather(*(ask(http, max_tokens=1) for _ in range(count + 3)))
     backend.close()
-    assert Counter(one.status_code for one in responses) == {200: count, 429: 3}
+    assert Counter(response.status_code for response in responses) == {200: count, 429: 3}
     assert 1 < most <= MAX_PREPARING
 
 
@@ -324,17 +324,17 @@ async def test_who_goes_before_being_queued_is_not_answered(
 ) -> None:
     go_on, plan, prepared = threading.Event(), engine.prompt, []
 
-    def slow(question: str, *given: Any, **options: Any) -> Any:
+    def slow(question: str, *args: Any, **options: Any) -> Any:
         prepared.append(question)
         go_on.wait(20)
-        return plan(question, *given, **options)
+        return plan(question, *args, **options)
 
-    served, queued = EngineHandle.wrap(engine), []
+    handle, queued = EngineHandle.wrap(engine), []
     monkeypatch.setattr(engine, "prompt", slow)
     monkeypatch.setattr(
-        served, "submit", lambda request, submit=served.submit: queued.append(submit(request)) or queued[-1]
+        handle, "submit", lambda request, submit=handle.submit: queued.append(submit(request)) or queued[-1]
     )
-    backend = EngineBackend(served, "tiny", max_requests=MAX_PREPARING + 1)
+    backend = EngineBackend(handle, "tiny", max_requests=MAX_PREPARING + 1)
 
     async def outcome(tokens: int = 1) -> str | None:
         return [event async for event in backend.answer(ChatRequest(**{**ASKED, "max_tokens": tokens}))][
@@ -346,8 +346,8 @@ async def test_who_goes_before_being_queued_is_not_answered(
         await asyncio.sleep(0.001)
     late = asyncio.create_task(outcome())
     await asyncio.sleep(0.01)
-    for one in (late, begun[0]):
-        one.cancel()
+    for task in (late, begun[0]):
+        task.cancel()
     await asyncio.wait({late, begun[0]})
     assert late.cancelled()
     assert begun[0].cancelled()
@@ -365,25 +365,25 @@ async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
 ) -> None:
     begun, go_on, prefill = threading.Event(), threading.Event(), engine.prefill
 
-    def slow(*given: Any, **options: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         begun.set()
         go_on.wait(20)
-        return prefill(*given, **options)
+        return prefill(*args, **options)
 
     monkeypatch.setattr(engine, "prefill", slow)
     async with client(make_app(backend)) as http:
         asked = [asyncio.create_task(ask(http))]
         assert await asyncio.to_thread(begun.wait, 20)
         asked += [asyncio.create_task(ask(http)) for _ in range(7)]
-        while sum(one.done() for one in asked) < 5:  # one is being answered and two wait
+        while sum(task.done() for task in asked) < 5:  # one is being answered and two wait
             await asyncio.sleep(0.01)
         go_on.set()
         responses = await asyncio.gather(*asked)
-    refused = [one for one in responses if one.status_code == 429]
+    refused = [response for response in responses if response.status_code == 429]
     assert len(refused) == 5
-    assert {one.headers["retry-after"] for one in refused} == {"1"}
-    assert {error(one) for one in refused} == {"3 requests are answered or waiting already; ask again later"}
-    assert [one.status_code for one in responses if one not in refused] == [200] * 3
+    assert {response.headers["retry-after"] for response in refused} == {"1"}
+    assert {error(response) for response in refused} == {"3 requests are answered or waiting already; ask again later"}
+    assert [response.status_code for response in responses if response not in refused] == [200] * 3
 
 
 async def test_what_fails_midway_is_an_event_and_no_end() -> None:
@@ -427,7 +427,7 @@ async def test_a_reader_who_goes_ends_the_answer(backend: EngineBackend) -> None
     asked = ChatRequest(**{**ASKED, "max_tokens": 500})
     events = backend.answer(asked)
     await anext(events)
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
     scheduler = backend._handle.scheduler
     for _ in range(4000):
         if scheduler.active == 0:

@@ -1,4 +1,4 @@
-"""What the door of a fleet does when a replica is lost, is full, or fails; the loss of real ones is in tests/ray."""
+"""The ingress of a deployment when a replica is lost, full or failing; tests/ray loses real replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = [Event("The "), Event("mill."), Event(finish_reason="stop", usage={}, re
 
 
 class Answers:
-    """Calls of a deployment that end as they are told to, one after the other."""
+    """A deployment handle whose calls end in a given way, in order."""
 
     def __init__(self, *ends: tuple[int, BaseException | None]) -> None:
         self.ends, self.asked, self.cancelled = list(ends), 0, 0
@@ -101,8 +101,8 @@ async def test_what_no_replica_could_answer_is_refused_at_the_door() -> None:
 
 
 async def test_the_door_of_this_machine_goes_by_its_names() -> None:
-    fleet = EngineDeployment(RayWorkers("model", {}), "tiny", hosts=("localhost",))
-    async with client(Ingress(fleet, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
+    deployment = EngineDeployment(RayWorkers("model", {}), "tiny", hosts=("localhost",))
+    async with client(Ingress(deployment, Answers()).__serve_build_asgi_app__(), host="page.example") as http:
         assert "set QCFUSE_TOKEN" in error(await http.get("/v1/models"))
 
 

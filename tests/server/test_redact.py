@@ -1,4 +1,4 @@
-"""What an answer over HTTP says of passages that could not be read."""
+"""What HTTP clients see of passages that could not be read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SECRETS = ("10.1.2.3", "/srv/kv")
 
 
 class Troubled(MemoryStore):
-    """Gives nothing, for one reason after the other."""
+    """A store that misses every chunk, with alternating reasons."""
 
     asked = 0
 
     def get(self, key: ChunkKey) -> Miss:
-        """Return why there is nothing."""
+        """Return a miss with the next reason."""
         self.asked += 1
         return Miss(REASONS[self.asked % len(REASONS)])
 
@@ -39,7 +39,7 @@ async def test_clients_are_told_the_reason_and_the_log_the_rest(
         response = await ask(http)
     backend.close()
     report = response.json()["fusion"]
-    assert {one["reason"] for one in report["lookups"]} == {"remote redis cannot be reached", "cannot be read"}
+    assert {lookup["reason"] for lookup in report["lookups"]} == {"remote redis cannot be reached", "cannot be read"}
     assert report["fallback"] == "3 of 3 passages computed in full: cannot be read; remote redis cannot be reached"
     assert not any(secret in response.text for secret in SECRETS)
     assert all(secret in caplog.text for secret in SECRETS)

@@ -1,4 +1,4 @@
-"""What the endpoint refuses by its headers and its body, and whom it does not wait for."""
+"""Requests that the server refuses by their headers or body, and slow clients that it drops."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BODY = json.dumps(ASKED).encode()
 PROTOCOLS = pytest.mark.parametrize("protocol", [H11Protocol, AutoHTTPProtocol], ids=["h11", "auto"])
 
 
-class Yes:
-    """Says yes to everything."""
+class FixedBackend:
+    """Answers every request with `Yes.`"""
 
     name = "tiny"
 
@@ -72,7 +72,7 @@ def head(*more: str, host: str = "localhost") -> bytes:
 
 
 async def test_bodies_are_bounded_by_what_they_say_and_by_what_comes() -> None:
-    async with client(make_app(Yes(), limits=RequestLimits(body_bytes=1000))) as http:
+    async with client(make_app(FixedBackend(), limits=RequestLimits(body_bytes=1000))) as http:
         response = await ask(http, documents=["x" * 2000])
         assert (response.status_code, "reads at most 1000" in error(response)) == (413, True)
         pulled = 0
@@ -93,13 +93,13 @@ async def test_a_body_in_pieces_is_read_to_its_end() -> None:
         for at in range(0, len(BODY), 7):
             yield BODY[at : at + 7]
 
-    async with client(make_app(Yes())) as http:
+    async with client(make_app(FixedBackend())) as http:
         response = await http.post(PATH, content=pieces(), headers=JSON)
         assert response.json()["choices"][0]["message"]["content"] == "Yes."
 
 
 async def test_a_length_besides_chunks_is_refused() -> None:
-    async with client(make_app(Yes())) as http:
+    async with client(make_app(FixedBackend())) as http:
         both = {**JSON, "content-length": str(len(BODY)), "transfer-encoding": "chunked"}
         response = await http.post(PATH, content=BODY, headers=both)
         assert (response.status_code, response.headers["connection"]) == (400, "close")
@@ -108,7 +108,9 @@ async def test_a_length_besides_chunks_is_refused() -> None:
 
 @pytest.mark.enable_socket
 async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None:
-    server = make_server(make_app(Yes(), limits=RequestLimits(body_bytes=1000)), max_requests=1, protocol=H11Protocol)
+    server = make_server(
+        make_app(FixedBackend(), limits=RequestLimits(body_bytes=1000)), max_requests=1, protocol=H11Protocol
+    )
     chunk = b"400\r\n" + b" " * 1024 + b"\r\n"
     async with listening(server) as port:
         both = head("Content-Length: 10", "Transfer-Encoding: chunked")
@@ -120,7 +122,7 @@ async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None
 @pytest.mark.enable_socket
 @PROTOCOLS
 async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
-    server = make_server(make_app(Yes(), limits=RequestLimits(body_s=0.1)), max_requests=1, protocol=protocol)
+    server = make_server(make_app(FixedBackend(), limits=RequestLimits(body_s=0.1)), max_requests=1, protocol=protocol)
     async with listening(server) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head("Content-Length: 500") + BODY[:9])
@@ -133,8 +135,8 @@ async def test_a_body_that_does_not_come_is_not_waited_for(protocol: type[asynci
 @pytest.mark.enable_socket
 @PROTOCOLS
 async def test_headers_that_do_not_come_are_not_waited_for(protocol: type[asyncio.Protocol]) -> None:
-    """Be it of a request that never begins, of a first one, or of the next one on the same connection."""
-    server = make_server(make_app(Yes()), max_requests=1, headers_s=0.1, protocol=protocol)
+    """A request that never begins, a first request, and the next request on the same connection."""
+    server = make_server(make_app(FixedBackend()), max_requests=1, headers_s=0.1, protocol=protocol)
     whole = head(f"Content-Length: {len(BODY)}") + BODY
     async with listening(server) as port:
         for before, begun in ((b"", b""), (b"", whole[:30]), (whole, whole[:30])):
@@ -151,7 +153,7 @@ async def test_headers_that_do_not_come_are_not_waited_for(protocol: type[asynci
 
 @pytest.mark.enable_socket
 async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> None:
-    class Slow(Yes):
+    class Slow(FixedBackend):
         async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
             await asyncio.sleep(0.15)
             async for event in super().answer(request):
@@ -164,7 +166,7 @@ async def test_a_request_that_takes_longer_than_its_headers_is_answered() -> Non
 @pytest.mark.enable_socket
 async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     seams.spare_connections(monkeypatch, 2)
-    async with listening(make_server(make_app(Yes()), max_requests=2)) as port:
+    async with listening(make_server(make_app(FixedBackend()), max_requests=2)) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert (await said(port, head("Content-Length: 0"))).startswith(b"HTTP/1.1 503")
         for _, writer in held:
@@ -173,11 +175,11 @@ async def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestNames:
-    """A page in a browser may have a name of its own lead to this machine; what it asks then carries that name."""
+    """A web page can point its own host name at this machine; its requests then carry that name."""
 
     @pytest.fixture
     def app(self) -> FastAPI:
-        return make_app(Yes(), hosts=(*LOOPBACK, "127.0.0.2"))
+        return make_app(FixedBackend(), hosts=(*LOOPBACK, "127.0.0.2"))
 
     @pytest.mark.parametrize("name", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "127.0.0.2"])
     async def test_who_asks_by_a_name_of_this_machine_is_let_in(self, app: FastAPI, name: str) -> None:
@@ -195,6 +197,6 @@ class TestNames:
             assert (await http.get("/healthz")).status_code == 200
 
     async def test_who_has_the_token_may_use_any_name(self) -> None:
-        app = make_app(Yes(), token="right", hosts=LOOPBACK)
+        app = make_app(FixedBackend(), token="right", hosts=LOOPBACK)
         async with client(app, host="page.example", authorization="Bearer right") as http:
             assert (await ask(http)).status_code == 200

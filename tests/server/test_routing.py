@@ -1,4 +1,4 @@
-"""Routing by what a replica is likely to have in memory, against routing by turns."""
+"""Routing by cache affinity, compared with round-robin routing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_affinity(remembered: int, choices: int = CHOICES) -> Route:
 
     def route(passages: Sequence[str], busy: list[int], number: int) -> int:
         chosen = [REPLICAS.index(name) for name in affinity.choose(passages, REPLICAS)[:choices]]
-        best = min(chosen, key=lambda one: busy[one])
+        best = min(chosen, key=lambda replica: busy[replica])
         affinity.record(passages, REPLICAS[best])
         return best
 
@@ -60,18 +60,18 @@ def workload(requests: int, *, passages: int, topics: int, seed: int) -> list[li
 
 
 def simulate(route: Route, requests: list[list[str]], *, room: int, answer_takes: int = 6) -> tuple[float, int]:
-    """Return the share of passages found in memory, and how long the longest line was."""
+    """Return the share of passages found in memory, and the longest queue."""
     memories = [Memory(room) for _ in REPLICAS]
     leaves: list[list[int]] = [[] for _ in REPLICAS]
     longest = 0
     for number, passages in enumerate(requests):
-        leaves = [[when for when in own if when > number] for own in leaves]
-        busy = [len(own) for own in leaves]
+        leaves = [[end for end in ends if end > number] for ends in leaves]
+        busy = [len(ends) for ends in leaves]
         chosen = route(passages, busy, number)
         leaves[chosen].append(max([number, *leaves[chosen]]) + answer_takes)
         longest = max(longest, len(leaves[chosen]))
         memories[chosen].ask(passages)
-    return sum(one.hits for one in memories) / sum(one.lookups for one in memories), longest
+    return sum(memory.hits for memory in memories) / sum(memory.lookups for memory in memories), longest
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -87,9 +87,9 @@ def test_what_many_ask_for_has_two_homes_and_not_one() -> None:
     """A single home would have a line as long as the favourite topic is popular; two halve it."""
     requests = workload(4000, passages=4000, topics=200, seed=5)
 
-    _, two = simulate(by_affinity(600), requests, room=150)
-    _, one = simulate(by_affinity(600, choices=1), requests, room=150)
-    assert two < one
+    _, longest_of_two = simulate(by_affinity(600), requests, room=150)
+    _, longest_of_one = simulate(by_affinity(600, choices=1), requests, room=150)
+    assert longest_of_two < longest_of_one
 
 
 passage_lists = st.lists(st.text(max_size=8), min_size=1, max_size=6)
@@ -111,8 +111,11 @@ def test_candidates_are_two_of_the_replicas_whatever_order_they_come_in(passages
 
 @given(passage=st.text(max_size=8), gone=st.sampled_from(REPLICAS))
 def test_a_replica_that_goes_moves_only_what_was_at_home_there(passage: str, gone: str) -> None:
-    before, after = home_replicas(passage, REPLICAS), home_replicas(passage, [one for one in REPLICAS if one != gone])
-    assert [one for one in before if one != gone] == after[: len(before) - (gone in before)]
+    before, after = (
+        home_replicas(passage, REPLICAS),
+        home_replicas(passage, [name for name in REPLICAS if name != gone]),
+    )
+    assert [name for name in before if name != gone] == after[: len(before) - (gone in before)]
 
 
 def test_text_that_is_no_unicode_is_routed_like_any_other() -> None:
@@ -137,4 +140,4 @@ def test_a_request_without_passages_may_go_anywhere() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     affinity = CacheAffinity(remembered=3)
     affinity.record(["a", "b", "c", "d"], REPLICAS[7])
-    assert affinity._recent[REPLICAS[7]].keys() == {xxhash.xxh64_intdigest(one) for one in (b"b", b"c", b"d")}
+    assert affinity._recent[REPLICAS[7]].keys() == {xxhash.xxh64_intdigest(passage) for passage in (b"b", b"c", b"d")}

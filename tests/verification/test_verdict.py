@@ -1,4 +1,4 @@
-"""Verdict and shadow: what was found out beforehand, and what is seen while requests come."""
+"""Verdicts on methods before use, and shadow mode during use."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verd
 
 
 def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
-    found = verify(
+    result = verify(
         engine, make_method("full"), size=1, tokens=1200, limits=VerifyLimits(kl=1e-6, agreement=1.0, loss=0.0)
     )
-    assert found.passed, found
-    assert {check.name for check in found.checks} == {"exactness", "kl", "top-1", "needle", "multi-hop"}
+    assert result.passed, result
+    assert {check.name for check in result.checks} == {"exactness", "kl", "top-1", "needle", "multi-hop"}
 
 
 def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
@@ -74,8 +74,8 @@ def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> Non
     from qcfuse_rag.fusion.guard import BreakEven
 
     guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
-    found = verify(engine, guarded, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE)
-    assert next(check.value for check in found.checks if check.name == "kl") > 0
+    result = verify(engine, guarded, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE)
+    assert next(check.value for check in result.checks if check.name == "kl") > 0
 
 
 def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
@@ -129,19 +129,19 @@ def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: s
 
 
 def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(kept: FusionEngine, tmp_path: Path) -> None:
-    about = (kept.lm, kept.store)
+    subject = (kept.lm, kept.store)
     with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; run `qcfuse verify`"):
-        require_verdict(*about, QCFUSE, require=False)
+        require_verdict(*subject, QCFUSE, require=False)
     with pytest.raises(Unverified, match="has not been verified"):
-        require_verdict(*about, QCFUSE, require=True)
+        require_verdict(*subject, QCFUSE, require=True)
     verdict(kept, QCFUSE, limit=0.1).save(tmp_path)
     with pytest.raises(Unverified, match="did not pass: kl"):
-        require_verdict(*about, QCFUSE, require=True)
+        require_verdict(*subject, QCFUSE, require=True)
     verdict(kept, QCFUSE).save(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert require_verdict(*about, QCFUSE, require=True) is not None
-        require_verdict(*about, make_method("full"), require=True)
+        assert require_verdict(*subject, QCFUSE, require=True) is not None
+        require_verdict(*subject, make_method("full"), require=True)
 
 
 def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
