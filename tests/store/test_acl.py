@@ -1,4 +1,4 @@
-"""Who may read a passage: what its cache was born behind, all its readers may read too."""
+"""Access control: a cache is built only on passages that all its readers may read."""
 
 from __future__ import annotations
 

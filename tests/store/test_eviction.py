@@ -1,4 +1,4 @@
-"""Which entry goes when there is no room."""
+"""Which entry is evicted when the limit is reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints: what is expected next is near when it is asked for, whatever else passes through a small memory."""
+"""Hints: entries expected next are in the near tier when they are used, whatever else passes through it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held(store: MemoryStore, count: int = 12) -> list[int]:
 
 @pytest.fixture
 def tiered() -> TieredStore:
-    """Give a store with room for three chunks near, and ten far."""
+    """Return a store for three chunks near, and ten far."""
     store = TieredStore(MemoryStore(3 * SIZE), MemoryStore(1 << 20))
     put(store, *range(10))
     store.near.clear()
@@ -53,8 +53,8 @@ def test_hinted_passages_are_in_memory_when_their_turn_comes(
     """A chain of questions whose last step was known at its first: under LRU alone its passages are gone by then."""
     far = DiskStore(tmp_path)
     make_engine(llama, far).warm([*PASSAGES, *OTHERS])
-    room = sum(entry.size_bytes for entry in far.entries()) // 2
-    with make_engine(llama, TieredStore(MemoryStore(room), far)) as engine:
+    near_bytes = sum(entry.size_bytes for entry in far.entries()) // 2
+    with make_engine(llama, TieredStore(MemoryStore(near_bytes), far)) as engine:
         engine.prefill(engine.prompt(QUESTION, PASSAGES), method=REUSE)
         if hinted:
             engine.corpus.hint_next(PASSAGES, steps=4, method=REUSE)

@@ -1,4 +1,4 @@
-"""Warmed passages found again in the text a framework made of them, and never taken for what they are not."""
+"""Warmed passages are found in the text that a framework made of them, and only those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of one byte: how far they may be off, and that what is large does not spoil what is small."""
+"""One-byte formats: bounds on the error, for small numbers beside large ones too."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def allowed(original: torch.Tensor, scale: torch.Tensor, numbers: str) -> torch.
 
 def errors(original: torch.Tensor, numbers: str, over: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how far each number is off after having been written, and how far it may be."""
-    narrowed, scale = quantize(original, numbers, over=over)
-    restored = dequantize(narrowed, scale, torch.float32)
-    return (restored - original).abs(), allowed(original, scale, numbers)
+    quantized, scale = quantize(original, numbers, over=over)
+    dequantized = dequantize(quantized, scale, torch.float32)
+    return (dequantized - original).abs(), allowed(original, scale, numbers)
 
 
 def tensors(smallest: float = 0.0) -> st.SearchStrategy[torch.Tensor]:
@@ -64,10 +64,10 @@ def test_no_number_is_off_by_more_than_half_a_step(original: torch.Tensor, numbe
 @given(original=tensors(smallest=2.0**-100), numbers=st.sampled_from(list(ONE_BYTE_FORMATS)))
 @settings(max_examples=50, deadline=None)
 def test_no_number_changes_its_sign_and_none_grows_beyond_the_largest(original: torch.Tensor, numbers: str) -> None:
-    narrowed, scale = quantize(original, numbers, over=CHANNEL)
-    restored = dequantize(narrowed, scale, torch.float32)
-    assert (restored * original.sign() >= 0).all()
-    assert (restored.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()
+    quantized, scale = quantize(original, numbers, over=CHANNEL)
+    dequantized = dequantize(quantized, scale, torch.float32)
+    assert (dequantized * original.sign() >= 0).all()
+    assert (dequantized.abs() <= original.abs().amax(CHANNEL, keepdim=True) * ROUNDING).all()
 
 
 @pytest.mark.parametrize("over", [CHANNEL, TOKEN])
@@ -76,10 +76,10 @@ def test_zeros_stay_zeros_beside_other_numbers_and_alone(numbers: str, over: int
     original = torch.randn(6, 2, 4)
     original[:, 1, 2] = 0.0
     original[3] = 0.0
-    narrowed, scale = quantize(original, numbers, over=over)
+    quantized, scale = quantize(original, numbers, over=over)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()
-    assert (dequantize(narrowed, scale, torch.float32)[original == 0.0] == 0.0).all()
+    assert (dequantize(quantized, scale, torch.float32)[original == 0.0] == 0.0).all()
     nothing = torch.zeros(6, 2, 4)
     assert torch.equal(dequantize(*quantize(nothing, numbers, over=over), torch.float32), nothing)
 
@@ -87,8 +87,8 @@ def test_zeros_stay_zeros_beside_other_numbers_and_alone(numbers: str, over: int
 @pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
 def test_the_largest_number_of_a_channel_is_restored(numbers: str) -> None:
     original = torch.randn(50, 2, 4)
-    restored = dequantize(*quantize(original, numbers, over=CHANNEL), torch.float32)
-    assert torch.allclose(restored.abs().amax(0), original.abs().amax(0), rtol=1e-6)
+    dequantized = dequantize(*quantize(original, numbers, over=CHANNEL), torch.float32)
+    assert torch.allclose(dequantized.abs().amax(0), original.abs().amax(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
@@ -156,10 +156,10 @@ def test_what_is_in_a_format_already_stays_as_it_is(numbers: str) -> None:
 
 
 @pytest.mark.parametrize("numbers", ONE_BYTE_FORMATS)
-def test_a_store_keeps_what_is_narrow_as_it_is_and_makes_the_rest_narrow(numbers: str) -> None:
-    narrow_already = to_format(example_chunk(), "int8")
-    assert to_store_format(narrow_already, numbers) is narrow_already
-    assert to_store_format(narrow_already, LOSSLESS) is narrow_already
+def test_a_store_keeps_quantized_chunks_and_quantizes_the_others(numbers: str) -> None:
+    quantized = to_format(example_chunk(), "int8")
+    assert to_store_format(quantized, numbers) is quantized
+    assert to_store_format(quantized, LOSSLESS) is quantized
     assert_same(to_store_format(example_chunk(), numbers), to_format(example_chunk(), numbers))
 
 
@@ -231,7 +231,7 @@ def test_layers_of_low_rank_come_back_in_the_models_dtype_and_in_ranges(dtype: t
             assert torch.allclose(part.float(), whole[:, 127:140].float(), atol=4 * torch.finfo(dtype).eps)
 
 
-def test_no_store_turns_caches_into_ranks_and_none_narrows_a_patch() -> None:
+def test_no_store_writes_caches_in_low_rank_or_quantizes_a_patch() -> None:
     with pytest.raises(ValueError, match="no format of numbers 'rank32'; there are model, int8, fp8"):
         check_numbers("rank32")
     patch = example_patch()
@@ -243,7 +243,7 @@ def test_no_store_turns_caches_into_ranks_and_none_narrows_a_patch() -> None:
         check_rank(5)
 
 
-def test_a_format_changes_nothing_of_what_a_chunk_knows_of_its_birth() -> None:
+def test_a_format_does_not_change_the_provenance() -> None:
     patch = example_patch(n_tokens=40)
     for numbers in STORE_FORMATS:
         other = to_format(patch, numbers)

@@ -1,4 +1,4 @@
-"""Which document has which passages: a changed or deleted one takes its own with it, and nobody else's."""
+"""Sources: a changed or deleted document takes its own passages along, and nobody else's."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_was_evicted_before_is_forgotten_without_counting(store: DiskStore,
     assert sources.forget("a.md") == 1
 
 
-def test_what_is_missing_is_told_by_source(store: DiskStore, sources: Sources) -> None:
+def test_missing_chunks_are_counted_by_source(store: DiskStore, sources: Sources) -> None:
     sources.replace("a.md", stored(store, 0, 1))
     sources.replace("b.md", stored(store, 1, 2, 3))
     sources.replace("c.md", stored(store, 4))

@@ -1,4 +1,4 @@
-"""Tenants of one store: nobody sees, finds out about or removes what is another's."""
+"""Tenants of one store: nobody reads, detects or removes another's entries."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_tenant_does_not_count_what_others_have_or_restrict(
     before = one.prompt_from_text(asking).note
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
     assert one.prompt_from_text(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
-    assert (one.sources.has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
+    assert (one.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 
 def test_no_tenant_has_the_name_that_proves_a_secret(shared: DiskStore) -> None:

@@ -1,4 +1,4 @@
-"""A fast store before a slow one: what comes near, what is written later, and what is told when that fails."""
+"""A fast store in front of a slow one: promotion, writing later, and errors of both."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Watched(MemoryStore):
 
 
 class Gated(MemoryStore):
-    """Writes only while its gate is open, fails if told to, and says when it has begun."""
+    """Writes only while its gate is open, can fail, and signals when a write has begun."""
 
     def __init__(self) -> None:
         super().__init__(1 << 20)

@@ -1,4 +1,4 @@
-"""Slots: what was born in which context is found again, and gives way in its turn."""
+"""Slots: caches are found again by their contexts, and replaced in order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from qcfuse_rag.store.variant_slots import Kind, Slot, filled_slots, slot_key, s
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
-FRAME, IDS = (1, 2), (3, 4, 5, 6, 7)
+PREFIX_IDS, IDS = (1, 2), (3, 4, 5, 6, 7)
 
 
 def context(*numbers: int) -> tuple[str, ...]:
     return tuple(hash_ids([number]) for number in numbers)
 
 
-def slot(number: int, *born: int, turn: float = 0.0) -> Slot:
-    chunk = replace(example_chunk(number), context=context(*born), facts={"turn": (turn,)})
-    return Slot(number, slot_key("variant", number, FINGERPRINT, FRAME, IDS), chunk, context(*born))
+def slot(number: int, *neighbours: int, turn: float = 0.0) -> Slot:
+    chunk = replace(example_chunk(number), context=context(*neighbours), facts={"turn": (turn,)})
+    return Slot(number, slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), chunk, context(*neighbours))
 
 
 def filled(engine: FusionEngine, text: str, kind: Kind = "variant", slots: int = 5) -> list[Slot]:
@@ -37,41 +37,41 @@ def filled(engine: FusionEngine, text: str, kind: Kind = "variant", slots: int =
 
 def test_the_keys_of_slots_differ_from_each_other_and_from_those_of_the_bases() -> None:
     kinds: list[Kind] = ["variant", "difference", "patch"]
-    keys = [slot_key(kind, number, FINGERPRINT, FRAME, IDS) for kind in kinds for number in range(3)]
-    keys.append(FRAMED.key(FINGERPRINT, FRAME, IDS))
+    keys = [slot_key(kind, number, FINGERPRINT, PREFIX_IDS, IDS) for kind in kinds for number in range(3)]
+    keys.append(FRAMED.key(FINGERPRINT, PREFIX_IDS, IDS))
     assert len({key.address for key in keys}) == 10
     assert keys[4].base == "difference-1"
-    assert {(key.prefix, key.ids) for key in keys} == {(hash_ids(FRAME), hash_ids(IDS))}
+    assert {(key.prefix, key.ids) for key in keys} == {(hash_ids(PREFIX_IDS), hash_ids(IDS))}
 
 
 def test_what_is_there_is_found_whatever_gaps_there_are_and_is_not_used_by_that() -> None:
     store = MemoryStore()
     for number in (0, 2, 4):
-        store.put(slot_key("variant", number, FINGERPRINT, FRAME, IDS), slot(number, number).chunk)
-    found = filled_slots(store, "variant", 4, FINGERPRINT, FRAME, IDS)
+        store.put(slot_key("variant", number, FINGERPRINT, PREFIX_IDS, IDS), slot(number, number).chunk)
+    found = filled_slots(store, "variant", 4, FINGERPRINT, PREFIX_IDS, IDS)
     assert [(one.number, one.context) for one in found] == [(0, context(0)), (2, context(2))]
     assert store.stats()[0].hits == store.stats()[0].misses == 0
-    assert filled_slots(store, "difference", 4, FINGERPRINT, FRAME, IDS) == []
+    assert filled_slots(store, "difference", 4, FINGERPRINT, PREFIX_IDS, IDS) == []
 
 
 def test_what_says_no_context_or_is_of_another_length_is_passed_over() -> None:
     store = MemoryStore()
-    store.put(slot_key("variant", 0, FINGERPRINT, FRAME, IDS), example_chunk())
+    store.put(slot_key("variant", 0, FINGERPRINT, PREFIX_IDS, IDS), example_chunk())
     longer = replace(example_chunk(n_tokens=6), context=())
-    store.put(slot_key("variant", 1, FINGERPRINT, FRAME, IDS), longer)
-    assert filled_slots(store, "variant", 5, FINGERPRINT, FRAME, IDS) == []
+    store.put(slot_key("variant", 1, FINGERPRINT, PREFIX_IDS, IDS), longer)
+    assert filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS) == []
 
 
 def test_looking_reads_headers_only(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
-    key = slot_key("variant", 0, FINGERPRINT, FRAME, IDS)
+    key = slot_key("variant", 0, FINGERPRINT, PREFIX_IDS, IDS)
     store.put(key, slot(0, 1).chunk)
     path = store.files.path(key.address)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-    assert [one.number for one in filled_slots(store, "variant", 5, FINGERPRINT, FRAME, IDS)] == [0]
+    assert [one.number for one in filled_slots(store, "variant", 5, FINGERPRINT, PREFIX_IDS, IDS)] == [0]
 
 
 def test_the_same_context_has_the_same_slot_then_comes_a_free_one_then_the_one_worth_least() -> None:
@@ -105,7 +105,7 @@ def test_captured_groups_are_found_again_as_they_were_born(engine: FusionEngine,
     expected = capture(llama, engine.prompt(QUESTION, PASSAGES))[0]
     for name in expected.names():
         assert torch.equal(one.chunk.blocks[name], expected.blocks[name])
-    assert filled(engine, PASSAGES[0]) == [], "the first of a group was born behind the head alone"
+    assert filled(engine, PASSAGES[0]) == [], "the first of a group was prefilled behind the system prefix alone"
     assert summary.size_bytes == sum(entry.size_bytes for entry in engine.store.entries())
 
 
@@ -134,14 +134,14 @@ def test_differences_and_patches_are_to_the_framed_cache_which_is_warmed(engine:
     ids = engine.prompts.chunk_ids(PASSAGES[2])
     framed = engine.store.get(FRAMED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, ids))
     assert isinstance(framed, ChunkKV)
-    [born] = filled(engine, PASSAGES[2])
+    [captured] = filled(engine, PASSAGES[2])
     for kind, numbers in (("difference", "model"), ("patch", "rank64")):
         [kept] = filled(engine, PASSAGES[2], kind)  # type: ignore[arg-type]
-        assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, born.context, ("inter",))
-        assert kept.chunk.facts["cci"] == born.chunk.facts["cci"]
+        assert (kept.chunk.numbers, kept.context, kept.chunk.extras) == (numbers, captured.context, ("inter",))
+        assert kept.chunk.facts["cci"] == captured.chunk.facts["cci"]
         for layer in range(engine.lm.n_layers):
             for one, other, whole in zip(
-                framed.layer(layer), kept.chunk.layer(layer), born.chunk.layer(layer), strict=True
+                framed.layer(layer), kept.chunk.layer(layer), captured.chunk.layer(layer), strict=True
             ):
                 assert torch.allclose(one + other, whole, atol=1e-4)
 
@@ -184,12 +184,12 @@ def test_what_cannot_be_kept_is_refused_by_name(engine: FusionEngine, wrong: dic
 def test_tenants_have_slots_of_their_own(llama: LanguageModel) -> None:
     shared: KVStore = MemoryStore()
     one, other = (make_engine(llama, TenantStore(shared, name, bytes(16))) for name in ("one", "other"))
-    one.capture([PASSAGES])
+    one.corpus.capture([PASSAGES])
     assert len(filled(one, PASSAGES[1])) == 1
     assert filled(other, PASSAGES[1]) == []
 
 
-# Forgetting: what was born behind a document's passages tells of them.
+# Forgetting: a cache carries something of the passages it was prefilled behind.
 
 
 def test_a_forgotten_document_takes_along_what_was_born_behind_its_passages(engine: FusionEngine) -> None:

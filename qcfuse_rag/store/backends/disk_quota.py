@@ -93,9 +93,8 @@ class DiskQuota:
             self.index.delete(reservation.temporary.name)
             tag = PINNED if replaced is not None and replaced[2] == PINNED else ENTRY
             self.index.set(reservation.address, Record(usage, numbers, self._worth(usage)), tag, expires)
-            self._files.publish(
-                reservation.temporary, reservation.address
-            )  # last: a failure before it undoes the whole transaction
+            # Last: a failure before it undoes the whole transaction.
+            self._files.publish(reservation.temporary, reservation.address)
 
     def release(self, reservation: Reservation) -> None:
         """Remove a reservation and its file."""
@@ -140,7 +139,7 @@ class DiskQuota:
         return count
 
     def pin(self, address: str, *, pinned: bool) -> bool:
-        """Keep an entry from being evicted, or allow it again; return whether there is such an entry."""
+        """Exempt an entry from eviction, or undo that; return whether there is such an entry."""
         with self.index.transact():
             row = self.index.get(address)
             if row is not None:

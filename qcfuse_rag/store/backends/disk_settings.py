@@ -65,28 +65,36 @@ def resolve_settings(files: StoreFiles, given: dict[str, Any], cipher: StoreCiph
     """
     path = files.folder / "store.json"
     kept = read_settings(files.folder)
-    # The secret is checked against the settings, or, where there are none, against the entries themselves.
-    proof = None if cipher is None else cipher.proof
-    if kept is not None and kept.secret != proof:
-        if kept.secret is None or proof is None:
-            have, need = ("a secret was given", "is not") if kept.secret is None else ("no secret was given", "is")
-            raise StoreError(f"the store in {files.folder} {need} encrypted and {have}")
-        raise StoreError(f"the store in {files.folder} is encrypted under another secret than the one given")
-    if kept is None and (encrypted := files.is_encrypted()) is not None and encrypted != (cipher is not None):
-        have, need = ("no secret was given", "are") if encrypted else ("a secret was given", "are not")
-        raise StoreError(f"entries of the store in {files.folder} {need} encrypted and {have}")
-    if kept is None and cipher is not None and not secret_matches(files, cipher):
-        raise StoreError(f"entries of the store in {files.folder} are encrypted under another secret")
-    settings = replace(
-        kept or StoreSettings(secret=proof), **{name: value for name, value in given.items() if value is not None}
-    )
+    _check_secret(files, kept, cipher)
+    base = kept or StoreSettings(secret=None if cipher is None else cipher.proof)
+    settings = replace(base, **{name: value for name, value in given.items() if value is not None})
     if settings != kept:
         fields_kept = {name: value for name, value in asdict(settings).items() if name != "remote" or value}
         write_if_possible(lambda: files.write_json(path, fields_kept))
     return settings
 
 
-def secret_matches(files: StoreFiles, cipher: StoreCipher) -> bool:
+def _check_secret(files: StoreFiles, kept: StoreSettings | None, cipher: StoreCipher | None) -> None:
+    """Check the secret against the settings or, if there are none, against the entries; see `resolve_settings`."""
+    proof, folder = (None if cipher is None else cipher.proof), files.folder
+    if kept is not None and kept.secret != proof:
+        if kept.secret is None:
+            raise StoreError(f"the store in {folder} is not encrypted and a secret was given")
+        if proof is None:
+            raise StoreError(f"the store in {folder} is encrypted and no secret was given")
+        raise StoreError(f"the store in {folder} is encrypted under another secret than the one given")
+    if kept is not None:
+        return
+    encrypted = files.is_encrypted()
+    if encrypted and cipher is None:
+        raise StoreError(f"entries of the store in {folder} are encrypted and no secret was given")
+    if encrypted is False and cipher is not None:
+        raise StoreError(f"entries of the store in {folder} are not encrypted and a secret was given")
+    if cipher is not None and not _secret_matches(files, cipher):
+        raise StoreError(f"entries of the store in {folder} are encrypted under another secret")
+
+
+def _secret_matches(files: StoreFiles, cipher: StoreCipher) -> bool:
     """Return whether a secret opens one of a store's entries; True if none can be read either way."""
     foreign = False
     for _, path in files.entries():

@@ -1,4 +1,4 @@
-"""What tests of the store on disk look at."""
+"""Helpers that look into the folder of a store on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to a store on disk: a miss with a reason, whatever it is."""
+"""Damage to a store on disk is a miss with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encrypted stores on disk, and what in a folder belongs to somebody else."""
+"""Encrypted stores on disk, and entries under another secret."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_nothing_of_a_text_is_in_the_files_of_an_encrypted_store(folder: Path) -
     ] == []
 
 
-def test_two_sealed_files_that_changed_places_are_refused(folder: Path) -> None:
+def test_two_encrypted_files_that_changed_places_are_refused(folder: Path) -> None:
     with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
         put(store, 0, 1)
         one, other = file_of(store, 0).read_bytes(), file_of(store, 1).read_bytes()

@@ -1,4 +1,4 @@
-"""Disks that are full."""
+"""Full disks."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def test_an_index_that_fails_at_the_last_moment_undoes_the_entry(
     assert store.stats()[0].size_bytes == taken(folder) == ENTRY
 
 
-def test_health_says_when_the_disk_has_less_room_than_was_promised(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_health_says_when_the_disk_has_less_space_than_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(folder, 10 * ENTRY) as store:
         put(store, 0)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))

@@ -1,4 +1,4 @@
-"""The index of a store on disk: never needed to read, never believed, made again when it is gone."""
+"""The index of a store on disk: not needed for reading, never trusted, rebuilt when it is gone."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_planted_while_the_store_is_open_is_an_error_and_not_executed(
 @pytest.mark.parametrize(
     "junk", [b"this is no database" * 1000, b"SQLite format 3\0" + bytes(5000)], ids=["text", "zeros"]
 )
-def test_a_damaged_index_is_made_again_from_the_files(folder: Path, junk: bytes) -> None:
+def test_a_damaged_index_is_rebuilt_from_the_files(folder: Path, junk: bytes) -> None:
     with DiskStore(folder) as store:
         put(store, 0, 1)
     (folder / "index" / "cache.db").write_bytes(junk)
@@ -102,7 +102,7 @@ def test_a_damaged_index_is_made_again_from_the_files(folder: Path, junk: bytes)
         put(store, 2)
 
 
-def test_an_index_that_is_gone_is_made_again_from_the_files(folder: Path) -> None:
+def test_a_missing_index_is_rebuilt_from_the_files(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
         put(store, 0, 1)
         before = {(entry.address, entry.size_bytes, entry.numbers) for entry in store.entries()}
@@ -206,7 +206,7 @@ def name_outside(store: DiskStore, tag: str, name: str, about: str, file: Path) 
 
 
 @pytest.mark.parametrize(("tag", "name", "about"), OUTSIDE.values(), ids=OUTSIDE)
-def test_an_index_that_names_files_outside_is_made_again(
+def test_an_index_that_names_files_outside_is_rebuilt(
     folder: Path, thesis: Path, tag: str, name: str, about: str
 ) -> None:
     with DiskStore(folder) as store:

@@ -1,4 +1,4 @@
-"""What a store on disk keeps, and for whom."""
+"""What a store on disk keeps across restarts and processes."""
 
 from __future__ import annotations
 

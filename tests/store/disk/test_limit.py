@@ -1,4 +1,4 @@
-"""A store on disk is within its limit at every moment."""
+"""A store on disk stays within its limit at every moment."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_what_is_pinned_stays_so_when_replaced_and_after_a_restart(folder: Path)
         assert [entry.pinned for entry in store.entries()] == [True]
 
 
-def test_if_everything_is_pinned_there_is_no_room_and_the_error_says_why(folder: Path) -> None:
+def test_if_everything_is_pinned_nothing_fits_and_the_error_says_why(folder: Path) -> None:
     with DiskStore(folder, 2 * ENTRY) as store:
         for number in range(2):
             put(store, number)
@@ -131,7 +131,7 @@ def test_the_small_and_dear_is_kept_before_the_large_and_cheap(folder: Path) -> 
         assert present(store, 3) == [True, False, True]
 
 
-def test_a_writer_waits_for_room_that_another_has_set_aside(folder: Path) -> None:
+def test_a_writer_waits_for_bytes_that_another_has_reserved(folder: Path) -> None:
     with DiskStore(folder, 2 * ENTRY) as store:
         reserved = store.quota.reserve(example_key(1).address, 2 * ENTRY)
         writer = threading.Thread(target=put, args=(store, 0))

@@ -1,4 +1,4 @@
-"""Looking after a store on disk: what a check finds, what it puts right, what it leaves alone, and what wiping does."""
+"""Maintenance of a store on disk: check, garbage collection, rebuilding the index, wiping."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_sound_store_is_clean(store: DiskStore) -> None:
     assert json.loads(json.dumps(report.to_dict()))["clean"] is True
 
 
-def test_every_entry_is_told_of_as_it_is_checked(store: DiskStore) -> None:
-    told: list[tuple[int, int]] = []
-    fsck(store, progress=lambda done, total: told.append((done, total)))
-    assert told == [(1, 3), (2, 3), (3, 3)]
+def test_progress_is_reported_for_every_entry(store: DiskStore) -> None:
+    reports: list[tuple[int, int]] = []
+    fsck(store, progress=lambda done, total: reports.append((done, total)))
+    assert reports == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_a_living_writer_is_writing_is_left_alone(store: DiskStore) -> None
     assert store.quota.index.size_of("writing") == 1000
 
 
-def test_what_another_machine_or_a_stranger_left_is_not_touched(store: DiskStore, gone: int) -> None:
+def test_files_of_other_machines_or_other_programs_are_not_touched(store: DiskStore, gone: int) -> None:
     strange = [temporary(store, gone, host="elsewhere"), temporary(store, "x"), store.files.tmp / ".nfs0001"]
     strange[2].write_bytes(b"")
     assert fsck(store).clean
@@ -157,7 +157,7 @@ def test_what_has_expired_is_removed(store: DiskStore, monkeypatch: pytest.Monke
     assert example_key(7) not in store
 
 
-def test_a_store_that_cannot_be_written_cannot_be_looked_after(
+def test_a_store_that_cannot_be_written_cannot_be_maintained(
     store: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def locked(process_namespace: Path) -> None:
@@ -197,7 +197,7 @@ def test_what_is_sound_is_not_garbage(store: DiskStore) -> None:
 # The index.
 
 
-def test_the_index_can_be_made_again_while_the_store_is_open(store: DiskStore) -> None:
+def test_the_index_can_be_rebuilt_while_the_store_is_open(store: DiskStore) -> None:
     before = addresses(store), store.stats()[0].size_bytes
     store.pin(KEY)
     assert rebuild(store) == 3
@@ -285,7 +285,7 @@ def test_wiping_leaves_what_is_not_the_stores(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_an_entry_under_another_secret_is_told_of_and_left_alone(tmp_path: Path) -> None:
+def test_an_entry_under_another_secret_is_reported_and_left_alone(tmp_path: Path) -> None:
     secret = bytes(range(32))
     one, other = (
         DiskStore(tmp_path / name, seal=StoreCipher(key)) for name, key in (("a", secret), ("b", secret[::-1]))

@@ -1,4 +1,4 @@
-"""What a store on disk keeps for so long."""
+"""Expiry in a store on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_an_entry_is_gone_when_its_time_is_over(folder: Path, monkeypatch: pytes
         assert (KEY in store, taken(folder), store.stats()[0].size_bytes) == (False, 0, 0)
 
 
-def test_what_has_expired_makes_room_before_anything_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_entries_go_before_all_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
         store.put(KEY, example_chunk().with_expiry(time.time() + 60.0), saved_ms=1e6)
         store.pin(KEY)

@@ -30,7 +30,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> Callable[[DiskStore], None]:
     return die
 
 
-def test_room_set_aside_by_a_dead_writer_is_taken_back(folder: Path, dead: Callable[[DiskStore], None]) -> None:
+def test_the_reservation_of_a_dead_writer_is_released(folder: Path, dead: Callable[[DiskStore], None]) -> None:
     with DiskStore(folder) as store:
         dead(store)
         reserved = store.quota.reserve(example_key(1).address, 3 * ENTRY)
@@ -42,7 +42,7 @@ def test_room_set_aside_by_a_dead_writer_is_taken_back(folder: Path, dead: Calla
         assert list(store.files.tmp.iterdir()) == []
 
 
-def test_room_set_aside_by_a_living_writer_is_not(folder: Path) -> None:
+def test_the_reservation_of_a_living_writer_is_not(folder: Path) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
         reserved = store.quota.reserve(example_key(1).address, ENTRY)
         reserved.temporary.write_bytes(b"half an entry")
@@ -51,7 +51,7 @@ def test_room_set_aside_by_a_living_writer_is_not(folder: Path) -> None:
         assert reserved.temporary.exists()
 
 
-def test_room_set_aside_too_long_ago_is_taken_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_reservation_is_released(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with DiskStore(folder, 3 * ENTRY) as store:
         reserved = store.quota.reserve(example_key(1).address, 3 * ENTRY)
         later(monkeypatch, 3600.0)

@@ -1,4 +1,4 @@
-"""Stored chunks as bytes, and back."""
+"""Encode and decode chunks in tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qcfuse_rag.store.testing import example_key
 
 SECRET = bytes(range(32))
 
-CIPHERS = {"plain": None, "sealed": StoreCipher(SECRET)}
+CIPHERS = {"plain": None, "encrypted": StoreCipher(SECRET)}
 
 
 def written(chunk: ChunkKV, cipher: StoreCipher | None = None) -> bytes:

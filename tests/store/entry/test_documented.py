@@ -1,4 +1,4 @@
-"""The bytes themselves, as docs/reference/store-format.md describes them."""
+"""The bytes of an entry are as docs/reference/store-format.md describes them."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ def test_an_entry_is_the_same_bytes_as_ever(numbers: str, expected: str) -> None
     assert hashlib.blake2b(data, digest_size=16).hexdigest() == expected
 
 
-def test_an_entry_that_knows_its_birth_is_the_same_bytes_as_ever() -> None:
+def test_the_bytes_of_an_entry_with_provenance_do_not_change() -> None:
     """Its fields stand between the expiry and the blocks."""
     plain = fixed_chunk()
     keys, values = ([plain.layer(layer)[kind] for layer in range(2)] for kind in range(2))
-    born = ChunkKV.of(
+    chunk = ChunkKV.of(
         keys,
         values,
         plain.blocks["ranking"],
@@ -147,7 +147,7 @@ def test_an_entry_that_knows_its_birth_is_the_same_bytes_as_ever() -> None:
         facts={"cci": (0.625,), "inter": (1.5, 0.25)},
         extras={"inter": torch.arange(130) / 128},
     )
-    data = written(born)
+    data = written(chunk)
     about = header_of(data)
     assert list(about)[6:] == ["expires", "context", "facts", "extras", "blocks"]
     assert [block["name"] for block in about["blocks"]][:3] == ["ranking", "inter", "key.1"]

@@ -1,4 +1,4 @@
-"""What is written is read back, whole or in parts, and any change of it is noticed."""
+"""Entries are read back as written, whole or in parts, and any change to them is detected."""
 
 from __future__ import annotations
 

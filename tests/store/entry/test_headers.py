@@ -1,4 +1,4 @@
-"""Headers: sizes are checked before anything is allocated by them, and everything in them can be as it is."""
+"""Headers: sizes are checked before memory is allocated for them, and every field is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An entry as it lies in a remote."""
+"""An entry as bytes in a remote."""
 
 from __future__ import annotations
 

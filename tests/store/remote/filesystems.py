@@ -1,4 +1,4 @@
-"""File systems that behave as those of others do, also on their bad days."""
+"""File systems that behave like others', failures included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Redis servers of the tests' own."""
+"""Redis servers that the tests start."""
 
 from __future__ import annotations
 

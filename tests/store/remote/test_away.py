@@ -1,4 +1,4 @@
-"""A remote that is away or slow is a miss, and makes nobody wait for long."""
+"""A remote that is slow or cannot be reached is a miss, and nobody waits long for it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class TestRemoteThatIsAway:
         assert time.monotonic() - started < 20.0
 
     def check_that_it_comes_back(self, store: RemoteStore) -> None:
-        time.sleep(store._rest_s)
+        time.sleep(store._pause_s)
         assert_same(store.get(example_key()), example_chunk())
         assert store.health()[0].ok
         assert len(list(store.entries())) == 1

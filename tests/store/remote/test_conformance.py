@@ -1,4 +1,4 @@
-"""Stores on other machines do what the contract says."""
+"""Stores on other machines pass the conformance tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged, planted, sealed or expired in a remote is a miss."""
+"""Damaged, forged, encrypted or expired entries of a remote are misses."""
 
 from __future__ import annotations
 
@@ -184,13 +184,13 @@ def test_an_expiry_the_chunk_brings_counts_before_that_of_the_store(server: Redi
     assert 40_000 < left_ms <= 50_000
 
 
-def test_narrow_entries_stay_narrow(blobs: BlobStore) -> None:
+def test_quantized_entries_stay_quantized(blobs: BlobStore) -> None:
     RemoteStore(blobs, numbers="int8").put(example_key(), example_chunk())
-    narrow = RemoteStore(blobs).get(example_key())
-    assert isinstance(narrow, ChunkKV)
-    assert narrow.numbers == "int8"
-    RemoteStore(blobs).put(example_key(), narrow)
-    assert_same(RemoteStore(blobs).get(example_key()), narrow)
+    quantized = RemoteStore(blobs).get(example_key())
+    assert isinstance(quantized, ChunkKV)
+    assert quantized.numbers == "int8"
+    RemoteStore(blobs).put(example_key(), quantized)
+    assert_same(RemoteStore(blobs).get(example_key()), quantized)
 
 
 def flip(data: bytes, position: int) -> bytes:

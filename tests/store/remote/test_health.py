@@ -1,4 +1,4 @@
-"""What the health of a remote tells."""
+"""The health report of a remote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is Redis's own."""
+"""Behaviour of Redis alone."""
 
 from __future__ import annotations
 

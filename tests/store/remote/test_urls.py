@@ -1,4 +1,4 @@
-"""What names a remote, and what it needs."""
+"""URLs of remotes, and the libraries they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes to a remote: whole or not at all."""
+"""Writes to a remote are atomic."""
 
 from __future__ import annotations
 

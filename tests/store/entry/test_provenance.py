@@ -1,4 +1,4 @@
-"""What a chunk knows of its birth."""
+"""The provenance of a chunk is stored and checked."""
 
 from __future__ import annotations
 
