@@ -37,7 +37,7 @@ def ask_library(
 
     Raises:
         QCFuseError: if the library, its passages or a package is missing.
-        ValueError: if the method or one of its settings does not exist.
+        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
     """
     method = options.chosen_method()
     with require_extra():

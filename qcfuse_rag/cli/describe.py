@@ -75,7 +75,7 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
         "check": check.to_dict(),
     }
     if not check.passed:
-        report["reason"] = "the engine's logits differ from the model's own by more than its dtype allows"
+        report["reason"] = "the engine's logits differ from those of the model's forward by more than its dtype allows"
     return report
 
 

@@ -53,7 +53,8 @@ class MethodOptions(ModelOptions):
         """Return the fusion method.
 
         Raises:
-            ValueError: if there is no such method, or it does not take one of the settings.
+            UnknownMethod: if there is no such method or base, or the method does not take a setting.
+            ValueError: if the ratio is not a fraction in [0, 1].
         """
         from qcfuse_rag.methods import choose_method
 

@@ -28,7 +28,7 @@ def serve_library(library: Path, options: ServeOptions) -> None:
 
     Raises:
         QCFuseError: if the address is reachable from other machines and no token is set, or a package is missing.
-        ValueError: if the method or one of its settings does not exist.
+        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
     """
     method = options.chosen_method()
     token = os.environ.get(TOKEN_VARIABLE) or None

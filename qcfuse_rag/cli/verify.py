@@ -17,14 +17,14 @@ from qcfuse_rag.verification.checks import VerifyLimits, verify
 
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
-    """Verify a method, with the passages of a library if one is given, and save the verdict in its store.
+    """Verify a method, on the passages of a library if given, and save the verdict in its store.
 
     Returns:
         Whether every check passed.
 
     Raises:
         QCFuseError: if there is no store in the folder.
-        ValueError: if the method or one of its settings does not exist.
+        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
     """
     method = options.chosen_method()
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
