@@ -8,7 +8,7 @@ from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, duration, print_json, size, status
 from qcfuse_rag.cli.options import PlanOptions
-from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, Sizing, rates_here, rates_of, shape_of, size_up
+from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, CorpusPlan, Sizing, rates_here, rates_of, shape_of, size_up
 
 
 def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
@@ -23,9 +23,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
             rates = rates_here()
     else:
         rates = rates_of(options.gpu, reached=options.reached)
-    sizing = size_up(
-        shape,
-        rates,
+    plan = CorpusPlan(
         nodes=options.nodes,
         tokens=options.tokens,
         retrieved=options.retrieved,
@@ -33,6 +31,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
         number_bytes=NUMBERS[options.numbers.value],
         caches=options.caches,
     )
+    sizing = size_up(shape, rates, plan)
     if as_json:
         print_json(sizing.to_dict())
     else:

@@ -1,7 +1,7 @@
-"""What a corpus takes: bytes, hours, uses until it pays, and the time to the first token from each tier.
+"""Estimate the bytes, warming hours, break-even uses and times to first token of a corpus.
 
-Arithmetic and nothing else: operations and bytes of a model's shape, over rates. Rates of a machine that is here are
-measured; those of a GPU that is not are its data sheet's, times the share of it that programs are taken to reach.
+The estimate is plain arithmetic: operations and bytes of a model's shape, over rates. The rates of this machine are
+measured; those of another GPU are its data sheet's, times the share of them that a program is assumed to reach.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from qcfuse_rag.evaluation.speed.shapes import SHAPES
 
 HERE = "here"
 REACHED = 0.5
-"""Share of a data sheet's rates that a program is taken to reach; an assumption."""
+"""Share of a data sheet's rates that a program is assumed to reach."""
 
 NUMBERS = {"model": 2.0, "int8": 1.0, "fp8": 1.0}
-"""Bytes of a number of keys and values; scales come on top, some percent."""
+"""Bytes of a stored number; scales add some percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does in a second.
+    """Rates of a machine.
 
     Attributes:
-        flops: floating-point operations in the model's dtype.
-        tiers: bytes that each tier gives.
-        source: where the numbers are from.
+        flops: floating-point operations a second in the model's dtype.
+        tiers: bytes a second that each tier delivers.
+        source: the source of the numbers.
     """
 
     flops: float
@@ -41,7 +41,7 @@ class Rates:
     source: str
 
 
-# Dense bf16, memory, and what its host link brings in one direction; the makers' data sheets.
+# Dense bf16 operations, bytes of memory, and bytes of the host link in one direction, a second; from data sheets.
 SHEETS = {
     "a100": (312e12, 2.0e12, 32e9),
     "l40s": (362e12, 0.864e12, 32e9),
@@ -55,13 +55,13 @@ NVME, NETWORK = 7e9, 3.125e9
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model in numbers.
+    """The sizes of a model.
 
     Attributes:
-        weights: numbers in the matrices of its layers, by which every row is multiplied; all experts of a mixture.
-        head: numbers in the matrix that gives the logits.
+        weights: numbers in the matrices of the layers, which multiply every row; all experts of a mixture count.
+        head: numbers in the matrix of the logits.
         attention: operations of a row for each token that it attends to.
-        kv: numbers that a token's keys and values are.
+        kv: numbers in a token's keys and values.
     """
 
     weights: int
@@ -76,7 +76,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class TierTimes:
-    """A request from one tier: seconds of loading, of computing, and to the first token, the two side by side."""
+    """Seconds of a request over one tier: loading, computing, and to the first token with both side by side."""
 
     load_s: float
     compute_s: float
@@ -86,16 +86,16 @@ class TierTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a corpus takes.
+    """The estimate for a corpus.
 
     Attributes:
-        kv_bytes_per_token: of keys and values as stored.
-        corpus_bytes: of all nodes.
-        warming_hours: of one machine; so many machines, so much less.
-        full_ttft_s: to the first token without any of this.
+        kv_bytes_per_token: bytes of a token's stored keys and values.
+        corpus_bytes: bytes of all nodes.
+        warming_hours: hours of warming on one machine; several machines share them.
+        full_ttft_s: seconds to the first token without a store.
         break_even_uses: retrievals of a node until its warming has paid in computing time; infinite if never.
-        tiers: a request from each tier.
-        rates: with their source.
+        tiers: the times of a request over each tier.
+        rates: the rates that the estimate uses.
     """
 
     kv_bytes_per_token: float
@@ -107,68 +107,75 @@ class Sizing:
     rates: Rates
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which knows no infinity: None uses if warming never pays."""
+        """Return plain data for JSON, which has no infinity: `break_even_uses` is None if warming never pays."""
         uses = self.break_even_uses
         return {**asdict(self), "break_even_uses": uses if math.isfinite(uses) else None}
 
 
-def size_up(
-    shape: ModelShape,
-    rates: Rates,
-    *,
-    nodes: int,
-    tokens: int,
-    retrieved: int = 10,
-    asked: int = 64,
-    ratio: float = 0.05,
-    number_bytes: float = 2.0,
-    caches: int = 2,
-) -> Sizing:
-    """Size a corpus up.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusPlan:
+    """A corpus, and the requests over it.
+
+    Attributes:
+        nodes: passages in the corpus.
+        tokens: tokens of a passage.
+        retrieved: passages of a request.
+        question_tokens: tokens of a request beside the passages: the question and the template.
+        ratio: share of the passages' tokens that is recomputed.
+        number_bytes: bytes of a stored number, see `NUMBERS`.
+        caches: caches kept of each passage; the default method keeps two and reads one of them.
+    """
+
+    nodes: int
+    tokens: int
+    retrieved: int = 10
+    question_tokens: int = 64
+    ratio: float = 0.05
+    number_bytes: float = 2.0
+    caches: int = 2
+
+
+def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
+    """Estimate what a corpus takes.
 
     Args:
-        shape: of the model.
-        rates: of the machine.
-        nodes: passages in the corpus.
-        tokens: of a passage.
-        retrieved: passages of a request.
-        asked: tokens of a request besides: the question and the template.
-        ratio: share of the passages' tokens that is recomputed.
-        number_bytes: of a stored number, see `STORE_FORMATS`.
-        caches: kept of each passage; the default method keeps two and reads one of them.
+        shape: the sizes of the model.
+        rates: the rates of the machine.
+        plan: the corpus and its requests.
     """
-    per_token = shape.kv * number_bytes
-    context = retrieved * tokens + asked
+    token_bytes = shape.kv * plan.number_bytes
+    passage_tokens = plan.retrieved * plan.tokens
+    context = passage_tokens + plan.question_tokens
     head = 2 * shape.head
-    full = (shape.operations(context, context / 2) + head) / rates.flops
-    rows = asked + ratio * retrieved * tokens
-    # Recomputed rows are spread over the prompt; the question's see all of it.
-    fused = shape.operations(rows - asked, context / 2) + shape.operations(asked, context) + head
-    compute, load = fused / rates.flops, retrieved * tokens * per_token
-    warm_one = caches * shape.operations(tokens, tokens / 2) / rates.flops
-    saved_one = (full - compute) / retrieved
+    full_s = (shape.operations(context, context / 2) + head) / rates.flops
+    # Recomputed rows are spread over the prompt; the rows of the question see all of it.
+    recomputed = shape.operations(plan.ratio * passage_tokens, context / 2)
+    compute_s = (recomputed + shape.operations(plan.question_tokens, context) + head) / rates.flops
+    warm_node_s = plan.caches * shape.operations(plan.tokens, plan.tokens / 2) / rates.flops
+    saved_s = (full_s - compute_s) / plan.retrieved
     tiers = {}
-    for name, speed in rates.tiers.items():
-        took = max(compute, load / speed)
-        tiers[name] = TierTimes(load / speed, compute, took, full / took)
+    for name, bytes_s in rates.tiers.items():
+        load_s = passage_tokens * token_bytes / bytes_s
+        ttft_s = max(compute_s, load_s)
+        tiers[name] = TierTimes(load_s, compute_s, ttft_s, full_s / ttft_s)
     return Sizing(
-        kv_bytes_per_token=per_token,
-        corpus_bytes=caches * nodes * tokens * per_token,
-        warming_hours=nodes * warm_one / 3600,
-        full_ttft_s=full,
-        break_even_uses=warm_one / saved_one if saved_one > 0 else math.inf,
+        kv_bytes_per_token=token_bytes,
+        corpus_bytes=plan.caches * plan.nodes * plan.tokens * token_bytes,
+        warming_hours=plan.nodes * warm_node_s / 3600,
+        full_ttft_s=full_s,
+        break_even_uses=warm_node_s / saved_s if saved_s > 0 else math.inf,
         tiers=tiers,
         rates=rates,
     )
 
 
 def shape_of(model: str) -> ModelShape:
-    """Return the numbers of a model by one of the names of `bench speed`, a folder, or a Hugging Face id.
+    """Return the sizes of a model, from a shape's name of `bench speed`, a folder, or a Hugging Face id.
 
     No weights are read: the model is built without memory.
 
     Raises:
-        ModelNotFound: if nothing of that name can be read or fetched.
+        ModelNotFound: if no model of that name can be read or fetched.
     """
     config: PretrainedConfig
     if model in SHAPES:
@@ -184,7 +191,7 @@ def shape_of(model: str) -> ModelShape:
     heads = text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     outside = {id(built.get_input_embeddings().weight), id(built.get_output_embeddings().weight)}
-    weights = sum(one.numel() for one in built.parameters() if one.dim() > 1 and id(one) not in outside)
+    weights = sum(weight.numel() for weight in built.parameters() if weight.dim() > 1 and id(weight) not in outside)
     layers = text.num_hidden_layers
     return ModelShape(
         weights=weights,
@@ -195,10 +202,10 @@ def shape_of(model: str) -> ModelShape:
 
 
 def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
-    """Return a GPU's rates by its data sheet.
+    """Return a GPU's rates, from its data sheet.
 
     Raises:
-        QCFuseError: if it is not in the table.
+        QCFuseError: if the GPU is not in the table.
     """
     if gpu.lower() not in SHEETS:
         raise QCFuseError(
@@ -210,12 +217,12 @@ def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
 
 
 def rates_here() -> Rates:
-    """Measure this machine with the smallest shape; a disk and a network are taken as in the table."""
+    """Measure this machine with the smallest shape; the rates of disk and network are assumed."""
     from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
     from qcfuse_rag.evaluation.speed.shapes import random_model
 
     lm = random_model("smollm2-135m")
-    found = measure_ceilings(lm)
-    tiers = {"memory": found.loading, "NVMe": NVME * REACHED, "network": NETWORK * REACHED}
+    ceilings = measure_ceilings(lm)
+    tiers = {"memory": ceilings.loading, "NVMe": NVME * REACHED, "network": NETWORK * REACHED}
     kind = torch.cuda.get_device_name() if lm.device.type == "cuda" else f"{torch.get_num_threads()} threads of a CPU"
-    return Rates(found.flops, tiers, f"operations and memory measured here, {kind}; NVMe and network assumed")
+    return Rates(ceilings.flops, tiers, f"operations and memory measured here, {kind}; NVMe and network assumed")

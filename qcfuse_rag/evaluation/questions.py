@@ -1,4 +1,4 @@
-"""Questions over passages: from a file, for profiles as for the bench, or from the demonstration's own corpus."""
+"""Questions over passages: from files of JSON lines, or from the demonstration corpus."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ EXPECTED = (
 )
 NUMBERED = re.compile(r"^Passage \d+:[ \t]*\n", re.MULTILINE)
 STEP = 5
-"""From one question of the demonstration to the next, how much further on its distractors begin."""
+"""Offset of a question's first distractor from that of the question before it."""
 
 
 class BadDataset(QCFuseError):
-    """A file of questions is missing, or a line of it cannot be used; the message names file and line."""
+    """A question file cannot be read, or a line cannot be used; the message names file and line."""
 
 
 class QuestionLine(NamedTuple):
-    """One question of a file.
+    """One line of a question file.
 
     Attributes:
-        number: of its line, from 1.
-        id: what the file calls it, if it does.
+        number: line number, from 1.
+        id: the question's id in the file, or None.
         sample: the question.
     """
 
@@ -41,16 +41,17 @@ class QuestionLine(NamedTuple):
 
 
 def demo_samples(distractors: int = 3) -> list[Sample]:
-    """Return the demonstration's questions, each over the documents it needs and some of the others."""
+    """Return the demonstration's questions, each over the documents it needs and some other documents."""
     texts, samples = corpus(), []
     names = list(texts)
-    for index, asked in enumerate(questions()):
+    for index, question in enumerate(questions()):
         start = index * STEP % len(names)
-        others = [name for name in names[start:] + names[:start] if name not in asked.documents]
-        apart = max(1, len(others) // max(1, distractors))  # so that the evidence is not always first or last
-        chosen = sorted([*asked.documents, *others[::apart][:distractors]])
-        supporting = tuple(chosen.index(name) for name in asked.documents)
-        samples.append(Sample(asked.question, tuple(texts[name] for name in chosen), asked.answers, supporting))
+        others = [name for name in names[start:] + names[:start] if name not in question.documents]
+        step = max(1, len(others) // max(1, distractors))  # so that the evidence is not always first or last
+        chosen = sorted([*question.documents, *others[::step][:distractors]])
+        supporting = tuple(chosen.index(name) for name in question.documents)
+        passages = tuple(texts[name] for name in chosen)
+        samples.append(Sample(question.question, passages, question.answers, supporting))
     return samples
 
 
@@ -64,12 +65,13 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def read_lines(path: Path) -> Iterator[QuestionLine]:
-    """Yield the questions of a file of JSON lines, in any of three layouts; lines that are not asked for are not read.
+    """Yield the questions of a file of JSON lines, in any of three layouts; reading stops where the caller stops.
 
-    Ours has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a string or
-    several) if they are known, and perhaps `supporting` (indices of the passages needed) and `id`. That of the QCFuse
-    release has `input` and `context`, a list of passages; LongBench's has one string as `context`, which is cut at its
-    lines `Passage N:`, else at blank lines. A passage is its title, a line break and its text; blank answers are none.
+    This package's layout has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a
+    string or several) if they are known, and perhaps `supporting` (indices of the needed passages) and `id`. The layout
+    of the QCFuse release has `input` and `context`, a list of passages. LongBench's layout has one string as `context`,
+    which is cut at its lines `Passage N:`, else at blank lines. A passage is its title, a line break and its text;
+    blank answers are ignored.
 
     Raises:
         BadDataset: if the file cannot be read, or a line of it.
@@ -84,18 +86,18 @@ def read_lines(path: Path) -> Iterator[QuestionLine]:
             continue
         try:
             record = json.loads(line)
-            found = QuestionLine(number, _id(record), _sample(record))
+            question = QuestionLine(number, _id(record), _sample(record))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadDataset(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
-        yield found
+        yield question
 
 
 def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return title and text of each passage of a record; the title is empty where there is none.
+    """Return title and text of each passage of a record; a missing title is empty.
 
     Raises:
         KeyError: if the record has no passages.
-        TypeError: if they are not what they should be.
+        TypeError: if they have other types.
     """
     name = "context" if record.get("passages") is None and "context" in record else "passages"
     items = record[name]
@@ -156,10 +158,10 @@ def _reason(error: Exception) -> str:
 def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
     """Read the first `size` questions of a file of JSON lines, all of them if None.
 
-    For the layouts of a line see `evaluation.questions.read_lines`. Without an id the line number is taken.
+    For the layouts of a line see `read_lines`. The id of a question without one is its line number.
 
     Raises:
-        BadDataset: if the file cannot be read, holds no question, or a line is not one with an answer.
+        BadDataset: if the file cannot be read, has no question, or a line has no question with an answer.
     """
     examples: list[Example] = []
     seen: set[str] = set()
@@ -180,13 +182,13 @@ def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
 
 
 def first_passages(example: Example, count: int) -> Example:
-    """Keep the first `count` passages, as the QCFuse release does by its `--topk`."""
+    """Keep the first `count` passages, as `--topk` of the QCFuse release does."""
     supporting = tuple(i for i in example.supporting if i < count)
     return replace(example, passages=example.passages[:count], supporting=supporting)
 
 
 def passage_texts(folder: Path) -> Iterator[str]:
-    """Yield the texts, without titles, of all passages of the JSON lines in a folder; lines that are not data go by."""
+    """Yield the texts, without titles, of all passages in a folder's JSON lines; other lines are skipped."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text("utf-8", errors="replace").split("\n"):
             try:

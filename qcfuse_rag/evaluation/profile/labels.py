@@ -1,4 +1,4 @@
-"""Labels: which tokens of a prompt are the answer, by an answer that is known."""
+"""Labels for a profile: the tokens of a prompt that hold the answer, with and without a known answer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from qcfuse_rag.verification.samples import Sample, find_answers
 
 
 def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> tuple[int, ...]:
-    """Return the positions of the tokens that the sample's answers are made of, ascending.
+    """Return the positions of the tokens in the sample's answers, ascending.
 
-    Every occurrence counts, in the passages that are needed if those are known, else in all. A token counts if any of
-    its characters does, so a space or a full stop that the tokenizer ties to the answer counts with it.
+    Every occurrence in the needed passages counts; if they are not known, in all passages. A token counts if any of its
+    characters does, such as a space or a full stop that the tokenizer joins to the answer.
 
     Args:
-        prompts: what built the prompt.
-        prompt: of the sample's question and passages.
+        prompts: the builder of the prompt.
+        prompt: the prompt of the sample's question and passages.
         sample: the sample.
 
     Returns:
-        Positions in the prompt; none if no answer stands in the passages.
+        Positions in the prompt; none if the passages do not contain an answer.
     """
     positions: list[int] = []
     spans = iter(prompt.chunks)
@@ -37,11 +37,11 @@ def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> 
         span = next(spans)
         if sample.supporting and index not in sample.supporting:
             continue
-        found = find_answers(span.segment.text, sample.answers)
+        ranges = find_answers(span.segment.text, sample.answers)
         positions += [
             span.start + token
             for token, (start, stop) in enumerate(offsets)
-            if any(start < last and first < stop for first, last in found)
+            if any(start < last and first < stop for first, last in ranges)
         ]
     return tuple(positions)
 
@@ -50,15 +50,15 @@ ANSWER_TOKENS = 16
 
 
 def decisive_positions(engine: FusionEngine, sample: Sample) -> tuple[int, ...]:
-    """Return the positions of the passage without which the model would least give its own answer.
+    """Return the positions of the passage that the model's own answer depends on most.
 
-    The model answers from all passages, greedily and by full prefill. Then each passage is left out in turn, and the
-    one whose absence lowers the log probability of that answer most is taken for the evidence: no label is needed, and
-    an answer in words that no passage has is as good as a quotation. It is coarser than a label, a passage instead of
-    the answer's tokens, and costs a prefill for every passage.
+    The model answers from all passages, greedily and by full prefill. Then each passage is left out in turn. The
+    passage whose absence lowers the log probability of that answer most is the evidence. This needs no label, and works
+    for an answer that no passage quotes. It is coarser than a label, a passage instead of the answer's tokens, and
+    costs a prefill for every passage.
 
     Args:
-        engine: with the model; its store is not used.
+        engine: the model; its store is not used.
         sample: a question over two or more passages.
 
     Returns:
@@ -71,12 +71,12 @@ def decisive_positions(engine: FusionEngine, sample: Sample) -> tuple[int, ...]:
     answer = engine.generate(prompt, SamplingParams(max_new_tokens=ANSWER_TOKENS), method=full()).ids
     if all(token in end_tokens(engine.lm) for token in answer):
         return ()
-    whole = answer_log_probability(engine.lm, prompt.ids, answer)
+    log_probability = answer_log_probability(engine.lm, prompt.ids, answer)
     texts = [text for text in sample.passages if engine.prompts.chunk_ids(text)]
     lost = []
     for index in range(len(texts)):
         without = engine.prompt(sample.question, texts[:index] + texts[index + 1 :])
-        lost.append(whole - answer_log_probability(engine.lm, without.ids, answer))
+        lost.append(log_probability - answer_log_probability(engine.lm, without.ids, answer))
     decisive = max(range(len(texts)), key=lost.__getitem__)
     if lost[decisive] <= 0:
         return ()
@@ -86,7 +86,7 @@ def decisive_positions(engine: FusionEngine, sample: Sample) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def answer_log_probability(lm: LanguageModel, ids: tuple[int, ...], answer: tuple[int, ...]) -> float:
-    """Return the natural log probability of an answer's tokens after a prompt's, by the model's own forward."""
+    """Return the natural log probability of an answer after a prompt, by the model's own forward pass."""
     sequence = torch.tensor([ids + answer], device=lm.device)
     logits = lm.model(input_ids=sequence, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
     chosen = logits.float().log_softmax(-1).gather(1, sequence[0, len(ids) :, None])

@@ -1,4 +1,4 @@
-"""Profile a model: question by question, how much of the answer each layer finds."""
+"""Measure how much of the answer each layer's attention finds, and choose the critical layers."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from qcfuse_rag.verification.samples import Sample
 TOO_LONG = "longer than the context window"
 NOT_THERE = "the answer does not stand in the passages"
 NOT_DECISIVE = "the model's answer rests on no passage"
+RECALL_SHARE = 0.1
+"""Share of the passages' tokens with most attention among which the answer counts as found."""
 
 
 def profile_layers(
@@ -36,47 +38,42 @@ def profile_layers(
     labelled: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LayerProfile:
-    """Measure which layers of a model look at the answer, as QCFuse (arXiv 2606.05875) does offline.
+    """Measure which layers of a model attend to the answer, as QCFuse (arXiv 2606.05875) does offline.
 
     Args:
-        engine: with the model and the wording of the prompt; its store is not used.
+        engine: the model and the wording of the prompt; its store is not used.
         samples: questions over passages.
-        layers: how many to choose.
+        layers: number of layers to choose.
         depth_penalty: see `choose_layers`.
         labelled: use the answers of the samples; False finds the evidence without them, see `profile.labels`.
         progress: called with questions `(done, total)`.
 
     Raises:
         ProfileError: if no sample can be used.
-        ValueError: if the model has not as many layers, or the penalty is negative.
+        ValueError: if the model has fewer layers, or the penalty is negative.
     """
     lm = engine.lm
-    choose_layers([0.0] * lm.n_layers, layers, depth_penalty)  # complains before the work, not after
+    choose_layers([0.0] * lm.n_layers, layers, depth_penalty)  # refuse bad arguments before the work
     total = torch.zeros(lm.n_layers, dtype=torch.float64)
     skipped: Counter[str] = Counter()
     for done, sample in enumerate(samples, 1):
-        prompt = engine.prompt(sample.question, sample.passages)
-        if len(prompt) + (0 if labelled else ANSWER_TOKENS) > lm.window.tokens:
-            skipped[TOO_LONG] += 1
+        recall = _recall(engine, sample, labelled=labelled)
+        if isinstance(recall, str):
+            skipped[recall] += 1
         else:
-            found = answer_positions(engine.prompts, prompt, sample) if labelled else decisive_positions(engine, sample)
-            if found:
-                candidates = [position for span in prompt.chunks for position in range(span.start, span.stop)]
-                total += recall_by_layer(attention_by_layer(lm, prompt), candidates, found)
-            else:
-                skipped[NOT_THERE if labelled else NOT_DECISIVE] += 1
+            total += recall
         if progress is not None:
             progress(done, len(samples))
     used = len(samples) - skipped.total()
     if not used:
-        why = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
-        raise ProfileError(f"no question can be used ({why or 'there are none'}); give others, or fewer passages")
-    recall = tuple((total / used).tolist())
+        reasons = "; ".join(f"{count} times {reason}" for reason, count in skipped.items())
+        raise ProfileError(f"no question can be used ({reasons or 'there are none'}); give others, or fewer passages")
+    mean_recall = tuple((total / used).tolist())
     return LayerProfile(
         model=lm.name,
         fingerprint=lm.fingerprint.fields(),
-        layers=choose_layers(recall, layers, depth_penalty),
-        recall=recall,
+        layers=choose_layers(mean_recall, layers, depth_penalty),
+        recall=mean_recall,
         labels="answers" if labelled else "leave-one-out",
         samples=used,
         skipped=dict(skipped),
@@ -84,20 +81,28 @@ def profile_layers(
     )
 
 
-RECALL_SHARE = 0.1
-"""The best tokens that count as found, as a share of all tokens of the passages."""
+def _recall(engine: FusionEngine, sample: Sample, *, labelled: bool) -> Tensor | str:
+    """Return a sample's recall by layer, or the reason why the sample cannot be used."""
+    prompt = engine.prompt(sample.question, sample.passages)
+    if len(prompt) + (0 if labelled else ANSWER_TOKENS) > engine.lm.window.tokens:
+        return TOO_LONG
+    targets = answer_positions(engine.prompts, prompt, sample) if labelled else decisive_positions(engine, sample)
+    if not targets:
+        return NOT_THERE if labelled else NOT_DECISIVE
+    candidates = [position for span in prompt.chunks for position in range(span.start, span.stop)]
+    return recall_by_layer(attention_by_layer(engine.lm, prompt), candidates, targets)
 
 
 @torch.inference_mode()
 def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
-    """Prefill a prompt in full and return what its question looks at in every layer.
+    """Prefill a prompt in full and return the attention of its question in every layer.
 
-    The asking rows are those of a probe over stored passages, see `FusedPrompt.probe_rows`. Nothing is reused here, so
-    this is what a probe would see of perfect caches.
+    The asking rows are those of a probe over stored passages, see `FusedPrompt.probe_rows`. Nothing is reused, so this
+    is the attention that a probe would measure with perfect caches.
 
     Args:
         lm: the model.
-        prompt: with passages; at most as long as the context window.
+        prompt: a prompt with passages, at most as long as the context window.
 
     Returns:
         `[n_layers, T]` float32 on the CPU: the attention each position gets, mean over heads and asking rows.
@@ -107,37 +112,37 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
         if span.segment.role in (Role.HEAD, Role.CHUNK):
             fused.known[span.start : span.stop] = True
     asking = fused.probe_rows()
-    length = int(asking[-1]) + 1  # what comes after the last asking row is seen by none
+    length = int(asking[-1]) + 1  # no asking row sees a later token
     asking = asking.to(lm.device)
-    everything = torch.ones(length, dtype=torch.bool, device=lm.device)
-    found = torch.zeros(lm.n_layers, len(prompt))
+    visible = torch.ones(length, dtype=torch.bool, device=lm.device)
+    attention = torch.zeros(lm.n_layers, len(prompt))
 
     def observe(
         layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
     ) -> None:
         weights = attention_weights(
-            query[:, :, asking], key, asking, everything, scaling=scaling, softcap=softcap, window=window
+            query[:, :, asking], key, asking, visible, scaling=scaling, softcap=softcap, window=window
         )
-        found[layer, :length] = weights.cpu()
+        attention[layer, :length] = weights.cpu()
 
     plan = RowsPlan.between(0, length, lm.device, lm.sliding, observe)
     forward_hidden(lm, fused.ids[:length], plan, fused.loading_buffer, depth=lm.n_layers)
-    return found
+    return attention
 
 
 def recall_by_layer(attention: Tensor, candidates: Sequence[int], targets: Sequence[int]) -> Tensor:
-    """Return for each layer the share of the targets among the best tenth of the candidates.
+    """Return for each layer the share of the targets among the tenth of the candidates with most attention.
 
     Args:
         attention: `[n_layers, T]`.
         candidates: positions of the passages' tokens.
-        targets: positions of the answer's, not empty, all of them candidates.
+        targets: positions of the answer's tokens, at least one, all of them candidates.
 
     Returns:
-        `[n_layers]` float64, 0 to 1. Less than 1 at best where the targets are more than a tenth of the candidates.
+        `[n_layers]` float64, 0 to 1; at most below 1 where the targets are more than a tenth of the candidates.
     """
-    places = torch.tensor(candidates)
-    wanted = torch.isin(places, torch.tensor(targets))
-    count = max(1, int(RECALL_SHARE * len(places)))
-    best = attention[:, places].argsort(dim=1, descending=True, stable=True)[:, :count]
-    return wanted[best].sum(1).double() / len(targets)
+    positions = torch.tensor(candidates)
+    is_target = torch.isin(positions, torch.tensor(targets))
+    count = max(1, int(RECALL_SHARE * len(positions)))
+    best = attention[:, positions].argsort(dim=1, descending=True, stable=True)[:, :count]
+    return is_target[best].sum(1).double() / len(targets)

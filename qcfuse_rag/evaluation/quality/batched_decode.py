@@ -1,7 +1,7 @@
-"""Answer one prompt under many methods at once: their buffers, stacked, are continued as one batch.
+"""Decode the answers of many methods to one prompt as one batch.
 
-All methods see the same ids, so their buffers are equally long and one pass serves all of them. What a sequence gets
-is what it would get alone; only the time is another, which is why times to the first token are taken one by one before.
+All methods see the same ids, so their buffers have the same length and one pass serves all of them. A sequence gets the
+same tokens as alone. Only the time differs, so times to first token are measured method by method beforehand.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import RowsPlan
 
 GOLD_ROWS = 16
-"""Rows of the gold answer in one pass: bounds the memory of logits over the vocabulary."""
+"""Rows of the gold answer in one pass, which bounds the memory of the logits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchedDecoder:
-    """Prefilled prompts side by side.
+    """Prefilled prompts in one batch.
 
     Attributes:
         lm: the model.
         buffer: keys and values of `B` sequences.
         logits: `[B, vocabulary]` float32, scores of the first new token.
-        length: tokens of the prompt, the same for all.
+        length: tokens of each prompt.
     """
 
     lm: LanguageModel
@@ -55,19 +55,19 @@ class BatchedDecoder:
         """
         buffer = KVBuffer.allocate(lm.shapes, length + room, dtype=lm.dtype, device=lm.device, batch=count)
         logits = []
-        for index, one in enumerate(prefilled):
-            sources, places = (*one.buffer.keys, *one.buffer.values), (*buffer.keys, *buffer.values)
-            for place, source in zip(places, sources, strict=True):
-                place[index, :, :length] = source[0, :, :length]
-            logits.append(one.logits)
+        for index, result in enumerate(prefilled):
+            sources, targets = (*result.buffer.keys, *result.buffer.values), (*buffer.keys, *buffer.values)
+            for target, source in zip(targets, sources, strict=True):
+                target[index, :, :length] = source[0, :, :length]
+            logits.append(result.logits)
         return cls(lm, buffer, torch.stack(logits), length)
 
     @torch.inference_mode()
     def gold_nll(self, gold: Sequence[int]) -> list[float]:
-        """Return for each sequence the mean negative log-likelihood of given tokens, in nats a token.
+        """Return for each sequence the mean negative log-likelihood of the gold answer, in nats a token.
 
         Args:
-            gold: token ids of the gold answer, at most as many as there is room for. None gives 0.
+            gold: token ids of the gold answer, at most as many as fit the buffer; without tokens the result is 0.
         """
         if not gold:
             return [0.0] * len(self.logits)
@@ -83,29 +83,29 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def greedy(self, max_new_tokens: int) -> list[tuple[int, ...]]:
-        """Return each sequence's likeliest tokens, up to and including its end token."""
+        """Return each sequence's most likely tokens, up to and including its end token."""
         ends = end_tokens(self.lm)
         answers: list[list[int]] = [[] for _ in range(len(self.logits))]
-        going, logits = set(range(len(answers))), self.logits
+        unfinished, logits = set(range(len(answers))), self.logits
         for step in range(max_new_tokens):
             tokens = logits.argmax(-1)
             listed = tokens.tolist()
-            for i in sorted(going):
+            for i in sorted(unfinished):
                 answers[i].append(listed[i])
                 if listed[i] in ends:
-                    going.discard(i)
-            if not going or step + 1 == max_new_tokens:
+                    unfinished.discard(i)
+            if not unfinished or step + 1 == max_new_tokens:
                 break
             logits = self._forward(tokens[:, None], self.length + step, keep=1)[:, -1]
         return [tuple(answer) for answer in answers]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer's tokens as a stream of them would give it, less surrounding white space."""
+        """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
         assembler = Detokenizer(self.lm.tokenizer.backend_tokenizer, ())
         return ("".join(assembler.push(token) for token in ids) + assembler.flush()).strip()
 
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
-        """Compute rows of all sequences from `position` on: ids `[B, R]` -> `[B, keep, vocabulary]` float32."""
+        """Compute rows of all sequences from `position` on: ids `[B, R]` to logits `[B, keep, vocabulary]` float32."""
         plan = RowsPlan.between(position, position + ids.shape[1], ids.device, self.lm.sliding)
         logits: Tensor = self.lm.model(**model_inputs(ids, plan, self.buffer), logits_to_keep=keep).logits
         return logits[:, -keep:].float()

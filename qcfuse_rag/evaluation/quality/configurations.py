@@ -1,4 +1,4 @@
-"""What is compared: methods by name, each at several ratios and over several bases."""
+"""The configurations to compare: methods by name, at several ratios and over several bases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from qcfuse_rag.store.prefill_base import BASES
 FULL, RANDOM = "full", "random"
 
 RELEASE_NAMES = {"ours": "qcfuse", "fullcomp": FULL, "fuserag": "fusionrag", "fullreuse": "reuse"}
-"""Names of the QCFuse release's `--baseline` that are others here."""
+"""Names of `--baseline` in the QCFuse release that differ from the names here."""
 
 NAMED = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<parameters>[^\[\]]*)\])?")
 
 Key = tuple[str, str | None, float | None]
-"""`(label, base, ratio)`: which configuration a record is of."""
+"""`(label, base, ratio)` of a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class Configuration:
     """A method at one ratio over one base.
 
     Attributes:
-        label: the method's name, with the parameters as the user wrote them.
-        method: ready to use.
-        base: name of the base it reads, or None.
-        ratio: the ratio it was given or has of itself; None for methods that count tokens.
+        label: the method's name, with its parameters as the user wrote them.
+        method: the method.
+        base: name of the base that it reads, or None.
+        ratio: the requested ratio or the method's own; None for methods that count tokens.
     """
 
     label: str
@@ -42,51 +42,52 @@ class Configuration:
 
     @property
     def key(self) -> Key:
-        """What a record of it is found by."""
+        """The key of its records."""
         return self.label, self.base, self.ratio
 
 
 def split_names(text: str) -> list[str]:
-    """Split at commas that are not inside brackets."""
+    """Split a text at the commas outside brackets."""
     return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]
 
 
 def configurations(
     names: Iterable[str], ratios: Sequence[float] = (), bases: Sequence[str] = ()
 ) -> list[Configuration]:
-    """Cross methods with ratios and bases; full prefill, the oracle, is always first.
+    """Cross methods with ratios and bases; full prefill, the reference, is always first.
 
     Args:
-        names: methods, such as `qcfuse` or with parameters `epic[n_tokens=16,ratio=none]`.
-        ratios: for every method that takes one and was not given its own; none means the method's default.
-        bases: names of bases for every method that takes one and was not given its own. None means the method's
-            default, and for the control `random` the bases of the methods it is the control of.
+        names: methods, such as `qcfuse`, or with parameters `epic[n_tokens=16,ratio=none]`.
+        ratios: ratios for every method that takes a ratio and names none; empty means the method's default.
+        bases: names of bases for every method that takes a base and names none. Empty means the method's default, and
+            for the control `random` the bases of the methods that it controls.
 
     Raises:
-        UnknownMethod: if there is no such method or base, or a method does not take a parameter.
+        UnknownMethod: if a method or base does not exist, or a method does not take a parameter.
         ValueError: if a parameter is out of range.
     """
     unknown = [base for base in bases if base not in BASES]
     if unknown:
         raise UnknownMethod(f"no base {unknown[0]!r}; there are {', '.join(BASES)}")
-    wanted = [_parse(label) for label in (FULL, *names)]
-    wanted.sort(key=lambda one: one[0] == RANDOM)  # its bases follow from the others'
-    found: dict[Key, Configuration] = {}
-    for name, written, given in wanted:
+    parsed = [_parse(label) for label in (FULL, *names)]
+    parsed.sort(key=lambda method: method[0] == RANDOM)  # its bases follow from those of the other methods
+    chosen: dict[Key, Configuration] = {}
+    for name, written, parameters in parsed:
         label = f"{name}[{written}]" if written else name
-        over: Sequence[str | None] = bases or [None]
+        method_bases: Sequence[str | None] = bases or [None]
         shares: Sequence[float | None] = ratios or [None]
         if name == RANDOM and not bases:
-            others = [one for one in found.values() if method_name(one.label) != RANDOM]
-            bases_of = (plain_base(one.base) for one in others if "ratio" in _takes(method_name(one.label)))
-            over = [base for base in dict.fromkeys(bases_of) if base in BASES] or [None]
-        for base in over if "base" in _takes(name) and "base" not in given else [None]:
-            # A number of tokens a chunk is a share of its own.
-            crossed = "ratio" in _takes(name) and not given.keys() & {"ratio", "n_tokens"}
+            others = [other for other in chosen.values() if method_name(other.label) != RANDOM]
+            controlled = (plain_base(other.base) for other in others if "ratio" in _takes(method_name(other.label)))
+            method_bases = [base for base in dict.fromkeys(controlled) if base in BASES] or [None]
+        for base in method_bases if "base" in _takes(name) and "base" not in parameters else [None]:
+            # A method with a number of tokens for each chunk takes no ratio.
+            crossed = "ratio" in _takes(name) and not parameters.keys() & {"ratio", "n_tokens"}
             for ratio in shares if crossed else [None]:
-                one = _configuration(label, name, {"ratio": ratio, **({"base": BASES[base]} if base else {}), **given})
-                found.setdefault(one.key, one)
-    return list(found.values())
+                settings = {"ratio": ratio, **({"base": BASES[base]} if base else {}), **parameters}
+                configuration = _configuration(label, name, settings)
+                chosen.setdefault(configuration.key, configuration)
+    return list(chosen.values())
 
 
 def method_name(label: str) -> str:
@@ -95,7 +96,7 @@ def method_name(label: str) -> str:
 
 
 def plain_base(base: str | None) -> str | None:
-    """Return the name of a base without the way its tokens are ranked."""
+    """Return the name of a base without the ranking of its tokens."""
     return base and base.split("+")[0]
 
 
@@ -112,7 +113,7 @@ def _takes(name: str) -> set[str]:
 
 
 def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
-    """Return the method's own name, its parameters as they are written, and what they are."""
+    """Return the method's name, the text of its parameters, and their values."""
     match = NAMED.fullmatch(label)
     if match is None:
         raise UnknownMethod(f"cannot read {label!r}; write a method as name or name[parameter=value,...]")
@@ -127,7 +128,7 @@ def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
 
 
 def _value(key: str, text: str) -> Any:
-    """Read a parameter: a base, `none`, `true`, `false`, a number, whole numbers as `7+8` or `7+`, or a word."""
+    """Read a parameter: a base, `none`, `true`, `false`, a number, whole numbers such as `7+8` or `7+`, or a word."""
     if key == "base" and text in BASES:
         return BASES[text]
     words: dict[str, Any] = {"none": None, "true": True, "false": False}

@@ -1,4 +1,4 @@
-"""`qcfuse bench quality`: from options to records, summary, tables and plots; goes on where it was stopped."""
+"""Measure the quality of methods, from options to records and summary; a stopped run continues."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from qcfuse_rag.verification.ruler import TASKS, generate
 from qcfuse_rag.verification.samples import Example
 
 UNLIMITED = 1 << 50
-"""Bytes of the store in memory; what bounds it is the group of questions it is filled for."""
+"""Limit of the store in memory, in bytes; the group of questions bounds it already."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """What to measure.
+    """The options of `qcfuse bench quality`.
 
     Attributes:
         model: Hugging Face id, folder or GGUF file.
         data_dir: folder of `{dataset}.jsonl`.
-        datasets: names; RULER-style ones are generated if there is no such file.
-        methods: as in `evaluation.quality.configurations`.
+        datasets: names; RULER-style datasets are generated if they have no file.
+        methods: see `evaluation.quality.configurations`.
         out: file of the result; records go beside it.
         ratios: see `evaluation.quality.configurations`.
         bases: see `evaluation.quality.configurations`.
         size: questions of each dataset.
-        distractors: passages to keep beside those that hold the answer; None keeps all.
-        top_k: first passages to keep; None keeps all.
-        seed: of generated tasks and of the bootstrap.
-        max_new_tokens: None is 32, and RULER's own for its tasks.
+        distractors: passages to keep beside those with the answer; None keeps all.
+        top_k: number of first passages to keep; None keeps all.
+        seed: seed of generated tasks and of the bootstrap.
+        max_new_tokens: most tokens of an answer; None is 32, and in RULER's tasks their own number.
         ruler_tokens: target length of generated tasks.
-        group: questions to prepare at once while the store is in memory.
+        group: questions to prepare together while the store is in memory.
         store: folder to keep passages in; None is memory.
-        device: such as `cpu` or `cuda:0`.
-        dtype: such as `bfloat16`.
-        pool: files or a folder of JSON lines in whose passages enriched ones find their neighbours; None is among the
-            passages that are prepared.
-        neighbours: of each enriched passage.
+        device: a device such as `cpu` or `cuda:0`.
+        dtype: a dtype such as `bfloat16`.
+        pool: files or folders of JSON lines in which the neighbours of enriched passages are searched; empty is the
+            prepared passages alone.
+        neighbours: neighbours of each enriched passage.
         profile: file of the model's critical layers; see `FusionEngine.load`.
     """
 
@@ -84,17 +84,17 @@ class QualityOptions:
 
 
 def measure_quality(options: QualityOptions, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Run what is missing and write result and table; return the result as plain data.
+    """Run the missing configurations, write result and table, and return the result as plain data.
 
-    Records are kept in `{out}.partial.jsonl` as they come: the same options go on from there, more methods are added
-    to it, other data or another model is refused.
+    Records are kept in `{out}.partial.jsonl` as they come. A run with the same options continues from it, and a run
+    with more methods adds to it; other data or another model is refused.
 
     Args:
         options: what to measure.
         progress: called with questions `(done, total)`.
 
     Raises:
-        QCFuseError: if something needed is missing, a dataset cannot be used, or records of other conditions are there.
+        QCFuseError: if a requirement is missing, a dataset cannot be used, or records have other conditions.
         ValueError: if a method's parameter is out of range.
     """
     if options.out.suffix != ".json":
@@ -118,8 +118,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             group = options.group if options.store is None else None
             pool = _pool(options)
             notes += run_questions(engine, examples, chosen, log, group=group, pool=pool, progress=progress)
-            asked = {(example.dataset, example.id) for example in examples}
-            records = [r for r in log.records.values() if (r["dataset"], r["id"]) in asked]
+            wanted = {(example.dataset, example.id) for example in examples}
+            records = [record for record in log.records.values() if (record["dataset"], record["id"]) in wanted]
             if not records:
                 raise QCFuseError("; ".join(["no question could be measured", *notes]))
             notes += on_log(log, kept=options.store is not None) + on_methods(records)
@@ -132,22 +132,22 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
 
 
 def _pool(options: QualityOptions) -> NeighbourPool:
-    """Return where neighbours are searched: passages as the prompts have them, titles and all."""
+    """Return the corpus of neighbours: passages as in prompts, with their titles."""
     files = [file for path in options.pool for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     texts = [text for file in files for example in read_dataset(file) for text in example.passages]
     return NeighbourPool(tuple(texts), options.neighbours)
 
 
 def partial_path(out: Path) -> Path:
-    """Return the file that records of a result are kept in."""
+    """Return the file of a result's records."""
     return out.with_suffix(".partial.jsonl")
 
 
 def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[Example], dict[str, str]]:
-    """Read or make the questions of all datasets; return them and for each dataset the hash of where it is from.
+    """Read or generate the questions of all datasets; return them and a digest of each dataset's source.
 
     Raises:
-        BadDataset: if there is no such dataset, or a record cannot be used.
+        BadDataset: if a dataset does not exist, or a record cannot be used.
         QCFuseError: if a generated task does not fit its length.
     """
     examples: list[Example] = []
@@ -156,24 +156,27 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
         path = options.data_dir / f"{name}.jsonl"
         if path.exists() or name not in TASKS:
             if not path.exists():
-                there = ", ".join(sorted(p.stem for p in options.data_dir.glob("*.jsonl"))) or "none"
+                available = ", ".join(sorted(file.stem for file in options.data_dir.glob("*.jsonl"))) or "none"
                 raise BadDataset(
-                    f"no dataset {name!r} in {options.data_dir}; there are {there}, and {', '.join(TASKS)}"
+                    f"no dataset {name!r} in {options.data_dir}; there are {available}, and {', '.join(TASKS)}"
                 )
-            own = [replace(one, dataset=name) for one in read_dataset(path, size=options.size)]
+            dataset = [replace(example, dataset=name) for example in read_dataset(path, size=options.size)]
             sources[name] = digest(path.read_bytes())
             if options.distractors is not None:
                 # Which passages hold the answer is not guessed: a question of two steps would lose the first.
-                own = [one.with_distractors(options.distractors) if one.supporting else one for one in own]
+                dataset = [
+                    example.with_distractors(options.distractors) if example.supporting else example
+                    for example in dataset
+                ]
         else:
             haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or _demo_texts()
-            own = _generated(name, options, engine, haystack)
+            dataset = _generated(name, options, engine, haystack)
             sources[name] = f"generated {options.ruler_tokens} {digest(chr(0).join(haystack).encode())}"
         if options.top_k is not None:
-            own = [first_passages(example, options.top_k) for example in own]
+            dataset = [first_passages(example, options.top_k) for example in dataset]
         if options.max_new_tokens is not None:
-            own = [replace(example, max_new_tokens=options.max_new_tokens) for example in own]
-        examples += own
+            dataset = [replace(example, max_new_tokens=options.max_new_tokens) for example in dataset]
+        examples += dataset
     return examples, sources
 
 
@@ -195,11 +198,13 @@ def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystac
 
 
 def _refuse_to_cut(options: QualityOptions) -> None:
-    """Refuse to keep the first passages of a generated task only: part of the answer would go with the others."""
-    made = [one for one in options.datasets if one in TASKS and not (options.data_dir / f"{one}.jsonl").exists()]
-    if made and options.top_k is not None:
+    """Refuse `--top-k` for a generated task: it would cut away part of the answer."""
+    generated = [
+        name for name in options.datasets if name in TASKS and not (options.data_dir / f"{name}.jsonl").exists()
+    ]
+    if generated and options.top_k is not None:
         raise QCFuseError(
-            f"--top-k would cut away part of what {made[0]} hides; run it apart, its length is --ruler-tokens"
+            f"--top-k would cut away part of what {generated[0]} hides; run it apart, its length is --ruler-tokens"
         )
 
 
@@ -210,7 +215,7 @@ def _demo_texts() -> list[str]:
 
 
 def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str, str]) -> dict[str, Any]:
-    """Return what records depend on; methods and the number of questions may change."""
+    """Return the conditions on which records depend; methods and the number of questions may change."""
     return {
         "model": engine.lm.fingerprint.digest,
         "device": str(engine.lm.device),
@@ -227,8 +232,8 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
 
 
 def _preparations(chosen: Sequence[Configuration]) -> dict[tuple[str, str | None, float | None], str | None]:
-    needed = {one.key: preparation_of(one) for one in chosen}
-    return {key: one.name if one is not None else None for key, one in needed.items()}
+    needed = {configuration.key: preparation_of(configuration) for configuration in chosen}
+    return {key: None if preparation is None else preparation.name for key, preparation in needed.items()}
 
 
 def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
@@ -239,17 +244,17 @@ def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
 
 
 def on_distractors(examples: Sequence[Example]) -> list[str]:
-    """Say how many questions keep all their passages though fewer were asked for."""
-    silent = sum(not example.supporting and example.dataset not in TASKS for example in examples)
-    return [f"{silent} questions do not say which passages hold the answer; they keep all"] if silent else []
+    """Return a note on the questions that keep all their passages though fewer were asked for."""
+    unlabelled = sum(not example.supporting and example.dataset not in TASKS for example in examples)
+    return [f"{unlabelled} questions do not say which passages hold the answer; they keep all"] if unlabelled else []
 
 
 def on_log(log: RecordLog, *, kept: bool) -> list[str]:
-    """Say what of the records that were there could not be used.
+    """Return notes on the earlier records that could not be used.
 
     Args:
-        log: after the run.
-        kept: the store is one that earlier runs filled too.
+        log: the log after the run.
+        kept: whether earlier runs filled the store too.
     """
     notes = []
     if log.damaged:
@@ -265,18 +270,18 @@ def on_log(log: RecordLog, *, kept: bool) -> list[str]:
 
 
 def on_methods(records: Iterable[Record]) -> list[str]:
-    """Say what a method was measured without, and where it was not what was measured."""
-    asked, as_full_prefill = Counter[str](), Counter[str]()
+    """Return notes on answers that a method computed in full, and on inputs that a method lacked."""
+    answers, in_full = Counter[str](), Counter[str]()
     for record in records:
-        asked[record["method"]] += 1
-        as_full_prefill[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
+        answers[record["method"]] += 1
+        in_full[record["method"]] += (record.get("fallback") or "").startswith(IN_FULL)
     notes = [
-        f"{method}: {count} of {asked[method]} answers were computed in full, as its guard found that no slower; "
+        f"{method}: {count} of {answers[method]} answers were computed in full, as its guard found that no slower; "
         "[guard=false] measures what it does otherwise"
-        for method, count in as_full_prefill.items()
+        for method, count in in_full.items()
         if count
     ]
-    if not any(method_name(method) == "relaycaching" for method in asked):
+    if not any(method_name(method) == "relaycaching" for method in answers):
         return notes
     return [
         *notes,

@@ -1,4 +1,4 @@
-"""Scores of an answer from 0 to 1: token F1, exact match, ROUGE-L, string match; and how far its first token is."""
+"""Scores of an answer, from 0 to 1: token F1, exact match, ROUGE-L and string match."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def normalized(text: str) -> str:
 
 def token_f1(answer: str, gold: Sequence[str]) -> float:
     """Return the F1 of the bags of normalised words, the best over the gold answers."""
-    return max(_word_f1(normalized(answer).split(), normalized(one).split()) for one in gold)
+    return max(_word_f1(normalized(answer).split(), normalized(expected).split()) for expected in gold)
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
     """Return 1 if the normalised answer is a normalised gold answer, else 0."""
-    return float(any(normalized(answer) == normalized(one) for one in gold))
+    return float(any(normalized(answer) == normalized(expected) for expected in gold))
 
 
 def rouge_l(answer: str, gold: Sequence[str]) -> float:
@@ -37,22 +37,22 @@ def rouge_l(answer: str, gold: Sequence[str]) -> float:
     Raises:
         QCFuseError: if `rouge-score` is not installed.
     """
-    return max(float(rouge_scorer().score(one, answer)["rougeL"].fmeasure) for one in gold)
+    return max(float(rouge_scorer().score(expected, answer)["rougeL"].fmeasure) for expected in gold)
 
 
 def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict[str, float]:
     """Return all scores by their names in a record.
 
     Args:
-        answer: what was generated.
+        answer: the generated answer.
         gold: gold answers.
-        needs_all: the gold answers are parts of one, which words are compared with; see `string_match`.
+        needs_all: the gold answers are parts of one answer; words are compared with all of them, see `string_match`.
     """
-    whole = [", ".join(gold)] if needs_all else gold
+    answers = [", ".join(gold)] if needs_all else gold
     return {
-        "f1": token_f1(answer, whole),
-        "em": exact_match(answer, whole),
-        "rouge_l": rouge_l(answer, whole),
+        "f1": token_f1(answer, answers),
+        "em": exact_match(answer, answers),
+        "rouge_l": rouge_l(answer, answers),
         "match": string_match(answer, gold, needs_all=needs_all),
     }
 

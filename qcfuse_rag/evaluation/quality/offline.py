@@ -1,4 +1,4 @@
-"""What has to be done before questions come, and what it costs: the part of a method that TTFT does not show."""
+"""The preparation of a method before questions come, and its cost, which TTFT does not show."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from qcfuse_rag.ingestion.neighbours import covering_groups, nearest_chunks
 from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 CAPTURED = {"cachecraft": "variant", "kamera": "patch", "kvcomm": "difference"}
-"""Methods that read what was captured, and what that is."""
+"""Methods that read captured caches, and the kind of those caches."""
 
 CAPTURED_TOGETHER = 4
-"""Passages of a captured group."""
+"""Passages in a captured group."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineCost:
-    """The offline part of one preparation.
+    """The cost of one preparation.
 
     Attributes:
-        preparation: its name; methods that share one read the same stored caches.
-        chunks: distinct passages it prepared now; those found in the store cost nothing.
-        seconds: how long it took.
-        size_bytes: bytes it stored.
+        preparation: its name; methods that share a preparation read the same stored caches.
+        chunks: distinct passages prepared now; passages found in the store cost nothing.
+        seconds: time taken.
+        size_bytes: bytes stored.
     """
 
     preparation: str
@@ -37,50 +37,50 @@ class OfflineCost:
     size_bytes: int
 
     def after(self, before: OfflineCost) -> OfflineCost:
-        """Return the cost of this preparation together with that of the one it builds on, for the same passages."""
+        """Return this cost together with that of the preparation it builds on, for the same passages."""
         seconds, size_bytes = self.seconds + before.seconds, self.size_bytes + before.size_bytes
         return OfflineCost(self.preparation, self.chunks, seconds, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class NeighbourPool:
-    """Where enriched passages' neighbours are searched.
+    """The corpus in which the neighbours of enriched passages are searched.
 
     Attributes:
-        texts: a corpus; those that are prepared belong to it in any case.
-        neighbours: how many to take of each.
+        texts: passages of the corpus; the prepared passages always belong to it.
+        neighbours: number of neighbours of each passage.
     """
 
     texts: tuple[str, ...] = ()
     neighbours: int = NEIGHBOURS
 
     def beside(self, passages: Sequence[str]) -> list[str]:
-        """Return the corpus without the passages that are prepared, each text once."""
-        own = set(passages)
-        return [text for text in dict.fromkeys(self.texts) if text not in own]
+        """Return the corpus without the prepared passages, each text once."""
+        prepared = set(passages)
+        return [text for text in dict.fromkeys(self.texts) if text not in prepared]
 
 
 @dataclass(frozen=True, slots=True)
 class WarmPreparation:
-    """The usual preparation: every passage is prefilled under one base. Hashable, so that it is done once for all."""
+    """The usual preparation: prefill every passage under one base. Hashable, so that methods can share it."""
 
     base: Base
 
     @property
     def name(self) -> str:
-        """What it is called in results."""
+        """Its name in results."""
         return f"warm {self.base.name}"
 
     @property
-    def first(self) -> WarmPreparation | None:
-        """What has to be there before, and is paid for too.
+    def prerequisite(self) -> WarmPreparation | None:
+        """The preparation that this one builds on, or None; its cost is added.
 
-        Enriched passages are made from framed ones; a prompt's first passage is taken framed instead of primed.
+        Enriched caches are made from framed caches; the first passage of a prompt is read framed instead of primed.
         """
         return WarmPreparation(FRAMED) if self.base.enriched or self.base.primed else None
 
     def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
-        """Prefill what the store does not have yet."""
+        """Prefill the passages that the store lacks."""
         others = pool.beside(passages) if self.base.enriched else []
         neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
         started = time.perf_counter()
@@ -92,11 +92,11 @@ class WarmPreparation:
 
 @dataclass(frozen=True, slots=True)
 class CapturePreparation:
-    """Groups of related passages are computed exactly, and what was born behind others is kept.
+    """Compute groups of related passages exactly, and keep the caches of passages that follow others.
 
     Attributes:
-        keep: `variant`, `difference` or `patch`, see `FusionEngine.capture`.
-        base: what is placed where nothing captured fits.
+        keep: `variant`, `difference` or `patch`, see `Corpus.capture`.
+        base: the base of the caches that are placed where no captured cache fits.
     """
 
     keep: str
@@ -104,21 +104,21 @@ class CapturePreparation:
 
     @property
     def name(self) -> str:
-        """What it is called in results."""
+        """Its name in results."""
         return f"capture {self.keep}, warm {self.base.name}"
 
     @property
-    def first(self) -> WarmPreparation:
-        """What has to be there before, and is paid for too."""
+    def prerequisite(self) -> WarmPreparation:
+        """The preparation that this one builds on; its cost is added."""
         return WarmPreparation(self.base)
 
     def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
-        """Capture every passage behind others of the embedding index; nothing is known of the questions."""
+        """Capture every passage behind its neighbours in the embedding index; questions play no part."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
         summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
         seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
-        # A passage in several groups is captured in each: more entries, but what is paid for is one passage.
+        # A passage in several groups is captured in each of them, but is one prepared passage.
         behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
         return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
 
@@ -127,9 +127,9 @@ Preparation = WarmPreparation | CapturePreparation
 
 
 def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
-    """Return for each passage the nearest of the others by MiniLM, as FusionRAG takes them from the index.
+    """Return for each passage its nearest neighbours by MiniLM, as FusionRAG takes them from the index.
 
-    The index has the embeddings anyway, so they are not charged.
+    The index has the embeddings in any case, so their cost is not added.
 
     Raises:
         QCFuseError: if there is no embedding model.
@@ -147,7 +147,7 @@ def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> lis
 
 
 def preparation_of(configuration: Configuration) -> Preparation | None:
-    """Return what a configuration needs beforehand; None for full prefill."""
+    """Return the preparation that a configuration needs; None for full prefill."""
     method = configuration.method
     if method.base is None:
         return None
@@ -157,10 +157,10 @@ def preparation_of(configuration: Configuration) -> Preparation | None:
 
 
 def neighbour_preparation(configuration: Configuration) -> str | None:
-    """Return which warming counts all passages that a configuration's caches depend on; None if each stands alone."""
+    """Return the preparation that makes a configuration's caches depend on other passages; None if there is none."""
     needed = preparation_of(configuration)
     if isinstance(needed, CapturePreparation):
-        return needed.first.name
+        return needed.prerequisite.name
     return needed.name if needed is not None and needed.base.enriched else None
 
 
@@ -170,26 +170,26 @@ def prepare(
     passages: Iterable[str],
     pool: NeighbourPool | None = None,
 ) -> dict[str, OfflineCost]:
-    """Do what the configurations need, once for those that need the same.
+    """Do the preparations that the configurations need, each once.
 
     Args:
-        engine: whose store is filled.
-        configurations: what will be run.
+        engine: the engine whose store is filled.
+        configurations: the configurations to run.
         passages: texts; repetitions count once.
-        pool: where neighbours are searched; among the passages if None.
+        pool: the corpus in which neighbours are searched; None is the passages alone.
 
     Returns:
-        Name of a preparation -> its cost.
+        The cost of each preparation by its name.
     """
     texts = list(dict.fromkeys(passages))
     costs: dict[str, OfflineCost] = {}
 
-    def run(one: Preparation) -> OfflineCost:
-        if one.name not in costs:
-            before = run(one.first) if one.first is not None else None
-            own = one.run(engine, texts, pool or NeighbourPool())
-            costs[one.name] = own if before is None else own.after(before)
-        return costs[one.name]
+    def run(preparation: Preparation) -> OfflineCost:
+        if preparation.name not in costs:
+            before = run(preparation.prerequisite) if preparation.prerequisite is not None else None
+            cost = preparation.run(engine, texts, pool or NeighbourPool())
+            costs[preparation.name] = cost if before is None else cost.after(before)
+        return costs[preparation.name]
 
-    needed = dict.fromkeys(preparation_of(one) for one in configurations)
-    return {one.name: run(one) for one in needed if one is not None}
+    needed = dict.fromkeys(preparation_of(configuration) for configuration in configurations)
+    return {preparation.name: run(preparation) for preparation in needed if preparation is not None}

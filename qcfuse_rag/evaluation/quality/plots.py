@@ -1,4 +1,4 @@
-"""The summary as pictures: quality against time, and against the share that is recomputed."""
+"""Draw the summary: quality against time, and quality against the share that is recomputed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
 def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[Path]:
     """Draw two pictures for each dataset and return their files.
 
-    RULER's tasks are drawn by string match, everything else by F1, with 95 % intervals.
+    RULER's tasks are drawn by string match, other datasets by F1, with 95 % intervals.
 
     Args:
-        summary: lines of the summary.
-        folder: where to; made if need be.
-        stem: how the files' names begin.
+        summary: the lines of the summary.
+        folder: the folder of the pictures; created if it is missing.
+        stem: the beginning of the file names.
 
     Raises:
         QCFuseError: if matplotlib is not installed.
@@ -68,7 +68,7 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
 
 
 def _curves(lines: Sequence[Mapping[str, Any]], against: str) -> dict[tuple[str, str | None], list[Mapping[str, Any]]]:
-    """Return the points of each method over each base, by rising ratio."""
+    """Return the points of each method and base, by rising ratio."""
     curves: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for line in lines:
         if line[against] is not None:

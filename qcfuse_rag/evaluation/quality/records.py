@@ -1,4 +1,4 @@
-"""Records as they come, one JSON line each, so that a bench that was killed goes on where it was."""
+"""A log of records, one JSON line each, with which a stopped benchmark continues."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ BEGINNING = b'{"conditions": '
 
 
 class RecordLog:
-    """An append-only file of records; its first line says what they may be mixed with.
+    """An append-only file of records; its first line states the conditions under which they were made.
 
     Attributes:
-        records: by question and configuration.
-        offline: what preparations cost.
-        damaged: numbers of lines that could not be read and were left out.
-        outdated: records that were left out because they were made beside other passages.
+        records: the records by question and configuration.
+        offline: the costs of preparations.
+        damaged: numbers of unreadable lines, which were left out.
+        outdated: number of records left out because they were made beside other passages.
 
     Args:
-        path: of the file; begun if it is not there.
+        path: the file; created if it is missing.
         conditions: model, data and options on which records depend, as plain data.
 
     Raises:
-        QCFuseError: if the file was begun under other conditions, or is no such file.
+        QCFuseError: if the file was made under other conditions, or is not such a file.
     """
 
     def __init__(self, path: Path, conditions: Mapping[str, Any]) -> None:
@@ -47,48 +47,52 @@ class RecordLog:
         self.damaged: list[int] = []
         self.outdated = 0
         expected = json.loads(json.dumps(conditions))
-        sound = self._read(expected) if path.exists() else 0
+        whole_bytes = self._read(expected) if path.exists() else 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "ab")  # noqa: SIM115 - closed by `close`
-        self._file.truncate(sound)  # what a killed process half wrote
-        if not sound:
+        self._file.truncate(whole_bytes)  # cut off a line that a killed process left unfinished
+        if not whole_bytes:
             self._append({"conditions": expected})
             self.flush()
 
     def missing(self, example: Example, configurations: list[Configuration], beside: str) -> list[Configuration]:
-        """Return the configurations of which there is no record of a question, or none that holds.
+        """Return the configurations without a valid record of a question.
 
         A record of enriched or captured caches that were made beside other passages is left out and counted.
 
         Args:
             example: the question.
-            configurations: what is wanted.
-            beside: `digest_of_passages` of all that are prepared together.
+            configurations: the configurations to look for.
+            beside: `digest_of_passages` of all passages prepared together.
         """
         missing = []
-        for one in configurations:
-            key = (example.dataset, example.id, *one.key)
-            if key in self.records and neighbour_preparation(one) and self.records[key].get("beside") != beside:
+        for configuration in configurations:
+            key = (example.dataset, example.id, *configuration.key)
+            if (
+                key in self.records
+                and neighbour_preparation(configuration)
+                and self.records[key].get("beside") != beside
+            ):
                 del self.records[key]
                 self.outdated += 1
             if key not in self.records:
-                missing.append(one)
+                missing.append(configuration)
         return missing
 
     def add(self, record: Record) -> None:
-        """Write a record, unless there is one of the same question and configuration."""
+        """Write a record, unless the question and configuration have one."""
         key = record_key(record)
         if key not in self.records:
             self.records[key] = record
             self._append({"record": record})
 
     def add_offline(self, cost: OfflineCost) -> None:
-        """Write what a preparation cost."""
+        """Write the cost of a preparation."""
         self.offline.append(cost)
         self._append({"offline": asdict(cost)})
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk."""
+        """Force everything written to disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -101,7 +105,7 @@ class RecordLog:
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
 
     def _read(self, expected: Mapping[str, Any]) -> int:
-        """Take in what is there; return how many bytes of it are whole lines."""
+        """Read the file; return the number of bytes in whole lines."""
         *lines, unfinished = self.path.read_bytes().split(b"\n")
         if not lines and not unfinished.startswith(BEGINNING[: len(unfinished)]):
             self._check(None, expected)
@@ -120,10 +124,10 @@ class RecordLog:
     def _check(self, entry: Any, expected: Mapping[str, Any]) -> None:
         if entry is None or "conditions" not in entry:
             raise QCFuseError(f"{self.path} is not a file of this bench; give another --json")
-        found = entry["conditions"]
-        differing = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+        conditions = entry["conditions"]
+        differing = [name for name in {**expected, **conditions} if expected.get(name) != conditions.get(name)]
         if differing:
-            was = "; ".join(f"{name} was {found.get(name)!r}, is {expected.get(name)!r}" for name in differing)
+            was = "; ".join(f"{name} was {conditions.get(name)!r}, is {expected.get(name)!r}" for name in differing)
             raise QCFuseError(
                 f"{self.path} holds records of other conditions ({was}); give another --json or remove it"
             )
@@ -138,17 +142,17 @@ class RecordLog:
 
 
 def digest_of_passages(passages: Iterable[str]) -> str:
-    """Return what to know passages by that are prepared together; repetitions count once."""
+    """Return a digest of the passages prepared together; repetitions count once."""
     return digest(json.dumps(list(dict.fromkeys(passages))).encode())
 
 
 def record_key(record: Mapping[str, Any]) -> RecordKey:
-    """Return what a record is found by."""
+    """Return the key of a record."""
     return record["dataset"], record["id"], record["method"], record["base"], record["ratio"]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return what a line holds, or None if it is damaged."""
+    """Return the entry of a line, or None if the line is damaged."""
     try:
         entry = json.loads(line)
         if "record" in entry:

@@ -1,4 +1,4 @@
-"""Run questions: prefill each configuration by itself on the same token ids, then answer all of them together."""
+"""Run questions: prefill each configuration alone on the same token ids, then decode all answers as one batch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from qcfuse_rag.verification.samples import Example
 T = TypeVar("T")
 
 STACK_BYTES = 3 << 30
-"""Most bytes of keys and values to hold for one batch of configurations."""
+"""Most bytes of keys and values in one batch of configurations."""
 
 
 @dataclass(slots=True)
 class PendingQuestion:
-    """A question with what every configuration of it shares.
+    """A question to run, with the parts that all its configurations share.
 
     Attributes:
-        example: as it was read.
-        prompt: what every configuration sees.
+        example: the question.
+        prompt: the prompt of every configuration.
         gold: token ids of the gold answer.
-        beside: digest of the passages that were prepared together with its own.
+        beside: digest of the passages prepared together.
     """
 
     example: Example
@@ -43,7 +43,7 @@ class PendingQuestion:
     beside: str
 
     @property
-    def room(self) -> int:
+    def answer_tokens(self) -> int:
         """Tokens to reserve for the answer, generated or gold."""
         return max(self.example.max_new_tokens, len(self.gold))
 
@@ -58,46 +58,47 @@ def run_questions(
     pool: NeighbourPool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Add a record to the log for every question and configuration that it does not have.
+    """Add a record to the log for every question and configuration that it lacks.
 
-    Records of enriched and captured caches that were made beside other passages are made anew.
-
-    Full prefill is run along with whatever is missing, since divergences and paired times need it.
+    Records of enriched and captured caches are made again if they were made beside other passages. Full prefill runs
+    along with every missing configuration, because divergences and paired times need it.
 
     Args:
-        engine: with a store that may be filled and, if `group` is given, emptied.
+        engine: the engine; its store is filled and, if `group` is given, emptied.
         examples: questions, in order.
-        chosen: configurations; the first one is full prefill.
-        log: where records go.
-        group: prepare so many questions at once and empty the store after them; None prepares all at once.
-        pool: where enriched passages' neighbours are searched; among those prepared together if None.
+        chosen: configurations; the first is full prefill.
+        log: receives the records.
+        group: number of questions to prepare together, after which the store is emptied; None prepares all at once.
+        pool: the corpus in which neighbours are searched; None is the passages prepared together.
         progress: called with questions `(done, total)`.
 
     Returns:
-        What could not be run and why, one sentence each.
+        One sentence for each question that could not be run, with the reason.
     """
     skipped: list[str] = []
     done, warm = 0, False
-    for some in _groups(examples, group or max(1, len(examples))):
-        wanted = [text for example in some for text in example.passages]
+    for batch in _groups(examples, group or max(1, len(examples))):
+        passages = [text for example in batch for text in example.passages]
         searched = [*pool.texts, str(pool.neighbours)] if pool is not None and pool != NeighbourPool() else []
-        beside = digest_of_passages([*wanted, *searched])
-        todo = [(example, log.missing(example, chosen, beside)) for example in some]
-        needed = list({one.key: one for _, missing in todo for one in missing}.values())
-        # All of the group's, done or not: what an enriched passage is stored as depends on the others.
-        for cost in prepare(engine, needed, wanted, pool).values() if needed else ():
+        beside = digest_of_passages([*passages, *searched])
+        todo = [(example, log.missing(example, chosen, beside)) for example in batch]
+        needed = list({configuration.key: configuration for _, missing in todo for configuration in missing}.values())
+        # All passages of the group are prepared, because an enriched passage depends on the others.
+        for cost in prepare(engine, needed, passages, pool).values() if needed else ():
             log.add_offline(cost)
         for example, missing in todo:
             if missing:
                 question = _pending(engine, example, beside)
                 limit = engine.lm.window.tokens
-                if len(question.prompt) + question.room > limit:
+                if len(question.prompt) + question.answer_tokens > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")
                 else:
-                    order = [chosen[0], *(one for one in missing if one.label != FULL)]
+                    order = [chosen[0], *(configuration for configuration in missing if configuration.label != FULL)]
                     if not warm:  # the first passes of a process are slower
-                        for one in order:
-                            engine.prefill(question.prompt, method=one.method, answer_tokens=question.room)
+                        for configuration in order:
+                            engine.prefill(
+                                question.prompt, method=configuration.method, answer_tokens=question.answer_tokens
+                            )
                         warm = True
                     turn = done % len(order)
                     for record in answer(engine, question, order[turn:] + order[:turn]):
@@ -112,33 +113,35 @@ def run_questions(
 
 
 def answer(engine: FusionEngine, question: PendingQuestion, order: Sequence[Configuration]) -> Iterator[Record]:
-    """Yield one question's records, one for each configuration; full prefill must be among them."""
-    length, room = len(question.prompt), question.room
-    batch = max(1, STACK_BYTES // (engine.lm.kv_bytes_per_token * (length + room)))
-    found: list[tuple[Configuration, FusionReport, Tensor, float, str]] = []
-    for some in _groups(order, batch):
+    """Yield the records of a question, one for each configuration; full prefill must be one of them."""
+    length, answer_tokens = len(question.prompt), question.answer_tokens
+    batch = max(1, STACK_BYTES // (engine.lm.kv_bytes_per_token * (length + answer_tokens)))
+    results: list[tuple[Configuration, FusionReport, Tensor, float, str]] = []
+    for group in _groups(order, batch):
         reports: list[FusionReport] = []
 
         def prefilled(
-            some: Sequence[Configuration] = some, reports: list[FusionReport] = reports
+            group: Sequence[Configuration] = group, reports: list[FusionReport] = reports
         ) -> Iterator[Prefilled]:
-            for one in some:
-                result = engine.prefill(question.prompt, method=one.method, answer_tokens=room)
+            for configuration in group:
+                result = engine.prefill(question.prompt, method=configuration.method, answer_tokens=answer_tokens)
                 reports.append(result.report)
                 yield result
 
-        stack = BatchedDecoder.stack(engine.lm, prefilled(), len(some), length, room)
-        nll = stack.gold_nll(question.gold)
-        texts = [stack.text(ids) for ids in stack.greedy(question.example.max_new_tokens)]
-        found += zip(some, reports, stack.logits.clone(), nll, texts, strict=True)
-    oracle, full_s = next((logits, report.timings.ttft_s) for one, report, logits, *_ in found if one.label == FULL)
-    for one, report, logits, likelihood, text in found:
-        yield _record(question, one, report, text, likelihood, divergence(oracle, logits), full_s)
+        decoder = BatchedDecoder.stack(engine.lm, prefilled(), len(group), length, answer_tokens)
+        nll = decoder.gold_nll(question.gold)
+        texts = [decoder.text(ids) for ids in decoder.greedy(question.example.max_new_tokens)]
+        results += zip(group, reports, decoder.logits.clone(), nll, texts, strict=True)
+    full_logits, full_s = next(
+        (logits, report.timings.ttft_s) for configuration, report, logits, *_ in results if configuration.label == FULL
+    )
+    for configuration, report, logits, likelihood, text in results:
+        yield _record(question, configuration, report, text, likelihood, divergence(full_logits, logits), full_s)
 
 
 def _record(
     question: PendingQuestion,
-    one: Configuration,
+    configuration: Configuration,
     report: FusionReport,
     text: str,
     nll: float,
@@ -149,9 +152,9 @@ def _record(
     return {
         "id": example.id,
         "dataset": example.dataset,
-        "method": one.label,
-        "base": one.base,
-        "ratio": one.ratio,
+        "method": configuration.label,
+        "base": configuration.base,
+        "ratio": configuration.ratio,
         "rows": report.rows,
         "context_tokens": report.context_tokens,
         **scores(text, example.answers, needs_all=example.needs_all),
@@ -167,7 +170,7 @@ def _record(
         "row_layers": report.row_layers,
         "fallback": report.fallback,
         "answer": text,
-        **({"beside": question.beside} if neighbour_preparation(one) else {}),
+        **({"beside": question.beside} if neighbour_preparation(configuration) else {}),
     }
 
 

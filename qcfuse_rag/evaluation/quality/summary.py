@@ -1,4 +1,4 @@
-"""From records to one line for each dataset and configuration: means, times, paired differences, offline cost."""
+"""Summarize records in one line for each dataset and configuration: means, times, paired differences, offline cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s"
 MEANS = (*SCORES, "kl", *COSTS)
 
 Group = dict[str, Record]
-"""Records of one dataset and configuration by the question's id."""
+"""Records of a dataset and configuration by question id."""
 
 GroupKey = tuple[str, str, str | None, float | None]
 """`(dataset, method, base, ratio)`."""
@@ -31,15 +31,15 @@ def summarize(
 ) -> list[dict[str, Any]]:
     """Return the summary, in the order of the preparations, then of first appearance; full prefill is first.
 
-    Differences are paired: taken question by question, then averaged and resampled. The control of a method is
-    `random` over the same base at the same ratio, whatever its other parameters; how tokens were ranked does not matter
-    to it. Of several, the one without parameters or else the first is taken.
+    Differences are paired: taken question by question, then averaged and resampled. The control of a method is `random`
+    over the same base at the same ratio, with any other parameters and any ranking of tokens. Of several controls, the
+    control without parameters is taken, else the first.
 
     Args:
-        records: of one or more datasets.
-        offline: what preparations cost.
-        preparations: `(method, base, ratio)` -> name of its preparation.
-        seed: of the resamples.
+        records: records of one or more datasets.
+        offline: the costs of preparations.
+        preparations: the name of the preparation of each `(method, base, ratio)`.
+        seed: seed of the resamples.
     """
     groups: dict[GroupKey, Group] = {}
     for record in records:
@@ -48,7 +48,7 @@ def summarize(
     costs = list(offline)
     lines = []
     datasets = list(dict.fromkeys(key[0] for key in groups))
-    order = {key: at for at, key in enumerate(preparations or ())}
+    order = {key: position for position, key in enumerate(preparations or ())}
     for dataset, method, base, ratio in sorted(
         groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL, order.get(key[1:], len(order)))
     ):
@@ -62,7 +62,7 @@ def summarize(
                 "method": method,
                 "base": base,
                 "ratio": ratio,
-                **_own(list(group.values()), seed),
+                **_figures(list(group.values()), seed),
                 "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
                 "minus_random": {name: _difference(group, control, name, seed) for name in ("f1", "kl")}
                 if control
@@ -75,11 +75,11 @@ def summarize(
 
 def _control(groups: Mapping[GroupKey, Group], dataset: str, base: str | None, ratio: float | None) -> Group | None:
     wanted = (dataset, RANDOM, plain_base(base), ratio)
-    alike = [key for key in groups if (key[0], method_name(key[1]), key[2], key[3]) == wanted]
-    return groups[wanted if wanted in groups else alike[0]] if alike else None
+    controls = [key for key in groups if (key[0], method_name(key[1]), key[2], key[3]) == wanted]
+    return groups[wanted if wanted in groups else controls[0]] if controls else None
 
 
-def _own(records: Sequence[Record], seed: int) -> dict[str, Any]:
+def _figures(records: Sequence[Record], seed: int) -> dict[str, Any]:
     ttft = [record["ttft_s"] for record in records]
     to_full = [record["ttft_s"] / record["full_ttft_s"] for record in records]
     selecting = [(record["probe_s"] + record["select_s"]) / record["ttft_s"] for record in records]
@@ -107,7 +107,7 @@ def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict
 
 
 def _offline(costs: Sequence[OfflineCost]) -> dict[str, Any]:
-    """Return what a passage costs beforehand, over all passages that were prepared; None if none had to be."""
+    """Return the offline cost, in all and for each prepared passage; None for each if no passage had to be prepared."""
     chunks = sum(cost.chunks for cost in costs)
     seconds, stored = sum(cost.seconds for cost in costs), sum(cost.size_bytes for cost in costs)
     return {

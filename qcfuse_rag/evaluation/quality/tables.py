@@ -1,4 +1,4 @@
-"""The summary as tables, for the terminal and as Markdown."""
+"""The summary as tables for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ COLUMNS = (
 NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
 WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
 WORDS = ("method", "base", "tier")
-"""Columns that hold no figures."""
+"""Columns of text, not of figures."""
 WIDE_COLUMNS = 140
-"""From how many columns on a terminal has room for intervals."""
+"""Least width of a terminal that fits intervals."""
 
 LEGEND = (
     "Means over questions; in brackets paired 95 % bootstrap intervals. NLL: nats a token of the gold answer; KL: nats "
@@ -29,7 +29,7 @@ LEGEND = (
 
 
 def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
-    """Return a table for each dataset with the columns that a terminal of this width has room for."""
+    """Return a table for each dataset with the columns that fit a terminal of this width."""
     names = WIDE if width >= WIDE_COLUMNS else NARROW
     tables = []
     for dataset, lines in by_dataset(summary).items():
@@ -39,7 +39,7 @@ def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Ta
 
 
 def figures(title: str, names: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
-    """Return a table for the terminal: figures are never wrapped, a method with all its parameters may be."""
+    """Return a table for the terminal; method names with parameters may wrap, figures never do."""
     table = Table(title=title)
     for name in names:
         side: Literal["left", "right"] = "left" if name in WORDS else "right"
@@ -68,14 +68,14 @@ def markdown_table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def by_dataset(summary: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """Return the lines of each dataset."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    datasets: dict[str, list[Mapping[str, Any]]] = {}
     for line in summary:
-        found.setdefault(line["dataset"], []).append(line)
-    return found
+        datasets.setdefault(line["dataset"], []).append(line)
+    return datasets
 
 
 def row(line: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line's cells by column."""
+    """Return the cells of a line by column."""
     against, control = line["minus_full"], line["minus_random"] or {}
     full = line["method"] == "full"
     chunk_s, chunk_bytes = line["offline_s_per_chunk"], line["offline_bytes_per_chunk"]
