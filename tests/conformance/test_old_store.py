@@ -28,7 +28,9 @@ from tests.support.fixed_model import fixed_model, fixed_tokenizer
 
 FOLDER = Path(__file__).parent.parent / "data" / "store-3320c96"
 VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "tokenizers": "0.23.3"}
-PASSAGES = ["The ferry leaves at seven.", "Its green hull is painted in spring.", "The paint is kept in the mill."]
+LONG_PASSAGE = "The paint for the hull of the ferry is kept in the old mill by the bridge."
+"""Has enough words to be recognised in a text."""
+PASSAGES = ["The ferry leaves at seven.", "Its green hull is painted in spring.", LONG_PASSAGE]
 SOURCES = ["ferry.md", "ferry.md", "mill.md"]
 QUESTION = "Where is the paint?"
 BASES = (FRAMED, PRIMED, BLIND)
@@ -111,7 +113,7 @@ def test_its_manifest_is_read(old_engine: FusionEngine, tmp_path: Path) -> None:
     sources = old_engine.corpus.open_sources()
     assert sources.names() == ["ferry.md", "mill.md"]
     assert sources.missing() == {}
-    assert [match.text for match in old_engine.corpus.signatures.find(" ".join(PASSAGES))] == []  # too short for it
+    assert [match.text for match in old_engine.corpus.signatures.find(" ".join(PASSAGES))] == [LONG_PASSAGE]
     assert manifest_damage(tmp_path / "kv") is None
     assert old_engine.forget("mill.md") == len(BASES)
     [key] = old_engine.corpus.keys(old_engine.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))

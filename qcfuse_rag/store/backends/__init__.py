@@ -1,4 +1,4 @@
-"""The places that keep entries.
+"""Stores in memory, on disk, on remotes, in tiers and for tenants.
 
 In: keys and chunks.
 Out: the same chunks, or a `Miss` with the reason.

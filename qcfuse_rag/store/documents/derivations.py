@@ -25,6 +25,8 @@ SELECT 1 FROM derived WHERE address = ?1 AND NOT EXISTS (SELECT 1 FROM unwanted 
 class Derivations:
     """The origins of a store's entries: the passages that each was computed from.
 
+    Every method raises `StoreError` if the manifest cannot be read or written.
+
     Args:
         manifest: of the store.
         store: whose entries.
@@ -40,9 +42,6 @@ class Derivations:
             key: of the entry.
             origins: a key of each passage, under any base.
             since: `loss_count` at the time the origins were chosen; the entry is unwanted if one was lost since.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         address, passage = self._store.address(key), self._store.address(key.passage_key())
         names = {self._store.address(origin.passage_key()) for origin in origins}
@@ -59,9 +58,6 @@ class Derivations:
 
         This closes a race: if an origin was removed while the entry was being computed, `Garbage.collect` has already
         forgotten the entry's origins and would never remove it.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         address = self._store.address(key)
         with self._manifest.writing() as database:  # not while another process removes it
@@ -71,19 +67,11 @@ class Derivations:
         return wanted
 
     def origins(self, key: ChunkKey) -> frozenset[str]:
-        """Return the passages an entry was computed from, as `Sources.passage_id` names them.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the passages an entry was computed from, as `Sources.passage_id` names them."""
         rows = self._manifest.query("SELECT origin FROM derived WHERE address = ?", self._store.address(key))
         return frozenset(origin for (origin,) in rows)
 
     def loss_count(self) -> int:
-        """Return how many times a passage lost its last source; see `set_origins`.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return how many times a passage lost its last source; see `set_origins`."""
         [(count,)] = self._manifest.query("SELECT coalesce(max(number), 0) FROM lost")
         return int(count)

@@ -27,6 +27,8 @@ INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHER
 class Garbage:
     """The entries of a store that are marked unwanted in its manifest.
 
+    Every method raises `StoreError` if the manifest cannot be read or written.
+
     Args:
         manifest: of the store.
         store: whose entries are removed.
@@ -36,11 +38,7 @@ class Garbage:
         self._manifest, self._store = manifest, store
 
     def collect(self) -> int:
-        """Remove unwanted entries from all tiers; return how many were removed.
-
-        Raises:
-            StoreError: if the manifest cannot be read or written.
-        """
+        """Remove unwanted entries from all tiers; return how many were removed."""
         removed = 0
         for address in self._addresses():
             # In a transaction, so that no source takes the entry up again while it is removed.
@@ -61,11 +59,7 @@ class Garbage:
         return removed
 
     def count(self) -> int:
-        """Return how many entries could not be removed yet, such as those of a remote that is away.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return how many entries could not be removed yet, such as those of a remote that is away."""
         return len(self._addresses())
 
     def removed_since(self, number: int | None) -> tuple[int, list[str]]:
@@ -76,9 +70,6 @@ class Garbage:
 
         Returns:
             The number for the next call, and the addresses; none for the first call.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
         """
         if number is None:
             [(last,)] = self._manifest.read("SELECT coalesce(max(number), 0) FROM gone")

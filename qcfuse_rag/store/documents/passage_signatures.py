@@ -28,6 +28,8 @@ SELECT_ANCHORS = f"SELECT anchor FROM located WHERE substr(name, 1, length(name)
 class PassageSignatures:
     """Recognises the passages of a model's chunks.
 
+    Every method raises `StoreError` if the manifest cannot be read or written.
+
     Args:
         sources: returns the store's sources; called each time, since a fork opens them anew.
         fingerprint: the model.
@@ -43,9 +45,6 @@ class PassageSignatures:
 
         Args:
             passages: texts as they will be in prompts, with a key of each under any base.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         rows = [
             (
@@ -62,19 +61,11 @@ class PassageSignatures:
             database.executemany(INSERT_SIGNATURE, rows)
 
     def count(self) -> int:
-        """Return how many passages can be recognised; those with the same beginning count once.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return how many passages can be recognised; those with the same beginning count once."""
         return len(self._known_anchors())
 
     def find(self, text: str) -> list[PassageMatch]:
-        """Return the passages in a text, in order.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the passages in a text, in order."""
         anchors = self._known_anchors()
         if not anchors:
             return []

@@ -22,7 +22,8 @@ class Sources:
 
     Kept in `sources.db` in the store's folder, or in memory beside a store in memory. An entry whose last source is
     gone is removed from all tiers, pinned or not; if the process dies in between, `garbage.collect` finishes. Chunks
-    that never had a source, such as the system prefix, are left alone.
+    that never had a source, such as the system prefix, are left alone. Every method raises `StoreError` if the manifest
+    cannot be read or written.
 
     Args:
         store: whose chunks; not closed with this.
@@ -48,26 +49,15 @@ class Sources:
 
         Its chunks under a model, base or wording of the prompt that none of these keys has stay: two models may share
         a store.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         return self._change(source, keys, replace=True)
 
     def add(self, source: str, keys: Iterable[ChunkKey]) -> None:
-        """Add chunks to a source.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
-        """
+        """Add chunks to a source."""
         self._change(source, keys, replace=False)
 
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
-        """Remove chunks from a source; return how many entries were removed because no other source has them.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
-        """
+        """Remove chunks from a source; return how many entries were removed because no other source has them."""
         with self.manifest.writing() as database:
             self._drop(database, self._prefix + source, [self._store.address(key) for key in keys])
         return self.garbage.collect()
@@ -76,9 +66,6 @@ class Sources:
         """Remove a source under every model and wording; return how many entries were removed.
 
         Its access tag stays, so that a document that is updated by deleting and adding it keeps it; see `restrict`.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         return self.remove(source, self.addresses(source))
 
@@ -87,9 +74,6 @@ class Sources:
 
         Returns:
             How many entries were removed because they carry a passage that not all their readers may see.
-
-        Raises:
-            StoreError: if the manifest cannot be written.
         """
         name = self._prefix + source
         with self.manifest.writing() as database:
@@ -99,46 +83,26 @@ class Sources:
         return self.garbage.collect()
 
     def has_restricted(self) -> bool:
-        """Return whether there is a source that not everybody may read.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return whether there is a source that not everybody may read."""
         return bool(self.manifest.query("SELECT 1 FROM access WHERE source GLOB ? LIMIT 1", f"{self._prefix}*"))
 
     def readers(self, key: ChunkKey) -> frozenset[str]:
-        """Return the tags of a passage's readers, given any of its keys; none if no source has it.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the tags of a passage's readers, given any of its keys; none if no source has it."""
         rows = self.manifest.query("SELECT tag FROM readers WHERE passage = ?", self.passage_id(key))
         return frozenset(tag for (tag,) in rows)
 
     def names(self) -> list[str]:
-        """Return the names of the sources, in order.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the names of the sources, in order."""
         rows = self.manifest.query("SELECT DISTINCT source FROM chunks ORDER BY source")
         return [name.removeprefix(self._prefix) for (name,) in rows if name.startswith(self._prefix)]
 
     def addresses(self, source: str) -> set[str]:
-        """Return the addresses of a source's chunks, including those that were evicted.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return the addresses of a source's chunks, including those that were evicted."""
         rows = self.manifest.query("SELECT address FROM chunks WHERE source = ?", self._prefix + source)
         return {address for (address,) in rows}
 
     def missing(self) -> dict[str, int]:
-        """Return, by source, how many of its chunks are not in the store, since they were evicted or damaged.
-
-        Raises:
-            StoreError: if the manifest cannot be read.
-        """
+        """Return, by source, how many of its chunks are not in the store, since they were evicted or damaged."""
         counts = {name: sum(address not in self._store for address in self.addresses(name)) for name in self.names()}
         return {name: count for name, count in counts.items() if count}
 
