@@ -330,8 +330,8 @@ def test_rows_over_a_damaged_chunk_are_those_of_full_prefill(llama: LanguageMode
         assert store.stats()[0].discarded == 1
 
 
-def test_a_store_that_cannot_be_written_says_so(engine: FusionEngine) -> None:
-    engine.store = MemoryStore(limit_bytes=1000)
+def test_a_store_that_cannot_be_written_says_so(llama: LanguageModel) -> None:
+    engine = make_engine(llama, MemoryStore(limit_bytes=1000))
     with pytest.raises(StoreError, match="does not fit a memory store of 1,000 bytes"):
         engine.warm(PASSAGES)
 
