@@ -1,4 +1,4 @@
-"""Adapters: alter or replace a stored chunk by what stands before it in this prompt, before it is placed."""
+"""Adapters: alter or replace a stored chunk for its context in this prompt, before it is placed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from qcfuse_rag.store.quantization import LOSSLESS
 
 @dataclass(frozen=True, slots=True)
 class PlacementContext:
-    """Where a chunk is about to stand.
+    """The position of a chunk in a prompt, for adapters.
 
     Attributes:
         lm: the model.
-        store: where its chunks are kept.
+        store: the store of chunks.
         prompt: the prompt.
-        span: the chunk's place in it.
+        span: the chunk's positions in it.
         base: the method's base, under which the chunk was looked up.
     """
 
@@ -45,14 +45,14 @@ class PlacementContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedChunk:
-    """What to place.
+    """A chunk to place.
 
     Attributes:
         chunk: keys and values.
         exact: whether a full prefill of this prompt would give the same.
-        demand: the share of its tokens that ought to be recomputed, for budgets that ask; None if not known.
-        note: what was done, in words, for the report.
-        key: the entry it came from, if not the one looked up; discarded should it prove damaged.
+        demand: the share of its tokens that ought to be recomputed, for selectors that use it; None if not known.
+        note: how it was adapted, in words, for the report.
+        key: the entry it came from, if not the one looked up; discarded if it proves damaged.
     """
 
     chunk: ChunkKV
@@ -63,7 +63,7 @@ class AdaptedChunk:
 
 
 class Adapter(Protocol):
-    """Decides what is placed for a chunk."""
+    """Chooses the chunk to place."""
 
     def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Choose or alter.
@@ -80,33 +80,33 @@ class Adapter(Protocol):
 
 @runtime_checkable
 class ReadsBases(Protocol):
-    """An adapter that takes chunks from other bases too.
+    """An adapter that also reads chunks under other bases.
 
     Attributes:
-        bases: which.
+        bases: the other bases.
     """
 
     bases: tuple[Base, ...]
 
 
 def follows_system_prefix(place: PlacementContext) -> bool:
-    """Return whether the frame and the chunks in front are all there is before a place, as where slots are born."""
+    """Return whether only the system prefix and chunks stand before a position, as where slots are captured."""
     before = [span.segment.stored_ids for span in place.prompt.chunks if span.stop <= place.span.start]
     return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.prefix_ids, *before))
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackBases:
-    """Bases to fall back to, in this order; on request, those that are exact at a place come before the method's own.
+    """Fall back to other bases, in this order; optionally prefer bases that are exact at the chunk's position.
 
     FusionRAG's alternative path (arXiv 2601.12904): instead of a prefix for every combination of earlier chunks there
     is one physical cache per chunk, found by dropping the earlier chunks from the path. Chunks here are addressed by
-    head and content to begin with; what is left of the idea is the second key.
+    system prefix and content anyway; the second key is what remains of the idea.
 
     Attributes:
-        bases: where else to look.
-        exact_first: take a chunk from one of them where it is what full prefill would give, whatever the method's own
-            base has: a prompt's first passage, framed.
+        bases: the other bases.
+        exact_first: take a chunk from one of them where it equals full prefill's, whatever the method's own base has:
+            a prompt's first passage, framed.
     """
 
     bases: tuple[Base, ...]
@@ -116,7 +116,7 @@ class FallbackBases:
         """Return the chunk under the first base that has it."""
         prefix_ids, before = place.prompt.prefix_ids, place.prompt.ids[: place.span.start]
         if self.exact_first and not place.base.exact_behind(before, prefix_ids):
-            for base in (one for one in self.bases if one.exact_behind(before, prefix_ids)):
+            for base in (base for base in self.bases if base.exact_behind(before, prefix_ids)):
                 key = base.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
                 other = place.store.get(key)
                 if isinstance(other, ChunkKV):
@@ -133,16 +133,16 @@ class FallbackBases:
 
 
 Weighted = tuple[float, ChunkKV]
-"""A difference and the factor it is added with."""
+"""The factor of a difference, and the difference."""
 
 
 class SummedBlocks(Blocks):
-    """Blocks of a cache, in the model's dtype, with differences added as they are read; nothing is kept.
+    """Blocks of a cache, in the model's dtype, with differences added when they are read; results are not kept.
 
     Args:
         chunk: the cache, in any format.
         differences: of the same tokens, unrotated like the cache, in any format.
-        first_layer: layers below it stay as they are.
+        first_layer: layers below it stay unchanged.
     """
 
     def __init__(self, chunk: ChunkKV, differences: Sequence[Weighted], first_layer: int) -> None:
@@ -159,13 +159,13 @@ class SummedBlocks(Blocks):
         kind, _, layer = name.partition(".")
         if kind not in KINDS:
             return self._chunk.blocks.rows(name, start, stop)
-        own = self._chunk.part(kind, int(layer), start, stop)
+        block = self._chunk.part(kind, int(layer), start, stop)
         if int(layer) < self._first_layer:
-            return own.transpose(0, 1)
-        total = own.float()
+            return block.transpose(0, 1)
+        total = block.float()
         for weight, difference in self._differences:
-            total = total + weight * difference.part(kind, int(layer), start, stop).to(own.device).float()
-        return total.to(own.dtype).transpose(0, 1)
+            total = total + weight * difference.part(kind, int(layer), start, stop).to(block.device).float()
+        return total.to(block.dtype).transpose(0, 1)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -175,7 +175,7 @@ class SummedBlocks(Blocks):
 
 
 def add_differences(chunk: ChunkKV, differences: Sequence[Weighted], *, first_layer: int = 0) -> ChunkKV:
-    """Return a cache with weighted differences added, computed layer by layer as it is read.
+    """Return a cache with weighted differences added, layer by layer as it is read.
 
     Args:
         chunk: the cache.

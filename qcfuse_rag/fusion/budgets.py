@@ -1,4 +1,4 @@
-"""Budgets: how many reused tokens a method may recompute."""
+"""Budgets: the number of reused tokens that a method may recompute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Budget(Protocol):
-    """Says how many of the reused passage tokens may be recomputed."""
+    """The number of reused passage tokens to recompute."""
 
     @property
     def ratio(self) -> float:
@@ -15,7 +15,7 @@ class Budget(Protocol):
         ...
 
     def tokens(self, reused_tokens: int) -> int:
-        """Return how many of `reused_tokens` to recompute."""
+        """Return the number of `reused_tokens` to recompute."""
         ...
 
 
@@ -34,7 +34,7 @@ class FixedRatio:
             raise ValueError(f"ratio must be a fraction in [0, 1], got {self.ratio}")
 
     def tokens(self, reused_tokens: int) -> int:
-        """Return how many of `reused_tokens` to recompute: at least one unless the ratio is 0."""
+        """Return the number of `reused_tokens` to recompute: at least one unless the ratio is 0."""
         if self.ratio == 0 or reused_tokens == 0:
             return 0
         return max(1, int(self.ratio * reused_tokens))

@@ -1,4 +1,4 @@
-"""How far stored keys and values are from what this prompt makes of them: the score of CacheBlend and its kin."""
+"""The distance of stored keys and values from those computed in this prompt: the score of CacheBlend and others."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def deviation(
     Args:
         fresh: keys and values `[1, Hkv, R, D]`, computed in the prompt.
         stored: the same rows' as they were stored, keys rotated to the same positions.
-        measure: what counts.
+        measure: keys, values or both.
 
     Returns:
         `[R]` float32.
     """
-    counted = [kind in measure for kind in ("key", "value")]
-    pairs = [pair for pair, counts in zip(zip(fresh, stored, strict=True), counted, strict=True) if counts]
+    kinds = zip(("key", "value"), fresh, stored, strict=True)
+    pairs = [(new, old) for kind, new, old in kinds if kind in measure]
     parts = [(new.float() - old.float()).square().sum((0, 1, 3)) for new, old in pairs]
     return torch.stack(parts).sum(0)
 
 
 @dataclass(slots=True, eq=False)
 class DeviationWatch:
-    """Steers nothing: remembers a layer's stored keys and values, and how far the fresh ones are from them.
+    """A layer hook that keeps one layer's stored keys and values and measures their distance from the fresh ones.
 
     Attributes:
         layer: the layer.
-        measure: what counts.
-        found: `[R]` float32 afterwards.
+        measure: keys, values or both.
+        distance: `[R]` float32, set by the pass.
     """
 
     layer: int
     measure: Measure
-    found: Tensor | None = None
+    distance: Tensor | None = None
     _stored: tuple[Tensor, Tensor] | None = None
 
     def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
@@ -58,19 +58,19 @@ class DeviationWatch:
         return rows
 
     def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Compare."""
+        """Measure the distance."""
         if layer == self.layer and self._stored is not None:
-            self.found = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
+            self.distance = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviationProbe:
-    """Compute every reused token through the first layers and see whose keys and values change.
+    """Compute every reused token through the first layers and score it by the change of its keys and values.
 
-    Keys and values of layer 0 depend on the token alone and never deviate, so layer 1 is the first that tells.
+    Keys and values of layer 0 depend on the token alone and never deviate, so layer 1 is the first useful layer.
 
     Attributes:
-        layer: where to compare.
+        layer: the layer to compare.
         measure: squared distance of keys, of values, or both.
     """
 
@@ -82,9 +82,9 @@ class DeviationProbe:
             raise ValueError(f"layer must not be negative, got {self.layer}")
 
     def scores(self, fused: FusedPrompt) -> Scores:
-        """Score every position; the stored rows are put back afterwards.
+        """Score every position; the stored rows are restored afterwards.
 
-        A model with fewer layers is compared at its last.
+        A model with fewer layers is compared at its last layer.
         """
         lm = fused.lm
         layer = min(self.layer, lm.n_layers - 1)
@@ -105,9 +105,9 @@ class DeviationProbe:
         for index, (keys, values) in enumerate(kept):
             buffer.keys[index][:, :, rows] = keys
             buffer.values[index][:, :, rows] = values
-        assert watch.found is not None
+        assert watch.distance is not None
         by_layer = torch.zeros(1, len(fused.prompt), dtype=torch.float32, device=lm.device)
-        by_layer[0, rows] = watch.found
+        by_layer[0, rows] = watch.distance
         return Scores(by_layer, (layer,))
 
 

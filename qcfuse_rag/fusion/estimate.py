@@ -1,37 +1,44 @@
-"""What a fused prefill would do, told from the prompt and a look at what is stored."""
+"""Estimate the work of a fused prefill from the prompt and the keys in the store, before anything is loaded."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from qcfuse_rag.fusion.guard import PrefillEstimate
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.prompts.segments import Prompt, Role
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.prefill_base import BLIND
 
-if TYPE_CHECKING:
-    from qcfuse_rag.fusion.method import Method
-
 
 def estimate_prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -> PrefillEstimate:
-    """Look into the store without loading anything.
+    """Estimate the rows and tokens of a fused prefill without loading anything.
 
-    A segment counts as stored if the store has it under any base the method reads; whether it can be read is not tried.
+    A segment counts as stored if the store has it under any base that the method reads, whether or not the entry turns
+    out to be readable.
     """
-    stored = inexact = absent = 0
+    stored_tokens = inexact_tokens = absent = 0
     for span in prompt.spans:
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
-        there = [one for one in bases if one.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids) in store]
-        stored += len(span) if there else 0
-        absent += span.segment.role is Role.CHUNK and not there
+        stored_bases = [
+            base for base in bases if base.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids) in store
+        ]
+        stored_tokens += len(span) if stored_bases else 0
+        absent += span.segment.role is Role.CHUNK and not stored_bases
         before = prompt.ids[: span.start]
-        exact = span.segment.role is Role.HEAD or any(one.exact_behind(before, prompt.prefix_ids) for one in there)
-        inexact += len(span) if there and not exact else 0
-    selected = method.budget.tokens(inexact) if method.budget is not None else 0
-    after = max((span.stop for span in prompt.chunks), default=0)
-    probing = method.probe is not None and selected > 0
+        exact = span.segment.role is Role.HEAD or any(
+            base.exact_behind(before, prompt.prefix_ids) for base in stored_bases
+        )
+        inexact_tokens += len(span) if stored_bases and not exact else 0
+    selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
+    context_end = max((span.stop for span in prompt.chunks), default=0)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers
-    probe_rows = len(prompt) - after if probing else 0
-    return PrefillEstimate(len(prompt), stored, selected, probe_rows, depth / lm.n_layers, len(prompt.chunks), absent)
+    return PrefillEstimate(
+        prompt_tokens=len(prompt),
+        stored_tokens=stored_tokens,
+        selected_tokens=selected_tokens,
+        probe_rows=len(prompt) - context_end if method.probe is not None and selected_tokens > 0 else 0,
+        probe_share=depth / lm.n_layers,
+        passages=len(prompt.chunks),
+        absent=absent,
+    )

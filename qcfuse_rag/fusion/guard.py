@@ -1,4 +1,4 @@
-"""When not to fuse: where it is predicted to take longer than computing everything."""
+"""Guards: compute a prompt in full where fusing is predicted not to be faster."""
 
 from __future__ import annotations
 
@@ -8,65 +8,21 @@ from typing import Protocol
 from qcfuse_rag.runtime.costs import Costs
 
 IN_FULL = "computed in full"
-"""How a guard's reason begins."""
-
-
-class Guard(Protocol):
-    """Decides if a prompt is better computed in full."""
-
-    def refusal(self, outlook: PrefillEstimate, costs: Costs) -> str | None:
-        """Return why a prompt is not to be fused, or None if it is.
-
-        Args:
-            outlook: what fusing would do.
-            costs: measured once, so that the same prompt over the same store is always decided alike.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class BreakEven:
-    """Fuse only where it is predicted to be faster than full prefill.
-
-    Short prompts, a slow store, a prompt of which little is stored and a ratio near 1 are computed in full, which is
-    exact besides.
-
-    Attributes:
-        margin: fuse if the predicted time is below this share of full prefill's; predictions are not exact.
-    """
-
-    margin: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.margin <= 0:
-            raise ValueError(f"margin must be above 0, got {self.margin}")
-
-    def refusal(self, outlook: PrefillEstimate, costs: Costs) -> str | None:
-        """Compare the predictions."""
-        full = costs.compute(outlook.prompt_tokens)
-        fused = (
-            costs.load(outlook.stored_tokens)
-            + costs.compute_some(outlook.probe_rows, outlook.probe_share)
-            + costs.compute_some(outlook.rows)
-        )
-        if fused < self.margin * full:
-            return None
-        saved = f"less than {1 - self.margin:.0%} would be saved" if fused < full else "nothing would be saved"
-        return f"{IN_FULL}, {saved}: predicted to take {full:.3g} s, fused {fused:.3g} s"
+"""The beginning of a guard's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEstimate:
-    """What a fused prefill would do, known before anything is loaded.
+    """The work of a fused prefill, estimated before anything is loaded.
 
     Attributes:
         prompt_tokens: length of the prompt.
         stored_tokens: tokens of its segments that the store has.
         selected_tokens: stored tokens that would be recomputed.
-        probe_rows: rows the method's probe computes; 0 without one.
-        probe_share: share of the layers it computes them in.
-        passages: how many the prompt has.
-        absent: how many of them the store does not have.
+        probe_rows: rows that the method's probe computes; 0 without a probe.
+        probe_share: share of the layers that the probe runs.
+        passages: number of passages in the prompt.
+        absent: number of passages that the store does not have.
     """
 
     prompt_tokens: int
@@ -79,5 +35,49 @@ class PrefillEstimate:
 
     @property
     def rows(self) -> int:
-        """Rows the fused pass would compute."""
+        """Rows that the fused pass would compute."""
         return self.prompt_tokens - self.stored_tokens + self.selected_tokens
+
+
+class Guard(Protocol):
+    """Decides whether a prompt is computed in full instead of fused."""
+
+    def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
+        """Return why a prompt is not to be fused, or None if it is.
+
+        Args:
+            estimate: the work of the fused prefill.
+            costs: measured once, so that the same prompt over the same store gets the same decision.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """Fuse only where that is predicted to be faster than full prefill.
+
+    Short prompts, a slow store, a prompt of which little is stored and a ratio near 1 are computed in full, which is
+    also exact.
+
+    Attributes:
+        margin: fuse if the predicted time is below this share of full prefill's; predictions are not exact.
+    """
+
+    margin: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.margin <= 0:
+            raise ValueError(f"margin must be above 0, got {self.margin}")
+
+    def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
+        """Compare the predicted times."""
+        full_s = costs.compute(estimate.prompt_tokens)
+        fused_s = (
+            costs.load(estimate.stored_tokens)
+            + costs.compute_some(estimate.probe_rows, estimate.probe_share)
+            + costs.compute_some(estimate.rows)
+        )
+        if fused_s < self.margin * full_s:
+            return None
+        saved = f"less than {1 - self.margin:.0%} would be saved" if fused_s < full_s else "nothing would be saved"
+        return f"{IN_FULL}, {saved}: predicted to take {full_s:.3g} s, fused {fused_s:.3g} s"

@@ -1,4 +1,4 @@
-"""A method: parts put together under a published name."""
+"""A method: a base, probe, selector, budget and further parts under a published name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qcfuse_rag.store.prefill_base import Base
 
 
 class LayerHookFactory(Protocol):
-    """What a method does between the layers of the fused pass."""
+    """Makes the hook that acts between the layers of one fused pass."""
 
     def steer(
         self,
@@ -27,32 +27,32 @@ class LayerHookFactory(Protocol):
         scores: Scores | None,
         budget: int,
     ) -> LayerHook:
-        """Return what steers one pass.
+        """Return the hook of one pass.
 
         Args:
             fused: the prompt with its stored chunks placed.
             candidates: placed chunks that are not exact.
             selection: the reused tokens the pass begins with.
-            scores: from the method's probe, if it has one.
-            budget: how many reused tokens the method may recompute.
+            scores: from the method's probe, or None.
+            budget: most reused tokens to recompute.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What to reuse and what to recompute.
+    """The parts that decide what to reuse and what to recompute.
 
     Attributes:
         name: as in the method table.
-        base: which stored caches chunks start from; None reuses nothing, which is full prefill.
-        adapter: what becomes of a stored chunk before it is placed; None leaves it as it is.
-        probe: how tokens are scored; None for methods that do not look.
-        selector: how scores become rows.
-        budget: how many of the reused tokens are recomputed; None leaves the number to the selector.
-        layerwise: what changes from layer to layer while rows are computed; None for nothing.
-        context: what recomputed tokens see of the reused ones: `all`, or those `selected` with them.
-        guard: when to compute everything instead; None for never.
+        base: the stored caches that chunks start from; None reuses nothing, which is full prefill.
+        adapter: alters or replaces a stored chunk before it is placed; None leaves it as it is.
+        probe: scores tokens; None for methods without scores.
+        selector: turns scores into rows.
+        budget: the number of reused tokens to recompute; None leaves the number to the selector.
+        layer_hook: makes the hook between the layers of the fused pass; None for no hook.
+        context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
+        guard: decides when to compute everything instead; None never does.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Method:
 
     @property
     def bases(self) -> tuple[Base, ...]:
-        """Every base that chunks may be read under, the method's own first."""
+        """Every base that chunks may be read under, `base` first."""
         others = self.adapter.bases if isinstance(self.adapter, ReadsBases) else ()
         return () if self.base is None else tuple(dict.fromkeys((self.base, *others)))
 

@@ -68,7 +68,7 @@ def prefill(
         prompt: the prompt.
         method: what to reuse and what to recompute.
         answer_tokens: tokens to reserve for the answer.
-        shared: the beginning that the prompt has in common with the prompt before, and what the next prompt needs of it.
+        shared: the beginning in common with the previous prompt, and the part of it that the next prompt needs.
         pause: when to let other requests compute; methods with a layer hook do not pause.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Probes: run the question over the stored caches and see which tokens it looks at."""
+"""Probes: run the question over the stored caches and score the tokens by its attention."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from qcfuse_rag.runtime.rows import RowsPlan
 NamedLayers = Literal["critical", "all", "upper", "third_quarter", "last"]
 NAMED: tuple[str, ...] = get_args(NamedLayers)
 ProbeLayers = NamedLayers | tuple[int, ...]
-"""Whose attention a probe counts."""
+"""The layers whose attention a probe counts."""
 
 
 class Probe(Protocol):
     """Scores the tokens of a prompt whose stored chunks have been placed."""
 
     def scores(self, fused: FusedPrompt) -> Scores:
-        """Score every position, leaving the buffer's stored rows as they were; `fused.row_layers` grows."""
+        """Score every position; the buffer's stored rows stay as they were, and `fused.row_layers` grows."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionProbe:
-    """The question's rows through the first layers, their attention to every reused token as its score.
+    """Run the question's rows through the first layers; a reused token's score is their attention to it.
 
     Attributes:
-        layers: whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper` (the
-            second half), `third_quarter`, `last`, or indices. The pass stops after the last of them, and caches of
-            later layers go on arriving while the rows are recomputed.
-        anchor_ratio: the share of each chunk's tokens the question sees on its way, by importance; 1 is all of them, 0
-            none. The scores are over all tokens either way.
+        layers: the layers whose attention counts: `critical` (the model's profile, else three by depth), `all`, `upper`
+            (the second half), `third_quarter`, `last`, or indices. The pass stops after the last of them; caches of
+            later layers load while the rows are recomputed.
+        anchor_ratio: the share of each chunk's tokens that the question's rows attend to, by importance; 1 is all of
+            them, 0 none. All tokens are scored in either case.
         reduce: over the question's rows and the heads: `mean`, or `max`.
-        rows: `question`, or `suffix`: all that stands behind the passages, what opens the answer included.
-        normalized: scale each layer's attention to reused tokens that are not exact to a sum of 1, so that layers which
-            look elsewhere most of the time have as much of a say as the others.
+        rows: `question`, or `suffix`: all text behind the passages, the opening of the answer included.
+        normalized: scale each layer's attention to reused tokens that are not exact to a sum of 1, so that layers with
+            little attention to the passages count as much as the others.
     """
 
     layers: ProbeLayers = "critical"
@@ -83,7 +83,7 @@ class QuestionProbe:
         return tuple(sorted(set(self.layers)))
 
     def depth(self, lm: LanguageModel) -> int:
-        """Return how many layers of a model the pass runs through."""
+        """Return the number of layers that the pass runs through."""
         return max(self.layers_of(lm)) + 1
 
     def scores(self, fused: FusedPrompt) -> Scores:
@@ -99,10 +99,10 @@ class QuestionProbe:
         lm, asking = fused.lm, fused.probe_rows(suffix=self.rows == "suffix")
         wanted = self.layers_of(lm)
         length, depth = int(asking[-1]) + 1, self.depth(lm)
-        there = fused.known[:length].clone()
-        there[asking] = True
-        # The host waits for nothing: the device is to have work before it has done what it has.
-        rows, known = (one.to(lm.device, non_blocking=True) for one in (asking, there))
+        visible_known = fused.known[:length].clone()
+        visible_known[asking] = True
+        # Copy asynchronously, so that the GPU queue never drains.
+        rows, known = (tensor.to(lm.device, non_blocking=True) for tensor in (asking, visible_known))
         by_layer = torch.zeros(len(wanted), len(fused.prompt), dtype=torch.float32, device=lm.device)
 
         def observe(
@@ -112,23 +112,23 @@ class QuestionProbe:
                 weights = attention_weights(
                     query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=self.reduce
                 )
-                # Kept in memory of this stream: recorded passes compute on another one.
+                # Copied into memory of this stream: recorded passes compute on another stream.
                 by_layer[wanted.index(layer), :length] = weights
 
-        visible = self._visible(fused, there, depth)
+        visible = self._visible(fused, visible_known, depth)
         plan = RowsPlan(rows, length, visible, observe, lm.sliding, asking)
         fused.runner.prefills.forward_hidden(fused.ids[rows], plan, fused.loading_buffer, depth=depth)
         fused.row_layers += len(asking) * depth
         if self.normalized:
-            counted = candidate_positions(recomputable_chunks(fused), lm.device)
-            by_layer /= by_layer[:, counted].sum(1, keepdim=True).clamp_min(1e-12)
+            candidates = candidate_positions(recomputable_chunks(fused), lm.device)
+            by_layer /= by_layer[:, candidates].sum(1, keepdim=True).clamp_min(1e-12)
         return Scores(by_layer, wanted)
 
-    def _visible(self, fused: FusedPrompt, there: Tensor, depth: int) -> Sequence[Tensor | None] | None:
-        """Return what the probe's rows may see in each layer; None where that is every position before them."""
-        if self.anchor_ratio == 1 and bool(there.all()):
+    def _visible(self, fused: FusedPrompt, known: Tensor, depth: int) -> Sequence[Tensor | None] | None:
+        """Return the positions that the probe's rows may see in each layer; None for every position before them."""
+        if self.anchor_ratio == 1 and bool(known.all()):
             return None
-        outside = there.clone()
+        outside = known.clone()
         if self.anchor_ratio < 1:
             for placed in fused.placed_chunks:
                 outside[placed.span.start : placed.span.stop] = False

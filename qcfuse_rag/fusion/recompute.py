@@ -1,4 +1,4 @@
-"""Recompute: run the rows of a prompt over what is placed, in one pass or in parts."""
+"""Recompute: run the rows of a prompt over the placed chunks, in one pass or in parts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qcfuse_rag.runtime.rows import RowsPlan
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Lets others compute in the midst of a prefill.
+    """Lets other requests compute in the middle of a prefill.
 
     Attributes:
-        rows: how many to compute before each pause.
-        call: what is called then, in the thread that computes.
+        rows: rows to compute before each pause.
+        call: called at each pause, in the thread that computes.
     """
 
     rows: int
@@ -39,17 +39,17 @@ def recompute(
 ) -> tuple[Tensor, Tensor]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
-    Of a pass that lets go of rows on its way, those are the ones it kept to the last layer, unless its steering says
-    which count; sets known to be nested beforehand count whole.
+    If a hook drops rows between layers, the positions are those kept to the last layer, unless the hook says which
+    count. Sets that are nested from the start count whole.
     """
     lm, selected = fused.lm, selection.positions
-    unknown = (~fused.known).nonzero()[:, 0]  # the prompt's last position among them
+    unknown = (~fused.known).nonzero()[:, 0]  # includes the prompt's last position
     plan = RowsPlan.of(unknown, lm.sliding, device=lm.device)
     if context == "selected" and len(selected):
         _recompute_apart(fused, candidates, selected, hook)
         hook = None
     elif len(selected):
-        # How many there are is known: the host need not wait to see which.
+        # Their number is known on the host, which need not wait for the positions.
         plan = RowsPlan(torch.cat([plan.rows, selected]).sort().values, plan.length, windows=lm.sliding)
     if pause is not None and hook is None:
         plan = _in_parts(fused, plan, pause)
@@ -57,22 +57,22 @@ def recompute(
     buffer = fused.loading_buffer if hook is None else fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
     logits = fused.runner.prefills.forward_rows(fused.ids[plan.rows], plan, buffer, hooked_pass)
-    fused.row_layers += _paid(lm, plan, hooked_pass)
+    fused.row_layers += _row_layers(lm, plan, hooked_pass)
     if hooked_pass is not None and selection.until is None:
         selected = selected[torch.isin(selected, hooked_pass.chosen)]
     return logits, selected
 
 
 def _in_parts(fused: FusedPrompt, plan: RowsPlan, pause: Pause) -> RowsPlan:
-    """Compute all rows but the last part of them, pausing after each; return the plan of the rest.
+    """Compute all rows but the last part, with a pause after each part; return the plan of the last part.
 
-    A row sees none behind it, so parts one after the other give what one pass gives.
+    A row sees no later row, so parts in order give the same result as one pass.
     """
     lm, rows = fused.lm, plan.rows if plan.on_host is None else plan.on_host
     while len(rows) > pause.rows:
         part, rows = RowsPlan.of(rows[: pause.rows], lm.sliding, device=lm.device), rows[pause.rows :]
         fused.runner.prefills.forward_hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
-        fused.row_layers += _paid(lm, part, None)
+        fused.row_layers += _row_layers(lm, part, None)
         pause.call()
     return plan if len(rows) == len(plan.rows) else RowsPlan.of(rows, lm.sliding, device=lm.device)
 
@@ -80,9 +80,9 @@ def _in_parts(fused: FusedPrompt, plan: RowsPlan, pause: Pause) -> RowsPlan:
 def _recompute_apart(
     fused: FusedPrompt, candidates: list[PlacedChunk], selected: Tensor, hook: LayerHook | None
 ) -> None:
-    """Compute the selected tokens, and what the store lacks in front of them, seeing no reused token but themselves.
+    """Compute the selected tokens, and missing tokens in front of them, hiding all other reused tokens from them.
 
-    What is exact, and what is no passage, is seen as ever.
+    Exact chunks and text outside passages stay visible.
     """
     lm, chosen = fused.lm, selected.cpu()
     length = int(chosen[-1]) + 1
@@ -95,8 +95,8 @@ def _recompute_apart(
     buffer = fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
     fused.runner.prefills.forward_hidden(fused.ids[plan.rows], plan, buffer, depth=lm.n_layers, hooked_pass=hooked_pass)
-    fused.row_layers += _paid(lm, plan, hooked_pass)
+    fused.row_layers += _row_layers(lm, plan, hooked_pass)
 
 
-def _paid(lm: LanguageModel, plan: RowsPlan, hooked_pass: HookedPass | None) -> int:
+def _row_layers(lm: LanguageModel, plan: RowsPlan, hooked_pass: HookedPass | None) -> int:
     return len(plan.rows) * lm.n_layers if hooked_pass is None else hooked_pass.row_layers

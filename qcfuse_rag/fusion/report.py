@@ -1,4 +1,4 @@
-"""What happened in one fused prefill: plain data for people, logs and JSON."""
+"""The report of one fused prefill: plain data for people, logs and JSON."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 UNSOUGHT = "no passages were looked for"
-"""How a fallback begins where nothing was looked for in a text; why follows a colon."""
+"""The beginning of a fallback where a text was not searched for passages; the reason follows a colon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What became of one segment that may be stored.
+    """The outcome of looking up one segment.
 
     Attributes:
         role: `head` or `chunk`.
         start: its position in the prompt.
         tokens: its length.
         hit: whether its keys and values were reused.
-        reason: why not, if they were not.
-        note: what was done to them before they were placed, if anything.
+        reason: why they were not reused, or None.
+        note: how an adapter changed them, or None.
     """
 
     role: str
@@ -32,11 +32,11 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time to the first token went, in seconds.
+    """The stages of the time to the first token, in seconds.
 
     Attributes:
-        load_s: finding stored keys and values, waiting for them, copying and rotating them, whatever else belongs to
-            no stage; not what is read and checked while rows are computed.
+        load_s: finding stored keys and values, waiting for them, copying and rotating them, and work of no other
+            stage; reading and checking that overlaps with computing does not count.
         probe_s: scoring tokens by the question, without waiting.
         select_s: turning scores into rows.
         recompute_s: computing the rows and the first token's logits, without waiting.
@@ -60,25 +60,25 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class FusionReport:
-    """What one fused prefill did.
+    """The result of one fused prefill.
 
     Attributes:
         method: name of the method.
         base: base of the reused chunks, or None.
-        ratio: the method's recompute ratio, a fraction of the reused passage tokens that are not exact as they stand;
-            the fraction that came of it for methods that count tokens instead.
+        ratio: the method's recompute ratio, a fraction of the reused passage tokens that are not exact; for methods
+            that count tokens instead, the resulting fraction.
         prompt_tokens: length of the prompt.
         context_tokens: tokens of its passages.
-        reused_tokens: tokens whose stored keys and values stand in the final cache.
-        rows: tokens computed, the question's included; of passes that let go of rows on their way, those left in the
-            last layer.
-        selected: positions of reused tokens that were recomputed after all.
-        row_layers: rows summed over the layers each was computed in, probes and rows that were let go of included: what
-            was paid. Full prefill pays `prompt_tokens` times `n_layers`.
+        reused_tokens: tokens whose stored keys and values are in the final cache.
+        rows: tokens computed, the question's included; of passes that drop rows between layers, the rows of the last
+            layer.
+        selected: positions of reused tokens that were recomputed.
+        row_layers: rows summed over the layers each was computed in, probes and dropped rows included: the work done.
+            Full prefill computes `prompt_tokens` times `n_layers`.
         n_layers: layers of the model.
-        lookups: what became of the head and of every passage.
+        lookups: the outcome for the system prefix and every passage.
         bytes_loaded: bytes read from the store.
-        timings: where the time went.
+        timings: seconds by stage.
         fallback: why the request fell back to full prefill of some or all passages, or None.
     """
 
@@ -99,12 +99,12 @@ class FusionReport:
 
     @property
     def work(self) -> float:
-        """Rows computed, over all layers, probes included, as a share of what full prefill computes."""
+        """Rows computed over all layers, probes included, as a share of full prefill's."""
         return self.row_layers / (self.prompt_tokens * self.n_layers)
 
     @property
     def missing(self) -> tuple[Lookup, ...]:
-        """Lookups that found nothing usable."""
+        """The lookups that are misses."""
         return tuple(lookup for lookup in self.lookups if not lookup.hit)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class FusionReport:
 
 
 def describe_misses(lookups: list[Lookup]) -> str | None:
-    """Say in one line what had to be computed in full and why, or None if everything was found."""
+    """Say in one line how many passages were computed in full and why; None if all were found."""
     missing = [lookup for lookup in lookups if not lookup.hit and lookup.role == "chunk"]
     if not missing:
         return None

@@ -19,7 +19,7 @@ class Selection:
 
     Attributes:
         positions: `[S]` int64 ascending, without repetition.
-        until: `[S]` int64, the last layer each is recomputed in; None for all layers.
+        until: `[S]` int64, the last layer in which each position is recomputed; None for all layers.
     """
 
     positions: Tensor
@@ -38,18 +38,18 @@ class Selection:
 
 
 class Selector(Protocol):
-    """Chooses among the reused tokens that are not known to be exact already."""
+    """Chooses among the reused tokens that are not exact."""
 
     def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Choose.
 
         Args:
             candidates: placed chunks that are not exact.
-            scores: from the method's probe; None for methods without one.
-            budget: how many tokens to choose.
+            scores: from the method's probe; None for methods without a probe.
+            budget: number of tokens to choose.
 
         Returns:
-            Tokens of the candidates, none of them twice.
+            Positions of candidates' tokens, without repetition.
         """
         ...
 
@@ -65,7 +65,7 @@ class SelectNone:
 
 @dataclass(frozen=True, slots=True)
 class AllTokens:
-    """Begin with every token: for passes that let go of rows on their way."""
+    """Begin with every token, for passes that drop rows between layers."""
 
     def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return all positions."""
@@ -74,7 +74,7 @@ class AllTokens:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The best tokens over all chunks together, by their mean score over layers."""
+    """The best tokens over all chunks together, by mean score over layers."""
 
     def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
         """Return the `budget` positions of highest score."""
@@ -87,13 +87,13 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class TopPerChunk:
-    """The best tokens of every chunk, each chunk with a budget of its own.
+    """The best tokens of every chunk, each chunk with a share of the budget.
 
-    A chunk's share follows its demand (see `PlacedChunk.demand`) times its length, or its length alone where nothing is
-    known of demands.
+    The share is proportional to the chunk's demand (see `PlacedChunk.demand`) times its length, or to its length alone
+    where no demand is known.
 
     Attributes:
-        by_demand: leave the number to the demands, `ceil(demand * n_tokens)` each, instead of sharing out a budget.
+        by_demand: recompute `ceil(demand * n_tokens)` tokens of each chunk, instead of splitting a budget.
     """
 
     by_demand: bool = False
@@ -114,19 +114,19 @@ class TopPerChunk:
         if self.by_demand:
             return [min(n, math.ceil(demand * n)) for n, demand in zip(lengths, demands, strict=True)]
         wanted = [max(demand, 1e-6) * n for n, demand in zip(lengths, demands, strict=True)]
-        return share_out(budget, wanted, lengths)
+        return split_budget(budget, wanted, lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class NestedTokens:
-    """Each scored layer its own best tokens, recomputed from the first layer to the last that wants them.
+    """The best tokens of each scored layer, recomputed from the first layer to the last that chose them.
 
-    RelaxKV (arXiv 2609.33503): importance is scaled to [0, 1] within each layer; a token chosen in layer l is needed in
-    all layers below, since its hidden state has to come from somewhere. The sets shrink with depth.
+    RelaxKV (arXiv 2609.33503): importance is scaled to [0, 1] within each layer. A token chosen in layer l is computed
+    in all layers below, because its hidden state depends on them, so the sets shrink with depth.
 
     Attributes:
-        charge: what the budget counts: the tokens of one `layer`, as published, or the `average` of tokens computed
-            over all layers, which costs what the same budget costs other methods.
+        charge: the quantity that the budget limits: the tokens of one `layer`, as published, or the `average` number of
+            tokens computed over all layers, which makes the cost equal to other methods' with the same budget.
     """
 
     charge: str = "layer"
@@ -136,7 +136,7 @@ class NestedTokens:
             raise ValueError(f"charge must be 'layer' or 'average', got {self.charge!r}")
 
     def select(self, candidates: list[PlacedChunk], scores: Scores | None, budget: int) -> Selection:
-        """Return every token that some layer chose, and the last layer that did."""
+        """Return every token that a layer chose, and the last layer that chose it."""
         assert scores is not None
         device = scores.by_layer.device
         positions = candidate_positions(candidates, device)
@@ -153,7 +153,7 @@ class NestedTokens:
 
     @staticmethod
     def _affordable(order: Tensor, layers: Tensor, budget: int) -> int:
-        """Return the most tokens a layer may choose for the average over layers to keep within the budget."""
+        """Return the most tokens a layer may choose so that the average over layers stays within the budget."""
         low, high = 1, budget
         while low < high:
             middle = (low + high + 1) // 2
@@ -165,7 +165,7 @@ class NestedTokens:
 
 @dataclass(frozen=True, slots=True)
 class RandomTokens:
-    """Tokens drawn evenly over all chunks: the control every informed choice has to beat."""
+    """Random tokens over all chunks: the control that every informed choice has to beat."""
 
     seed: int = 0
 
@@ -178,10 +178,10 @@ class RandomTokens:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeads:
-    """The first tokens of every chunk, where a chunk prefilled on its own grows an attention sink.
+    """The first tokens of every chunk, where a chunk that was prefilled alone has an attention sink.
 
     Attributes:
-        n_tokens: how many per chunk; None shares the budget in proportion to the chunks' lengths.
+        n_tokens: tokens per chunk; None splits the budget in proportion to the chunks' lengths.
     """
 
     n_tokens: int | None = 16
@@ -194,7 +194,7 @@ class ChunkHeads:
         """Return the first positions of every chunk."""
         lengths = [len(placed.span) for placed in candidates]
         if self.n_tokens is None:
-            counts = share_out(budget, [float(length) for length in lengths], lengths)
+            counts = split_budget(budget, [float(length) for length in lengths], lengths)
         else:
             counts = [min(self.n_tokens, length) for length in lengths]
         starts = (placed.span.start for placed in candidates)
@@ -205,7 +205,7 @@ class ChunkHeads:
 def candidate_positions(candidates: list[PlacedChunk], device: torch.device | None = None) -> Tensor:
     """Return `[N]` int64, the positions of all tokens of the candidates, ascending; on the CPU or a device.
 
-    Made there: for a copy of so many the host may have to wait.
+    They are made on the device: the host may have to wait for a large copy.
     """
     if not candidates:
         return torch.empty(0, dtype=torch.int64, device=device)
@@ -213,7 +213,7 @@ def candidate_positions(candidates: list[PlacedChunk], device: torch.device | No
 
 
 def recomputable_chunks(fused: FusedPrompt) -> list[PlacedChunk]:
-    """Return the placed chunks whose keys and values a full prefill would not give."""
+    """Return the placed chunks that differ from full prefill's keys and values."""
     return [placed for placed in fused.placed_chunks if not placed.exact]
 
 
@@ -241,11 +241,16 @@ def check_selection(recomputed: Tensor, candidates: list[PlacedChunk], known: Te
         raise ValueError(f"selects {len(positions):,} tokens, of which {limit:,} are allowed")
 
 
-def share_out(budget: int, wanted: list[float], most: list[int]) -> list[int]:
-    """Share a budget in proportion to what is wanted, nobody getting more than the most they can take.
+def split_budget(budget: int, wanted: list[float], most: list[int]) -> list[int]:
+    """Split a budget in proportion to weights, each share within its own limit.
+
+    Args:
+        budget: the sum to split.
+        wanted: weights, above 0.
+        most: the largest share of each.
 
     Returns:
-        Whole shares that add up to the budget, or to all that can be taken if that is less.
+        Whole shares that add up to the budget, or to the sum of the limits if that is less.
     """
     shares = [0] * len(wanted)
     left = min(budget, sum(most))
@@ -254,7 +259,7 @@ def share_out(budget: int, wanted: list[float], most: list[int]) -> list[int]:
         total = sum(wanted[i] for i in open_)
         exact = {i: left * wanted[i] / total for i in open_}
         given = {i: min(most[i] - shares[i], int(exact[i])) for i in open_}
-        if not any(given.values()):  # fractions only: one each to those with the largest
+        if not any(given.values()):  # only fractions are left: 1 each to the largest
             first = sorted(open_, key=lambda i: -exact[i])[:left]
             given = dict.fromkeys(first, 1)
         for i, count in given.items():
@@ -264,8 +269,8 @@ def share_out(budget: int, wanted: list[float], most: list[int]) -> list[int]:
 
 
 def _deepest(chosen: Tensor, layers: Tensor, candidates: int) -> Tensor:
-    """Return `[candidates]`, the last layer that chose each; -1 for none. `chosen`: `[n_layers, count]` indices."""
+    """Return `[candidates]`, the last layer that chose each, or -1. `chosen`: `[n_layers, count]` indices."""
     until = torch.full((candidates,), -1, dtype=torch.int64, device=chosen.device)
-    for layer, indices in zip(layers, chosen, strict=True):  # ascending, so later layers overwrite
+    for layer, indices in zip(layers, chosen, strict=True):  # ascending, so later layers overwrite earlier ones
         until[indices] = layer
     return until

@@ -1,4 +1,4 @@
-"""The beginning of a prompt, kept for the next one: what two prompts share is loaded or computed once."""
+"""The common beginning of two prompts, kept from one to the next so that it is loaded or computed once."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 
 @dataclass(slots=True, eq=False)
 class SharedPrefix:
-    """Leading segments of one prompt on their way to the next, one prefix at a time.
+    """Leading segments of one prompt, handed on to the next.
 
-    What is kept is a prompt's state before any recomputation (see `FusedPrompt`), or, where nothing is reused, after it.
-    The caller sees to it that prompts between which it is handed on begin alike, in segments and frame, and are
-    brought to their first token by the same method.
+    The kept state is that before any recomputation (see `FusedPrompt`), or, where nothing is reused, the state after
+    it. The caller ensures that both prompts begin with the same segments and system prefix and use the same method.
 
     Attributes:
-        keep: tokens of the prompt at hand to keep for the next, the length of whole segments; 0 for none.
-        held: tokens kept of the prompt before; the prompt at hand begins with the same.
+        keep: tokens of the current prompt to keep for the next, the length of whole segments; 0 for none.
+        held: tokens kept of the previous prompt; the current prompt begins with the same.
     """
 
     keep: int = 0
@@ -34,26 +33,26 @@ class SharedPrefix:
 
     @torch.inference_mode()
     def give(self, fused: FusedPrompt) -> None:
-        """Copy what is held to the beginning of an empty fused prompt; nothing of it is loaded, so no bytes are counted."""
+        """Copy the kept tokens to the beginning of an empty fused prompt; no bytes are loaded or counted."""
         if self._known is None or not self.held:
             return
         buffer, n = fused.await_all(), self.held
-        for mine, yours in zip((*self._keys, *self._values), (*buffer.keys, *buffer.values), strict=True):
-            yours[:, :, :n] = mine[:, :, :n]
+        for kept, target in zip((*self._keys, *self._values), (*buffer.keys, *buffer.values), strict=True):
+            target[:, :, :n] = kept[:, :, :n]
         fused.known[:n] = self._known[:n]
         fused.placed += [placed for placed in self._placed if placed.span.stop <= n]
         fused.lookups += [lookup for lookup in self._lookups if lookup.start + lookup.tokens <= n]
 
     @torch.inference_mode()
     def take(self, fused: FusedPrompt, known: Tensor) -> None:
-        """Hold the first `keep` tokens of a fused prompt instead of what was held.
+        """Keep the first `keep` tokens of a fused prompt, in place of the tokens kept before.
 
         Args:
-            fused: the prompt at hand.
-            known: `[T]` bool, positions whose keys and values the next prompt may take over.
+            fused: the current prompt.
+            known: `[T]` bool, positions whose keys and values the next prompt may reuse.
         """
         n, buffer = self.keep, fused.await_all()
-        if not 0 < n <= self.held:  # else they are there already
+        if not 0 < n <= self.held:  # otherwise they are kept already
             self._keys = [keys[:, :, :n].clone() for keys in buffer.keys] if n else []
             self._values = [values[:, :, :n].clone() for values in buffer.values] if n else []
             self._known = known[:n].clone()

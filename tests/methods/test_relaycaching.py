@@ -19,7 +19,7 @@ from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
-from tests.support import references
+from tests.support import references, seams
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -37,7 +37,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-        monkeypatch.setattr("qcfuse_rag.engine.engine.Sampler", lambda params, lm: lambda logits: next(tokens))
+        seams.sampler(monkeypatch, lambda params, lm: lambda logits: next(tokens))
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
         stream.result()
         return stream
