@@ -135,7 +135,8 @@ class ResponseFormat:
             conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
             return engine.prompt_from_text(conversation, self.visible_tools)
         if later_turns:
-            return engine.prompt_from_text([*engine.prompts.turns(question, passages, history), *later_turns], self.visible_tools)
+            conversation = [*engine.prompts.turns(question, passages, history), *later_turns]
+            return engine.prompt_from_text(conversation, self.visible_tools)
         return engine.prompt(question, passages, history, self.visible_tools)
 
     def with_schema_hint(self, question: str) -> str:

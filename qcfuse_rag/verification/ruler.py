@@ -108,7 +108,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def passages_of(units: Sequence[str], separator: str, most_tokens: int, count: Count) -> tuple[str, ...]:
-    """Join units into passages of at most `most_tokens` tokens; a unit is never cut, and a longer unit is a passage."""
+    """Join units into passages of at most `most_tokens` tokens; a longer unit is one passage."""
     passages: list[list[str]] = [[]]
     used = 0
     for unit in units:
