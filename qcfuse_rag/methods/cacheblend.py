@@ -101,8 +101,6 @@ def cacheblend(
 ) -> Method:
     """Recompute the tokens that differ most from what the prompt makes of them, whatever the question.
 
-    Its loading controller is the budget `methods.cacheblend.roofline.Roofline`, to be put in the place of the ratio.
-
     Args:
         ratio: share of the passage tokens to recompute; the released code's is 0.16.
         base: which stored caches to start from.

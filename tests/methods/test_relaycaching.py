@@ -13,7 +13,7 @@ from torch import Tensor
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
-from qcfuse_rag.methods.relaycaching.method import Relayed, RelayLayers, RelayRepair, calibrate, value_cosines
+from qcfuse_rag.methods.relaycaching.method import RelayLayers, RelayRepair
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -230,28 +230,7 @@ def test_a_ratio_takes_the_highest_of_the_same_scores_to_the_last_layer(
     assert error(done.logits, expected.logits) <= TOLERANCE
 
 
-def test_calibration_finds_the_layers_whose_values_deviate(llama: LanguageModel, engine: FusionEngine) -> None:
-    samples = [
-        Relayed(engine.prompts.chunk_ids(text), engine.prompt(QUESTION, PASSAGES).ids, engine.prompts.prefix_ids)
-        for text in PASSAGES[:2]
-    ]
-    alike: list[list[float]] = [[] for _ in range(llama.n_layers)]
-    for sample in samples:
-        tables = [references.plain_forward(llama, before + sample.ids)[1] for before in (sample.then, sample.now)]
-        for layer in range(llama.n_layers):
-            one, other = (table[layer][1][0, :, -len(sample.ids) :].numpy() for table in tables)
-            for i in range(len(sample.ids)):
-                a, b = one[:, i].reshape(-1), other[:, i].reshape(-1)
-                alike[layer].append(float(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
-    cosines = value_cosines(llama, samples)
-    assert cosines.tolist() == pytest.approx([np.mean(layer) for layer in alike], abs=1e-5)
-    assert cosines[0] == pytest.approx(1, abs=1e-5), "values of layer 0 know no context"
-    assert calibrate(llama, samples) == RelayLayers.of(cosines)
-
-
-def test_layers_are_those_between_which_values_sag() -> None:
-    assert RelayLayers.of(torch.tensor([1.0, 0.99, 0.9, 0.8, 0.85, 0.9, 0.97, 1.0])) == RelayLayers(2, 3, 5)
-    assert RelayLayers.of(torch.tensor([0.5])) == RelayLayers(0, 0, 0)
+def test_layers_by_depth_are_the_middle_half() -> None:
     assert RelayLayers.by_depth(32) == RelayLayers(8, 9, 24)
     for n_layers in range(1, 8):
         assert RelayLayers.by_depth(n_layers).end < n_layers

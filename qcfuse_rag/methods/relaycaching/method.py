@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -19,9 +18,7 @@ from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED, Base
@@ -55,59 +52,6 @@ class RelayLayers:
         detect = min(start + 1, n_layers - 1)
         return cls(start, detect, max(detect, min(3 * n_layers // 4, n_layers - 1)))
 
-    @classmethod
-    def of(cls, cosines: Tensor) -> Self:
-        """Find the layers from how alike values are: from the first to the last that deviates more than the mean does.
-
-        The choice is made one layer behind the first, where the deviation of single tokens has begun to show.
-
-        Args:
-            cosines: `[n_layers]`, from `value_cosines`; lower in the middle.
-        """
-        above = (cosines <= cosines.mean()).nonzero()[:, 0].tolist()
-        return cls(above[0], min(above[0] + 1, above[-1]), above[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class Relayed:
-    """A generated text seen twice.
-
-    Attributes:
-        ids: its token ids.
-        then: token ids it was generated behind.
-        now: token ids in front of it in the prompt that reuses it.
-    """
-
-    ids: tuple[int, ...]
-    then: tuple[int, ...]
-    now: tuple[int, ...]
-
-
-def calibrate(lm: LanguageModel, samples: Sequence[Relayed]) -> RelayLayers:
-    """Find a model's three layers from a few generated texts; give the result to `methods.relaycaching.method`.
-
-    The paper picks them from such a curve over depth, which sags in the middle. The rule in `RelayLayers.of` is ours.
-    """
-    return RelayLayers.of(value_cosines(lm, samples))
-
-
-@torch.inference_mode()
-def value_cosines(lm: LanguageModel, samples: Sequence[Relayed]) -> Tensor:
-    """Return how alike a text's values are behind two different prompts.
-
-    Args:
-        lm: the model.
-        samples: at least one.
-
-    Returns:
-        `[n_layers]` float32, mean cosine over tokens of all samples.
-    """
-    alike = []
-    for sample in samples:
-        then, now = _values(lm, sample.then, sample.ids), _values(lm, sample.now, sample.ids)
-        alike.append(torch.stack([token_cosines(old, new) for old, new in zip(then, now, strict=True)]))
-    return torch.cat(alike, dim=1).mean(1)
-
 
 def token_cosines(one: Tensor, other: Tensor) -> Tensor:
     """Return `[n]` float32, the cosine of each token's values `[1, Hkv, n, D]` over all heads."""
@@ -116,15 +60,6 @@ def token_cosines(one: Tensor, other: Tensor) -> Tensor:
 
 def _flat(values: Tensor) -> Tensor:
     return values[0].transpose(0, 1).flatten(1).float()
-
-
-def _values(lm: LanguageModel, before: tuple[int, ...], ids: tuple[int, ...]) -> list[Tensor]:
-    """Return per layer `[1, Hkv, n, D]`, the values of `ids` behind `before`."""
-    whole = torch.tensor(before + ids, device=lm.device)
-    buffer = KVBuffer.allocate(lm.shapes, len(whole), dtype=lm.dtype, device=lm.device)
-    plan = RowsPlan.between(0, len(whole), lm.device, lm.sliding)
-    forward_hidden(lm, whole, plan, buffer, depth=lm.n_layers)
-    return [values[:, :, len(before) :] for values in buffer.values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +226,7 @@ def relaycaching(
     Args:
         ratio: share of the tokens to choose, recomputed in all layers; None for the published thresholds and layers.
         base: which stored caches stand in for chunks that were not kept with `FusionEngine.put_generated`.
-        layers: where to begin, choose and end; from `methods.relaycaching.method.calibrate`, or by depth if None.
+        layers: the layers at which to begin, choose and end; by depth if None.
         deviation: choose tokens whose values deviate so many times the mean.
         influence: choose tokens looked at so many times the mean.
         suffix: how many tokens at the end of the prompt look.
