@@ -131,6 +131,7 @@ class ResponseFormat:
         )
         history, later_turns = turns[:last_question], turns[last_question + 1 :]
         question = self.with_schema_hint(turns[last_question]["content"])
+        conversation: list[Turn]
         if passages is None:
             conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
             return engine.prompt_from_text(conversation, self.visible_tools)
