@@ -43,7 +43,7 @@ def compare(results: list[Path], method: str = "auto", plot: Path | None = None)
     by_ratio = sorted(groups, key=lambda key: (key[2] or 0, key[0] != method))
     figures = {key: _figures(groups[key], full) for key in by_ratio}
     rows = [_cells(key, figures[key]) for key in by_ratio]
-    differences = []
+    differences: list[dict[str, Any]] = []
     for key in by_ratio:
         same_ratio = next((group for other, group in groups.items() if other[0] == method and other[2] == key[2]), None)
         if same_ratio is not None and key[0] != method:

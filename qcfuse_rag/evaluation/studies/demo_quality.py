@@ -61,7 +61,7 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
     table = Table("method", "base", "ratio", "KL", "95 %", "same first token", "correct", "TTFT")
     for method, rows in zip(METHODS, answers, strict=True):
         interval = mean_interval([row["kl"] for row in rows])
-        line = {
+        line: dict[str, Any] = {
             "method": method.name,
             "base": method.base.name if method.base else None,
             "ratio": method.ratio,

@@ -29,6 +29,7 @@ from qcfuse_rag.runtime.kernels import context_score, sparse_attention
 from qcfuse_rag.runtime.kernels.launch import TALL, Tile, tile_of
 from qcfuse_rag.runtime.kernels.paged_attention import table_attention
 from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 from qcfuse_rag.runtime.rows import RowsPlan
@@ -255,7 +256,7 @@ def _attend_in_torch(query: Tensor, key: Tensor, value: Tensor, plan: RowsPlan |
 
 def without_kernels() -> AbstractContextManager[object]:
     """Make the engine attend in torch."""
-    return mock.patch.object(dispatch, dispatch.supports_kernels.__name__, new=_never)
+    return mock.patch.object(dispatch, supports_kernels.__name__, new=_never)
 
 
 def _never(*_: Tensor) -> bool:  # a mock object would take as long as the timed call

@@ -23,13 +23,15 @@ from qcfuse_rag.fusion import probes
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, supports_cpu_blocks
+from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 
 KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),
-    ("attention", dispatch, dispatch.attend_in_blocks),
-    ("the probe's scores", probes, probes.attention_weights),
+    ("attention", dispatch, attend_in_blocks),
+    ("the probe's scores", probes, attention_weights),
     ("matrix products", functional, functional.linear),
 )
 """The kinds of computation, and the functions that do them in their modules."""
@@ -66,7 +68,7 @@ def overhead(
             lm.model(input_ids=ids, use_cache=True, logits_to_keep=1)
         return 0.0
 
-    by_masks = partial(mock.patch.object, dispatch, dispatch.supports_cpu_blocks.__name__, lambda *_: False)
+    by_masks = partial(mock.patch.object, dispatch, supports_cpu_blocks.__name__, lambda *_: False)
     rounds_of = take_turns(
         {
             "fused": partial(_time_kinds, fused, nullcontext),
