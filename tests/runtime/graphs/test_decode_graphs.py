@@ -147,7 +147,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 ) -> None:
     lm = model_of("llama", tokenizer)
     steps = DecodeRunner(lm, recorder)
-    assert "warm_up" in str(steps.refusal)
+    assert "compile" in str(steps.refusal)
     with caplog.at_level(logging.WARNING):
         steps.compile(requests=(1,))
     assert reason in str(steps.refusal)

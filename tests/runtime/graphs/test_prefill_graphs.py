@@ -382,7 +382,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 ) -> None:
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, recorder)
-    assert "warm_up" in str(passes.refusal)
+    assert "compile" in str(passes.refusal)
     with caplog.at_level(logging.WARNING):
         passes.compile(rows=(4,))
     assert reason in str(passes.refusal)
