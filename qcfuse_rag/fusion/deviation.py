@@ -51,13 +51,13 @@ class DeviationWatch:
     distance: Tensor | None = None
     _stored: tuple[Tensor, Tensor] | None = None
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Keep all rows."""
         if layer == self.layer:
             self._stored = stored_rows(buffer, layer, rows)
         return rows
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Measure the distance."""
         if layer == self.layer and self._stored is not None:
             self.distance = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)

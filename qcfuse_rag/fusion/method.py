@@ -19,7 +19,7 @@ from qcfuse_rag.store.prefill_base import Base
 class LayerHookFactory(Protocol):
     """Makes the hook that acts between the layers of one fused pass."""
 
-    def steer(
+    def make_hook(
         self,
         fused: FusedPrompt,
         candidates: list[PlacedChunk],

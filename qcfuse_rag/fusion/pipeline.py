@@ -174,7 +174,7 @@ class PrefillAttempt:
             if selection.until is not None:
                 hook = NestedRows(selection.positions, selection.until)
             elif method.layer_hook is not None:
-                hook = method.layer_hook.steer(fused, candidates, selection, scores, budget)
+                hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
         logits, recomputed = recompute(fused, candidates, selection, hook, method.context, self.pause)
         if method.base is None:
             self.shared.take(fused, torch.ones_like(fused.known))
@@ -249,5 +249,5 @@ class _Mark:
 
 def _computing_s(first: _Mark, last: _Mark, fused: FusedPrompt) -> float:
     """Return the seconds between two marks, without those of waiting for the store."""
-    waited = sum(began.until(ended) for began, ended in fused.waits[first.waits : last.waits])
-    return first.time.until(last.time) - waited
+    waited = sum(began.seconds_until(ended) for began, ended in fused.waits[first.waits : last.waits])
+    return first.time.seconds_until(last.time) - waited

@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, PendingChunk, Wait
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk, WaitInterval
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
@@ -122,12 +122,12 @@ class FusedPrompt:
         try:
             outcomes = wait_budget.call(look_up)
         except TimeoutError:
-            late = Miss(wait_budget.exhausted)
+            late = Miss(wait_budget.timeout_reason)
             outcomes = [refused.get(segment.span.start, late) for segment in segments]
         pending = []
         for segment, outcome in zip(segments, outcomes, strict=True):
             placed = self._note(segment, outcome)
-            pending += [] if placed is None else [PendingChunk(segment.span.start, placed.chunk)]
+            pending += [] if placed is None else [LoadingChunk(segment.span.start, placed.chunk)]
         if not pending:
             return
         transfer = self.runner.open_transfer()
@@ -159,7 +159,7 @@ class FusedPrompt:
         return 0 if self.loader is None else self.loader.nbytes
 
     @property
-    def waits(self) -> Sequence[Wait]:
+    def waits(self) -> Sequence[WaitInterval]:
         """The waits of passes for the store so far."""
         return () if self.loader is None else self.loader.waits
 

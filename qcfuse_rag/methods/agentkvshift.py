@@ -34,7 +34,7 @@ class MeanShift:
     keys: bool = True
     values: bool = True
 
-    def steer(
+    def make_hook(
         self,
         fused: FusedPrompt,
         candidates: list[PlacedChunk],
@@ -75,12 +75,12 @@ class MeanShiftPass:
     values: bool
     _stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Keep all rows; remember what is about to be overwritten."""
         self._stored = [stored_rows(buffer, layer, chunk.told) for chunk in self.chunks]
         return rows
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Shift the tokens that are no rows, before any row looks at them."""
         if layer == 0:
             return

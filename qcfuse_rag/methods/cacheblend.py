@@ -41,7 +41,7 @@ class GradualFilter:
         if self.first_layer < 0:
             raise ValueError(f"layer must not be negative, got {self.first_layer}")
 
-    def steer(
+    def make_hook(
         self,
         fused: FusedPrompt,
         candidates: list[PlacedChunk],
@@ -80,7 +80,7 @@ class GradualFilterPass:
     _stored: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     _deviations: Tensor | None = field(default=None, repr=False)
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Keep the tokens that deviated most in the layer before, and every row that is no candidate."""
         if layer in self.counts and self._deviations is not None:
             free = torch.isin(rows, self.candidates)
@@ -90,7 +90,7 @@ class GradualFilterPass:
         self._stored = stored_rows(buffer, layer, rows)
         return rows
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Measure how far this layer's fresh keys and values are from the stored ones."""
         assert self._stored is not None
         self._deviations = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)

@@ -70,33 +70,33 @@ class ClosestVariant:
         if self.alpha <= 0 or self.slots < 1:
             raise ValueError(f"alpha and slots must be above 0, got {self.alpha} and {self.slots}")
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Choose. What a full prefill of this prompt would give comes first and is exact."""
-        prompt, ids = place.prompt, place.span.segment.stored_ids
-        before = prompt.ids[: place.span.start]
-        if isinstance(found, ChunkKV) and place.base.exact_behind(before, prompt.prefix_ids):
-            return AdaptedChunk(found, exact=True, demand=0.0)
-        slots = filled_slots(place.store, "variant", self.slots, place.lm.fingerprint, prompt.prefix_ids, ids)
-        for overhead, exact, slot in self._ranked(place, slots):
-            if overhead >= 1 and self.refuse and (slot is not None or isinstance(found, ChunkKV)):
+        prompt, ids = context.prompt, context.span.segment.stored_ids
+        before = prompt.ids[: context.span.start]
+        if isinstance(stored, ChunkKV) and context.base.exact_behind(before, prompt.prefix_ids):
+            return AdaptedChunk(stored, exact=True, demand=0.0)
+        slots = filled_slots(context.store, "variant", self.slots, context.lm.fingerprint, prompt.prefix_ids, ids)
+        for overhead, exact, slot in self._ranked(context, slots):
+            if overhead >= 1 and self.refuse and (slot is not None or isinstance(stored, ChunkKV)):
                 return Miss(f"fix overhead {overhead:.2f}: no cache of it is worth mending")
-            chunk = found if slot is None else read_checked(place.store, slot)
+            chunk = stored if slot is None else read_checked(context.store, slot)
             if isinstance(chunk, ChunkKV):
-                name, key = (place.base.name, None) if slot is None else (slot.key.base, slot.key)
+                name, key = (context.base.name, None) if slot is None else (slot.key.base, slot.key)
                 note = f"{name}, exact" if exact else f"{name}, fix overhead {overhead:.2f}"
                 return AdaptedChunk(chunk, exact, overhead, note, key)
-        return found if isinstance(found, Miss) else Miss("absent")
+        return stored if isinstance(stored, Miss) else Miss("absent")
 
-    def _ranked(self, place: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
+    def _ranked(self, context: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
         """Yield `(overhead, exact, slot)`, the easiest first; the cache under the method's base as slot None."""
         known = [context_impact(slot.chunk) for slot in slots]
         rated: list[tuple[float, bool, Slot | None]] = [
             (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
         ]
-        straight = follows_system_prefix(place)
+        straight = follows_system_prefix(context)
         for slot, impact in zip(slots, known, strict=True):
-            exact = straight and slot.context == place.predecessors
-            overlap = captured_overlap(slot.chunk, place.predecessors)
+            exact = straight and slot.context == context.predecessors
+            overlap = captured_overlap(slot.chunk, context.predecessors)
             rated.append((0.0 if exact else self._overhead(impact, overlap), exact, slot))
         yield from sorted(rated, key=lambda one: (not one[1], one[0]))  # stable: of equals the framed cache is first
 
@@ -124,7 +124,7 @@ class FocusedChunks:
         if not 0 <= self.depth <= 1 or not 0 <= self.share <= 1:
             raise ValueError(f"depth and share must be fractions, got {self.depth} and {self.share}")
 
-    def steer(
+    def make_hook(
         self,
         fused: FusedPrompt,
         candidates: list[PlacedChunk],
@@ -159,7 +159,7 @@ class FocusedChunksPass:
     chosen: Tensor | None = None
     _looks: dict[int, float] = field(default_factory=dict, repr=False)
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Let go of the mended tokens of unfocused chunks, once."""
         if layer != self.last + 1 or not self._looks:
             return rows
@@ -170,10 +170,10 @@ class FocusedChunksPass:
                 unfocused |= (rows >= span.start) & (rows < span.stop)
         return rows[~(unfocused & torch.isin(rows, self.mending))]
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Change nothing."""
 
-    def look(
+    def on_attention(
         self,
         layer: int,
         rows: Tensor,

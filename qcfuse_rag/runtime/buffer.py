@@ -1,35 +1,51 @@
-"""A request's keys and values, one preallocated pair per layer, and the transformers cache that writes into them."""
+"""The keys and values of one request: preallocated tensors, the pool they come from, and the cache that writes to them.
+
+On a CPU, the first write to fresh memory waits for the system to find each page. That takes as long as copying the
+stored caches, so a `BufferPool` hands the memory of finished requests to new ones. On a GPU torch's allocator already
+does so.
+"""
 
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.buffer_pool import BufferPool
 from qcfuse_rag.runtime.rows import RowsPlan
+
+SPARE_BYTES = 1 << 30
+ALIGNMENT = 64
+"""Bytes that pooled memory is aligned to, for vector instructions."""
+STEPS_PER_DOUBLING = 8
+"""Block sizes between a size and twice that size: requests of nearly the same length share one block size."""
+MAX_OVERSIZE = 2
+"""A block is at most this many times larger than asked for, so a short request does not occupy a long one's memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KVBuffer:
-    """Rotated keys and values of a prompt and the answer to come.
+    """Rotated keys and values of a prompt and its answer.
 
-    Index in the buffer equals position in the prompt. Memory is not cleared: a position holds nothing until it has
-    been placed or computed as a row.
+    The index in the buffer is the position in the prompt. Memory is not cleared: a position is undefined until a chunk
+    is placed there or the position is computed as a row.
 
     Attributes:
         keys: per layer `[B, Hkv, capacity, D]`; B is 1 for a request, more for chunks prefilled together.
         values: per layer `[B, Hkv, capacity, Dv]`.
-        arrive: called with a layer before a pass writes or reads it, to wait for what is on its way there; None if
-            nothing is.
+        wait_for_layer: called with a layer's index before a pass writes or reads the layer; returns when the layer's
+            stored chunks are placed. None if nothing is being loaded.
     """
 
     keys: tuple[Tensor, ...]
@@ -47,36 +63,42 @@ class KVBuffer:
         batch: int = 1,
         pool: BufferPool | None = None,
     ) -> KVBuffer:
-        """Reserve room for `capacity` tokens of each of `batch` sequences, in a pool's memory if it is the host's."""
+        """Allocate a buffer for `batch` sequences of `capacity` tokens; on a CPU from the pool, if there is one."""
         sizes = [(batch, shape.kv_heads, capacity, dim) for shape in shapes for dim in (shape.key_dim, shape.value_dim)]
         if pool is None or device.type != "cpu":
-            held = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
+            tensors = [torch.empty(size, dtype=dtype, device=device) for size in sizes]
         else:
             lengths = [math.prod(size) for size in sizes]
-            parts = torch.split(pool.take(sum(lengths) * dtype.itemsize).view(dtype), lengths)
-            held = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
-        return cls(tuple(held[::2]), tuple(held[1::2]))
+            parts = torch.split(pool.allocate(sum(lengths) * dtype.itemsize).view(dtype), lengths)
+            tensors = [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+        return cls(tuple(tensors[::2]), tuple(tensors[1::2]))
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """Number of tokens that fit."""
         return self.keys[0].shape[2]
 
     def cache(self, plan: RowsPlan) -> Cache:
-        """Return a transformers cache through which one pass over the plan's rows writes here."""
-        at = plan.at
+        """Return a transformers cache that writes the plan's rows to this buffer, for one pass."""
+        at, wait = plan.at, self.wait_for_layer
         return Cache(
             layers=[
-                RowsLayer(
-                    k, v, at, plan.length, None if self.wait_for_layer is None else partial(self.wait_for_layer, layer)
-                )
-                for layer, (k, v) in enumerate(zip(self.keys, self.values, strict=True))
+                RowsLayer(keys, values, at, plan.length, None if wait is None else partial(wait, layer))
+                for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True))
             ]
         )
 
 
 class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Writes a pass's fresh keys and values at their positions and returns everything up to the plan's length."""
+    """A cache layer that writes fresh keys and values at their positions and returns all keys up to the plan's length.
+
+    Args:
+        keys: the buffer's keys of this layer.
+        values: the buffer's values of this layer.
+        at: index of the rows.
+        length: number of keys that the pass may read.
+        wait_for_layer: waits for this layer's stored chunks; None if nothing is being loaded.
+    """
 
     is_sliding = False
 
@@ -98,24 +120,93 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the buffer exists before the pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Scatter `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
+        """Write `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
         assert self.keys is not None
         assert self.values is not None
-        if self.wait_for_layer is not None:  # what is stored must be there first: rows take its place
+        if self.wait_for_layer is not None:  # stored chunks are placed first, because rows overwrite parts of them
             self.wait_for_layer()
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys there are and where they start."""
+        """Return the number of keys and the position of the first."""
         return self.length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of keys before the pass's last row."""
+        """Return the number of keys up to the pass's last row."""
         return self.length
 
     def get_max_length(self) -> int:
         """Return the buffer's capacity."""
         assert self.keys is not None
         return self.keys.shape[2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolBlock:
+    """A block of the pool's memory; compared by identity, not by content."""
+
+    memory: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+class BufferPool:
+    """A pool of host memory; a block returns to it when the last tensor that uses the block is gone.
+
+    Safe to use from several threads, without a lock: the thread that drops the last tensor returns the block, possibly
+    in the middle of its own `allocate`.
+
+    Args:
+        spare_bytes: limit on unused memory; beyond it, the blocks that were returned first are freed.
+    """
+
+    def __init__(self, spare_bytes: int = SPARE_BYTES) -> None:
+        self._max_spare_bytes = spare_bytes
+        self._spare: deque[PoolBlock] = deque()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of unused memory in the pool."""
+        return sum(map(len, self._spare.copy()))
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Return `[nbytes]` uint8 with undefined content."""
+        needed = nbytes + ALIGNMENT
+        block = self._reuse_block(needed) or PoolBlock(np.empty(_block_size(needed), np.uint8))
+        first = -block.memory.ctypes.data % ALIGNMENT
+        lease = block.memory[first : first + nbytes]  # a new object, which lives as long as a tensor uses the memory
+        weakref.finalize(lease, self._return_block, block).atexit = False
+        return torch.from_numpy(lease)
+
+    def _reuse_block(self, nbytes: int) -> PoolBlock | None:
+        """Remove and return the smallest spare block that fits; of equal blocks, the one returned last.
+
+        That block is most likely to be in the processor's cache, and the others become old enough to be freed.
+        """
+        newest_first = self._spare.copy()
+        newest_first.reverse()
+        for block in sorted(newest_first, key=len):
+            if nbytes <= len(block) <= MAX_OVERSIZE * nbytes:
+                try:
+                    self._spare.remove(block)
+                except ValueError:  # another thread has removed it
+                    continue
+                return block
+        return None
+
+    def _return_block(self, block: PoolBlock) -> None:
+        self._spare.append(block)
+        while self.spare_bytes > self._max_spare_bytes:
+            try:
+                self._spare.popleft()
+            except IndexError:
+                return
+
+
+def _block_size(nbytes: int) -> int:
+    """Round a size up to the next block size."""
+    step = max(ALIGNMENT, (1 << (nbytes.bit_length() - 1)) // STEPS_PER_DOUBLING)
+    return -(-nbytes // step) * step

@@ -1,7 +1,7 @@
-"""One decode step of several requests together: weights are read once for all, keys and values are each request's own.
+"""One decode step of several requests together.
 
-A step reads the weights whatever the number of its requests, which is most of what one alone takes. Requests differ in
-length and stay in their own buffers: nothing is copied or padded when one comes or goes.
+A step reads the model's weights once, however many requests it has; reading them is most of the time of a step. The
+requests may differ in length and keep their own buffers: nothing is copied or padded when a request joins or leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import planned_inputs
-from qcfuse_rag.runtime.kernels.support import kernels_run_on
+from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
@@ -31,16 +31,16 @@ def forward_step(
 
     Args:
         lm: the model.
-        tokens: of each request the token to go on from.
-        positions: where it stands.
-        buffers: each request's keys and values; the token's own are written there.
+        tokens: each request's last token.
+        positions: the position of that token.
+        buffers: each request's keys and values; those of the token are written there.
 
     Returns:
         `[B, vocabulary]` float32 logits.
     """
     rows = torch.tensor(positions).to(lm.device, non_blocking=True)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
-    if kernels_run_on(lm.device, lm.dtype, lm.widest_head):
+    if kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
     return forward_plan(lm.model, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
 
@@ -50,9 +50,9 @@ def forward_plan(model: nn.Module, tokens: Tensor, plan: StepPlan | TablePlan) -
     """Compute a planned step.
 
     Args:
-        model: or a view of it that computes the same.
-        tokens: `[B]` int64 on its device, of each request the token to go on from.
-        plan: where they stand.
+        model: the model, or a view of it with the same results.
+        tokens: `[B]` int64 on the model's device, each request's last token.
+        plan: the rows of the step.
 
     Returns:
         `[B, vocabulary]` float32 logits.

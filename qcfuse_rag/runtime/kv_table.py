@@ -1,4 +1,4 @@
-"""Where the keys and values of some requests are, as kernels read it."""
+"""A table of the addresses of several requests' keys and values, which kernels read."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVTable:
-    """Where the keys and values of some requests are.
+    """Addresses of the keys and values of several requests.
 
     Attributes:
-        entries: `[layers, B, 4]` int64 on the device: pointers to keys and values, and how far apart their heads are.
+        entries: `[layers, B, 4]` int64 on the device: the pointers to keys and to values, and the strides between
+            their heads.
         shapes: of each layer's keys and values.
         dtype: of keys and values.
-        longest: keys that the longest request may have, by which the number of parts is chosen that each one's keys are
-            split into.
-        aligned: whether all that entries point to is aligned to 16 bytes.
+        longest: most keys that a request may have; it decides into how many parts a kernel splits the keys.
+        aligned: whether every token's keys and values begin at a multiple of 16 bytes.
     """
 
     entries: Tensor
@@ -34,82 +34,83 @@ class KVTable:
 
     @classmethod
     def of(cls, buffers: Sequence[KVBuffer], shapes: Sequence[KVShape], longest: int) -> KVTable:
-        """Write the table of some buffers.
+        """Build the table of some buffers.
 
         Args:
-            buffers: of the requests.
+            buffers: one for each request.
             shapes: of each layer's keys and values.
-            longest: keys that the longest request may have.
+            longest: most keys that a request may have.
 
         Raises:
-            ValueError: if a buffer is not laid out as `KVBuffer.allocate` does.
+            ValueError: if a buffer does not have the layout of `KVBuffer.allocate`.
         """
-        entries, some = buffer_addresses(buffers), buffers[0].keys[0]
-        aligned = is_aligned(entries, shapes, some.dtype)
-        return cls(entries.to(some.device, non_blocking=True), shapes, some.dtype, longest, aligned)
+        entries, sample = buffer_addresses(buffers), buffers[0].keys[0]
+        aligned = is_aligned(entries, shapes, sample.dtype)
+        return cls(entries.to(sample.device, non_blocking=True), shapes, sample.dtype, longest, aligned)
 
 
 class RebindableKVTable:
-    """A table that CUDA graphs read, pointed at the buffers of those they serve next.
+    """A table that CUDA graphs read, and that can be bound to other requests before each replay.
 
-    Where there are fewer of these than it has places for, the places left over point at a buffer that nobody reads.
+    If fewer requests are bound than the table has entries, the remaining entries point at a buffer that nobody reads.
 
     Args:
-        unread: that buffer, laid out as `KVBuffer.allocate` does.
+        dummy_buffer: the buffer that nobody reads, in the layout of `KVBuffer.allocate`.
         shapes: of each layer's keys and values.
-        requests: places.
-        longest: keys that a request may have.
+        requests: number of requests that the table has entries for.
+        longest: most keys that a request may have.
 
     Attributes:
         table: the table.
     """
 
-    def __init__(self, unread: KVBuffer, shapes: Sequence[KVShape], requests: int, longest: int) -> None:
-        self._unread = unread
-        self.table = KVTable.of([unread] * requests, shapes, longest)
-        self._places = self.table.entries.to("cpu", copy=True)
-        self._known: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
+    def __init__(self, dummy_buffer: KVBuffer, shapes: Sequence[KVShape], requests: int, longest: int) -> None:
+        self._dummy_buffer = dummy_buffer
+        self.table = KVTable.of([dummy_buffer] * requests, shapes, longest)
+        self._bound = self.table.entries.to("cpu", copy=True)
+        self._addresses: WeakKeyDictionary[KVBuffer, Tensor] = WeakKeyDictionary()
 
-    def point_at(self, buffers: Sequence[KVBuffer]) -> bool:
-        """Point at some buffers; return False if they are not laid out as what reads the table expects."""
-        empty = self.table.entries.shape[1] - len(buffers)
+    def bind(self, buffers: Sequence[KVBuffer]) -> bool:
+        """Point the table at some buffers; return False if their layout or alignment is not the recorded one."""
+        n_unused = self.table.entries.shape[1] - len(buffers)
+        padded = (*buffers, *[self._dummy_buffer] * n_unused)
         try:
-            places = torch.stack([self._places_of(buffer) for buffer in (*buffers, *[self._unread] * empty)], dim=1)
+            addresses = torch.stack([self._addresses_of(buffer) for buffer in padded], dim=1)
         except ValueError:
             return False
-        if torch.equal(places, self._places):
+        if torch.equal(addresses, self._bound):
             return True
-        if is_aligned(places, self.table.shapes, self.table.dtype) != self.table.aligned:
+        if is_aligned(addresses, self.table.shapes, self.table.dtype) != self.table.aligned:
             return False
-        self.table.entries.copy_(places, non_blocking=True)
-        self._places = places
+        self.table.entries.copy_(addresses, non_blocking=True)
+        self._bound = addresses
         return True
 
-    def _places_of(self, buffer: KVBuffer) -> Tensor:
-        """Return where a buffer's layers are; looked up once for an answer."""
-        if buffer not in self._known:
-            self._known[buffer] = buffer_addresses([buffer])[:, 0]
-        return self._known[buffer]
+    def _addresses_of(self, buffer: KVBuffer) -> Tensor:
+        """Return the addresses of a buffer's layers, computed once for each buffer."""
+        if buffer not in self._addresses:
+            self._addresses[buffer] = buffer_addresses([buffer])[:, 0]
+        return self._addresses[buffer]
 
 
 def buffer_addresses(buffers: Sequence[KVBuffer]) -> Tensor:
-    """Return the entries of a table, on the host.
+    """Return the `[layers, B, 4]` entries of a table, on the host.
 
     Raises:
-        ValueError: if a buffer is not laid out as `KVBuffer.allocate` does.
+        ValueError: if a buffer does not have the layout of `KVBuffer.allocate`.
     """
     for buffer in buffers:
-        for held in (*buffer.keys, *buffer.values):
-            if len(held) != 1 or not held.is_contiguous():
-                raise ValueError(f"a buffer must be contiguous and of one request, got {tuple(held.shape)}")
+        for tensor in (*buffer.keys, *buffer.values):
+            if len(tensor) != 1 or not tensor.is_contiguous():
+                raise ValueError(f"a buffer must be contiguous and of one request, got {tuple(tensor.shape)}")
     layers = zip(*(zip(buffer.keys, buffer.values, strict=True) for buffer in buffers), strict=True)
-    rows = [
+    entries = [
         [(key.data_ptr(), value.data_ptr(), key.stride(1), value.stride(1)) for key, value in layer] for layer in layers
     ]
-    return torch.tensor(rows, dtype=torch.int64)
+    return torch.tensor(entries, dtype=torch.int64)
 
 
-def is_aligned(places: Tensor, shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
-    """Return whether all tokens of buffers at `[layers, B, 4]` places begin at multiples of 16 bytes."""
-    apart = {shape.key_dim for shape in shapes} | {shape.value_dim for shape in shapes}
-    return not bool((places[..., :2] % 16).any()) and all(dim * dtype.itemsize % 16 == 0 for dim in apart)
+def is_aligned(addresses: Tensor, shapes: Sequence[KVShape], dtype: torch.dtype) -> bool:
+    """Return whether every token of buffers at `[layers, B, 4]` addresses begins at a multiple of 16 bytes."""
+    dims = {shape.key_dim for shape in shapes} | {shape.value_dim for shape in shapes}
+    return not bool((addresses[..., :2] % 16).any()) and all(dim * dtype.itemsize % 16 == 0 for dim in dims)

@@ -23,7 +23,7 @@ PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_i
 class LayerHook(Protocol):
     """Watches one pass and changes it between layers. Made anew for every pass."""
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Choose the rows a layer computes, before it runs.
 
         Args:
@@ -37,7 +37,7 @@ class LayerHook(Protocol):
         """
         ...
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Act when a layer's fresh keys and values are in the buffer, before any row looks at them.
 
         Args:
@@ -60,7 +60,7 @@ class AttentionHook(LayerHook, Protocol):
 
     chosen: Tensor | None
 
-    def look(
+    def on_attention(
         self,
         layer: int,
         rows: Tensor,
@@ -71,7 +71,7 @@ class AttentionHook(LayerHook, Protocol):
         softcap: float | None,
         window: int | None,
     ) -> None:
-        """See what the rows are about to look at, after `written`.
+        """See what the rows are about to look at, after `after_write`.
 
         Args:
             layer: the layer.
@@ -97,12 +97,12 @@ class NestedRows:
     positions: Tensor
     until: Tensor
 
-    def enter(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
+    def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
         """Drop the rows whose last layer is behind."""
         ended = self.positions[self.until < layer]
         return rows[~torch.isin(rows, ended)] if len(ended) else rows
 
-    def written(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
+    def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Change nothing."""
 
 
@@ -116,14 +116,14 @@ class HookedPass:
     """
 
     def __init__(self, plan: RowsPlan, hook: LayerHook, buffer: KVBuffer) -> None:
-        self._first, self._steering, self._buffer = plan, hook, buffer
+        self._first, self._hook, self._buffer = plan, hook, buffer
         self._start = plan.rows
         self.plan = self._with(plan.rows)
         self.row_layers = 0
 
-    def enter(self, layer: int) -> tuple[Tensor | None, Tensor]:
+    def _narrow(self, layer: int) -> tuple[Tensor | None, Tensor]:
         """Narrow the pass; return which of the present rows go on (None: all), and their indices among the first."""
-        rows = self._steering.enter(layer, self.plan.rows, self._buffer)
+        rows = self._hook.before_layer(layer, self.plan.rows, self._buffer)
         kept = None
         if len(rows) != len(self.plan.rows):
             kept = torch.searchsorted(self.plan.rows, rows)
@@ -133,7 +133,7 @@ class HookedPass:
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer on the rows that are left; `[..., R, H]` to `[..., R', H]`."""
-        kept, among_first = self.enter(layer)
+        kept, among_first = self._narrow(layer)
         if kept is not None:
             hidden = hidden.index_select(-2, kept)
         count = len(self._start)
@@ -149,19 +149,19 @@ class HookedPass:
     @property
     def chosen(self) -> Tensor:
         """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, unless the steering says."""
-        chosen = self._steering.chosen if isinstance(self._steering, AttentionHook) else None
+        chosen = self._hook.chosen if isinstance(self._hook, AttentionHook) else None
         return self.plan.rows if chosen is None else chosen
 
     def _with(self, rows: Tensor) -> RowsPlan:
         # Not `self`, which holds the plan: a ring of references would keep the buffer until it is collected.
-        first, hook, buffer = self._first, self._steering, self._buffer
+        first, hook, buffer = self._first, self._hook, self._buffer
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
         ) -> None:
-            hook.written(layer, rows, buffer, query)
+            hook.after_write(layer, rows, buffer, query)
             if isinstance(hook, AttentionHook):
-                hook.look(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
+                hook.on_attention(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
             if first.observe is not None:
                 first.observe(layer, query, key, scaling, softcap, window)
 

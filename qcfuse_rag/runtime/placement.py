@@ -13,7 +13,7 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.quantization import side_block
 
 if TYPE_CHECKING:
-    from qcfuse_rag.runtime.kernels.placement import Block
+    from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 
 ROTATED_AT_ONCE = 1024
 """Tokens: what is held beside the buffer meanwhile stays small, and in the processor's cache."""
@@ -93,7 +93,7 @@ def copy_layer(
 
 
 @torch.inference_mode()
-def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[LayerRope]) -> list[Block]:
+def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[LayerRope]) -> list[PlacementBlock]:
     """Bring a chunk to the buffer's device as it is stored, for `kernels.place.place_blocks` to put it in its place.
 
     Args:
@@ -109,12 +109,12 @@ def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[La
     return [block for layer, rope in enumerate(ropes) for block in stage_layer(buffer, start, chunk, layer, rope=rope)]
 
 
-def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[Block]:
+def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[PlacementBlock]:
     """Bring one layer of a chunk to the buffer's device, its keys and its values; see `stage_chunk`.
 
     Called within `torch.inference_mode`, for every chunk and layer: entering it takes longer than what is done here.
     """
-    from qcfuse_rag.runtime.kernels.placement import Block
+    from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 
     beside, staged = side_block(chunk.numbers), []
     for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
@@ -122,7 +122,7 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
         block = chunk.part(kind, layer).transpose(0, 1).contiguous() if beside == "basis" else chunk.blocks[name]
         scale = chunk.blocks[f"{name}.scale"].to(device, non_blocking=True) if beside == "scale" else None
         stored = block if block.device == device else block.to(device, non_blocking=True)
-        staged.append(Block(stored, scale, into, start, rope if kind == "key" else None))
+        staged.append(PlacementBlock(stored, scale, into, start, rope if kind == "key" else None))
     return staged
 
 

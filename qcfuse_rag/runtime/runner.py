@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 
-from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.buffer_pool import SPARE_BYTES, BufferPool
+from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
-from qcfuse_rag.runtime.kernels.support import kernels_run_on
+from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
 from qcfuse_rag.store.backends.base import KVStore
@@ -95,4 +94,4 @@ class ModelRunner:
         self.decodes.compile()
 
     def _runs_kernels(self) -> bool:
-        return kernels_run_on(self.lm.device, self.lm.dtype, self.lm.widest_head)
+        return kernels_available(self.lm.device, self.lm.dtype, self.lm.widest_head)

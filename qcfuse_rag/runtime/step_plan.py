@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache
@@ -12,19 +12,16 @@ from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """The rows of a step that torch computes: the next token of each request. See `TablePlan` for kernels.
+    """The rows of a decode step that torch computes: the next token of each request. Kernels use a `TablePlan`.
 
     Attributes:
-        buffers: of each request, with keys and values at every position before its row.
+        buffers: one for each request, with keys and values at every position before its row.
         rows: `[B, 1]` int64 positions, on the model's device.
-        positions: the same on the host.
-        windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
+        positions: the same positions on the host.
+        windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
     """
 
     buffers: Sequence[KVBuffer]
@@ -33,12 +30,12 @@ class StepPlan:
     windows: Sequence[int | None]
 
     def cache(self) -> Cache:
-        """Return a transformers cache through which the step writes into the buffers."""
+        """Return a transformers cache that writes the step's rows to the buffers."""
         return Cache(layers=[StepLayer(self, layer) for layer in range(len(self.buffers[0].keys))])
 
 
 class StepLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Writes each request's fresh key and value into its own buffer; attention reads them there."""
+    """A cache layer that writes each request's fresh key and value to its own buffer, where attention reads them."""
 
     is_sliding = False
 
@@ -51,14 +48,14 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the buffers exist before the step."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store `[B, Hkv, 1, D]`; return them as they are."""
+        """Write `[B, Hkv, 1, D]` fresh keys and values to the buffers; return them unchanged."""
         for index, (buffer, position) in enumerate(zip(self.plan.buffers, self.plan.positions, strict=True)):
             buffer.keys[self.layer][0, :, position] = key_states[index, :, 0]
             buffer.values[self.layer][0, :, position] = value_states[index, :, 0]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the longest request has and where they start."""
+        """Return the number of keys of the longest request, and the position of the first."""
         return max(self.plan.positions) + 1, 0
 
     def get_seq_length(self) -> int:

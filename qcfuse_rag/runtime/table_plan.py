@@ -1,4 +1,4 @@
-"""Rows of requests whose keys and values a table tells the place of: what kernels compute, and CUDA graphs record."""
+"""The plan of rows whose buffers a table locates: what kernels compute and CUDA graphs record."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from qcfuse_rag.runtime.rows import Observer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TablePlan:
-    """As many rows of each of some requests. Nothing in it says which requests: tensors on the device do.
+    """The same number of rows of each of several requests.
+
+    Only tensors on the device identify the requests, so a recorded pass can be replayed for others.
 
     Attributes:
-        rows: `[B, R]` int64 positions, on the model's device; each sees the keys up to itself.
-        table: where the buffers are.
-        windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
-        observe: called in every layer before attention, with the layer's queries and the rows' own keys.
+        rows: `[B, R]` int64 positions, on the model's device; a row sees the keys up to its own position.
+        table: locates the buffers.
+        windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
+        observe: called in every layer before attention, with the layer's queries and the keys of the rows.
     """
 
     rows: Tensor
@@ -31,12 +33,12 @@ class TablePlan:
     observe: Observer | None = None
 
     def cache(self) -> Cache:
-        """Return a transformers cache through which one pass over the rows writes into the buffers."""
+        """Return a transformers cache that writes the rows to the buffers, for one pass."""
         return Cache(layers=[TableLayer(self, layer) for layer in range(len(self.table.shapes))])
 
 
 class TableLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Writes fresh keys and values where the table says; attention reads them there."""
+    """A cache layer that writes fresh keys and values to the table's buffers, where attention reads them."""
 
     is_sliding = False
 
@@ -49,20 +51,20 @@ class TableLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the buffers exist before the pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store `[B, Hkv, R, D]`; return them as they are."""
+        """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
         from qcfuse_rag.runtime.kernels.paged_attention import append_rows
 
         append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many keys the longest request may have and where they start."""
+        """Return the most keys that a request may have, and the position of the first."""
         return self.plan.table.longest, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of keys that the longest request may have."""
+        """Return the most keys that a request may have."""
         return self.plan.table.longest
 
     def get_max_length(self) -> int:
-        """Return the same."""
+        """Return the most keys that a request may have."""
         return self.plan.table.longest

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from qcfuse_rag import FusionEngine, make_method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.buffer_pool import ALIGNMENT, BufferPool
+from qcfuse_rag.runtime.buffer import ALIGNMENT, BufferPool, KVBuffer
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.passages import PASSAGES, QUESTION
@@ -25,53 +24,53 @@ MIB = 1 << 20
 
 def test_memory_that_nobody_holds_is_handed_out_again() -> None:
     pool = BufferPool()
-    first = pool.take(MIB)
+    first = pool.allocate(MIB)
     place = first.data_ptr()
     assert place % ALIGNMENT == 0
     assert len(first) == MIB
     del first
-    assert pool.take(MIB - 1000).data_ptr() == place
+    assert pool.allocate(MIB - 1000).data_ptr() == place
 
 
 def test_a_view_of_a_view_keeps_its_memory() -> None:
     pool = BufferPool()
-    held = pool.take(MIB).view(torch.float32).view(512, -1)[3]
+    held = pool.allocate(MIB).view(torch.float32).view(512, -1)[3]
     held.fill_(7)
     for _ in range(3):
-        pool.take(MIB).fill_(0)
+        pool.allocate(MIB).fill_(0)
     assert bool((held == 7).all())
 
 
 def test_what_is_kept_is_bounded_and_what_came_back_first_goes() -> None:
     pool = BufferPool(spare_bytes=4 * MIB)
-    held = [pool.take(MIB) for _ in range(8)]
+    held = [pool.allocate(MIB) for _ in range(8)]
     last = held[-1].data_ptr()
     while held:
         held.pop(0)
     assert 3 * MIB < pool.spare_bytes <= 4 * MIB
-    again = [pool.take(MIB).fill_(0) for _ in range(3)]
+    again = [pool.allocate(MIB).fill_(0) for _ in range(3)]
     assert last in [one.data_ptr() for one in again]
     assert pool.spare_bytes == 0
-    huge = pool.take(16 * MIB)
+    huge = pool.allocate(16 * MIB)
     del huge
     assert pool.spare_bytes == 0
 
 
 def test_of_equal_blocks_the_one_that_came_back_last_is_next() -> None:
     pool = BufferPool()
-    one, other = pool.take(MIB), pool.take(MIB)
+    one, other = pool.allocate(MIB), pool.allocate(MIB)
     place = one.data_ptr()
     del other, one
-    assert pool.take(MIB).data_ptr() == place
+    assert pool.allocate(MIB).data_ptr() == place
 
 
 def test_a_short_request_does_not_hold_a_long_ones_memory() -> None:
     pool = BufferPool()
-    long = pool.take(16 * MIB)
+    long = pool.allocate(16 * MIB)
     place = long.data_ptr()
     del long
-    assert pool.take(MIB).data_ptr() != place
-    assert pool.take(9 * MIB).data_ptr() == place
+    assert pool.allocate(MIB).data_ptr() != place
+    assert pool.allocate(9 * MIB).data_ptr() == place
 
 
 @given(st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 5)), max_size=40))
@@ -79,7 +78,7 @@ def test_a_short_request_does_not_hold_a_long_ones_memory() -> None:
 def test_no_two_tensors_share_memory(orders: list[tuple[int, int]]) -> None:
     pool, held = BufferPool(MIB), []
     for number, (nbytes, released) in enumerate(orders):
-        held.append((number % 251, pool.take(nbytes).fill_(number % 251)))
+        held.append((number % 251, pool.allocate(nbytes).fill_(number % 251)))
         if released < len(held):
             held.pop(released)
         assert all(bool((tensor == mark).all()) for mark, tensor in held)
@@ -90,7 +89,7 @@ def test_threads_never_meet() -> None:
 
     def work(mark: int) -> None:
         for _ in range(200):
-            own = pool.take(20_000 + mark).fill_(mark)
+            own = pool.allocate(20_000 + mark).fill_(mark)
             if not bool((own == mark).all()):
                 wrong.append(mark)
 

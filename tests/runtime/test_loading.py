@@ -20,7 +20,7 @@ from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.selectors import Selection, TopTokens
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.loading.host_to_device import Ring
+from qcfuse_rag.runtime.loading.host_to_device import PinnedRing
 from qcfuse_rag.runtime.loading.wait_budget import call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
@@ -365,7 +365,7 @@ class Copied:
 
 @given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=60))
 def test_a_ring_gives_no_memory_away_before_it_was_read(sizes: list[int]) -> None:
-    ring, sent = Ring(torch.zeros(2048, dtype=torch.uint8)), []
+    ring, sent = PinnedRing(torch.zeros(2048, dtype=torch.uint8)), []
     for number, size in enumerate(sizes):
         tensor = torch.full((size,), number, dtype=torch.float32) if size <= 512 else torch.zeros(size)
         place = ring.copy(tensor)
@@ -374,7 +374,7 @@ def test_a_ring_gives_no_memory_away_before_it_was_read(sizes: list[int]) -> Non
             continue
         assert place is not None
         copied = Copied(place)
-        ring.used_by(place, copied)
+        ring.hold_until(place, copied)
         sent.append((tensor, copied))
     for tensor, copied in sent:
         copied.synchronize()

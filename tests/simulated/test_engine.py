@@ -22,7 +22,7 @@ from qcfuse_rag import (
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, Ring, TransferLink
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey
@@ -204,9 +204,9 @@ def test_the_ring_goes_round_no_faster_than_the_link(device: Device, monkeypatch
     )
     sent = transfer.send(blocks)
     sent.receive()
-    assert [one.mean().item() for one in sent.brought] == list(range(12))
+    assert [one.mean().item() for one in sent.tensors] == list(range(12))
     assert not device.broken
-    monkeypatch.setattr(Ring, "used_by", lambda *given: None)
+    monkeypatch.setattr(PinnedRing, "hold_until", lambda *given: None)
     transfer.send(blocks)
     assert "copy_ by the host overwrites what stream 2 is perhaps still reading" in device.broken[0]
     device.broken.clear()

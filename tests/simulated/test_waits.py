@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import MemoryStore, make_method
-from qcfuse_rag.runtime.kernels.support import kernels_run_on
+from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferHandle
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -38,7 +38,7 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     method: str, recorded: bool, missing: list[str], device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """Waiting between layers or stages, it could not launch ahead of the device."""
-    assert kernels_run_on(torch.device("cuda", 0), torch.float32, 16)
+    assert kernels_available(torch.device("cuda", 0), torch.float32, 16)
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     if recorded:
         engine.runner.prefills.compile(rows=(48,))
@@ -59,7 +59,7 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
     prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
     expected = here.prefill(prompt, method=chosen)
     room = 2 * expected.report.bytes_loaded // 6
-    in_flight, most, send, free = 0, 0, HostToDevice.send, LayerLoader._free
+    in_flight, most, send, release = 0, 0, HostToDevice.send, LayerLoader._release_placed
     turn, more_than_room = threading.Lock(), threading.Event()
 
     def counted(transfer: HostToDevice, tensors: Sequence[Tensor]) -> TransferHandle:
@@ -72,19 +72,19 @@ def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
             more_than_room.set()
         return found
 
-    def counted_free(arrival: LayerLoader) -> None:
+    def counted_release(loader: LayerLoader) -> None:
         nonlocal in_flight
         more_than_room.wait(timeout=10)  # so that there is something to keep within bounds
-        before = list(arrival._leaving)
+        before = list(loader._placing)
         with turn:
-            free(arrival)
-            for nbytes, placed in before[: len(before) - len(arrival._leaving)]:
+            release(loader)
+            for nbytes, placed in before[: len(before) - len(loader._placing)]:
                 assert all(map(device.host.clock.knows, placed.clock.values())), "given back before it was placed"
                 in_flight -= nbytes
 
     seams.bytes_ahead(monkeypatch, room)
     monkeypatch.setattr(HostToDevice, "send", counted)
-    monkeypatch.setattr(LayerLoader, "_free", counted_free)
+    monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
     assert_same(there.prefill(prompt, method=chosen), expected)
     assert room < most <= room + room // 2, "a layer more: it is sent before the thread waits"
 

@@ -36,9 +36,9 @@ from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 REQUESTS = (1, 2, 4, 8)
-TRIED_AT = (5, 6, 200)
+CHECKED_POSITIONS = (5, 6, 200)
 """Positions at which a recorded step is compared; it must not have kept the one it was recorded at."""
-TIMED, ROUNDS = 10, 3
+TIMED_STEPS, TIMED_ROUNDS = 10, 3
 """So many steps one after the other are timed so often to find the fastest view."""
 
 LOG = logging.getLogger(__name__)
@@ -168,20 +168,20 @@ class DecodeRunner:
         """Return what a recorded step takes on the device."""
         assert self._recorder is not None
         lm, count = self._lm, graph.given.shape[1]
-        last = min(TRIED_AT[-1], lm.window.tokens - 1)
+        last = min(CHECKED_POSITIONS[-1], lm.window.tokens - 1)
         buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in range(count)]
         for held in (held for buffer in buffers for held in (*buffer.keys, *buffer.values)):
             held.zero_()
         self._replayed(graph, [0] * count, [last] * count, buffers)
         rounds = []
         with self._recorder.turn():
-            for _ in range(ROUNDS):
+            for _ in range(TIMED_ROUNDS):
                 begun = DeviceTimestamp.on(lm.device)
-                for _ in range(TIMED):
+                for _ in range(TIMED_STEPS):
                     graph.replay()
                 ended = DeviceTimestamp.on(lm.device)
                 ended.wait()
-                rounds.append(begun.until(ended) / TIMED)
+                rounds.append(begun.seconds_until(ended) / TIMED_STEPS)
         return min(rounds)
 
     @torch.inference_mode()
@@ -203,7 +203,7 @@ class DecodeRunner:
         given = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
         with self._turn:
             with self._recorder.turn():
-                if not graph.requests.point_at(buffers):
+                if not graph.requests.bind(buffers):
                     return None
                 graph.given.copy_(given, non_blocking=True)
                 graph.replay()
@@ -218,7 +218,7 @@ class DecodeRunner:
         """
         lm, found, places = self._lm, [], graph.given.shape[1]
         generator = torch.Generator(lm.device).manual_seed(0)
-        for round_, last in enumerate(min(at, lm.window.tokens - 1) for at in TRIED_AT):
+        for round_, last in enumerate(min(at, lm.window.tokens - 1) for at in CHECKED_POSITIONS):
             positions = [max(0, last - 3 * place) for place in range(max(1, places - round_ % 2))]
             buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in positions]
             for buffer in buffers:

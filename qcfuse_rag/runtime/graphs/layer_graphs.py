@@ -21,7 +21,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 
-class NotAsRecorded(Exception):
+class GraphMismatch(Exception):
     """A pass hands its layers something else than the recorded one did, or has its buffer elsewhere than it may."""
 
 
@@ -80,11 +80,11 @@ class LayerGraphs:
         self.n_rows = n_rows
         self._lm, self._model, self._request, self._views = lm, model, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
-        request.point_at([])  # what is recorded writes where nobody reads
+        request.bind([])  # what is recorded writes where nobody reads
         looks: dict[int, QuerySnapshot] = {}
         # Nothing here refers to itself: graphs go when nobody holds them, not in the midst of another recording.
-        self._plan = TablePlan(rows, request.table, lm.sliding, partial(_note, looks, memory))
-        recording = _Recording(recorder, memory, looks)
+        self._plan = TablePlan(rows, request.table, lm.sliding, partial(_save_query, looks, memory))
+        recording = _LayerRecording(recorder, memory, looks)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
         decoder_view(model.get_decoder(), lm.n_layers, recording)(**inputs)
         self._layers, self._between = recording.layers, recording.between
@@ -95,7 +95,7 @@ class LayerGraphs:
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
-        hooked_pass = _Replaying(self._layers, self._between, plan, buffer)
+        hooked_pass = _LayerReplay(self._layers, self._between, plan, buffer)
         with self._views.model(hooked_pass) as model:
             logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         hooked_pass.check_complete(self._lm.n_layers)
@@ -107,7 +107,7 @@ class LayerGraphs:
         Raises:
             NotAsRecorded: if the pass differs from what was recorded.
         """
-        hooked_pass = _Replaying(self._layers, self._between, plan, buffer)
+        hooked_pass = _LayerReplay(self._layers, self._between, plan, buffer)
         with self._views.decoder(depth, hooked_pass) as decoder:
             decoder(**self._inputs(ids, plan, buffer))
         hooked_pass.check_complete(depth)
@@ -125,15 +125,15 @@ class LayerGraphs:
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
         """Point the recorded layers at a request, and return what its model is called with."""
-        if not self._request.point_at([buffer]):
-            raise NotAsRecorded
+        if not self._request.bind([buffer]):
+            raise GraphMismatch
         repeats = self.n_rows - len(ids)
         ids, rows = (torch.cat([given, given[-1:].expand(repeats)])[None] for given in (ids, plan.rows))
         self._plan.rows.copy_(rows)
         return planned_inputs(ids, self._plan.rows, self._plan.cache(), self._plan)
 
 
-def _note(
+def _save_query(
     looks: dict[int, QuerySnapshot],
     memory: dict[object, Tensor],
     layer: int,
@@ -145,12 +145,12 @@ def _note(
 ) -> None:
     """Have a layer that is being recorded leave its queries where an observer will find them."""
     if layer not in looks:
-        room = _room(memory, "query", query.transpose(1, 2)).transpose(1, 2)
+        room = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
         looks[layer] = QuerySnapshot(room, scaling, softcap, window)
     looks[layer].query.copy_(query)
 
 
-def _room(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
+def _shared_memory(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
     """Return memory for a `[1, R, ..]` tensor, part of what a pass of more rows has for the same purpose."""
     name = (purpose, like.shape[2:], like.dtype)
     if name not in memory:
@@ -159,7 +159,7 @@ def _room(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
     return memory[name][:, : like.shape[1]]
 
 
-class _Recording:
+class _LayerRecording:
     """Records the layers one after the other, each with the hidden states that the one before has left."""
 
     def __init__(self, recorder: Recorder, memory: dict[object, Tensor], looks: dict[int, QuerySnapshot]) -> None:
@@ -171,10 +171,10 @@ class _Recording:
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a layer."""
         if layer == 0:
-            self.between = _room(self._memory, "even", hidden), _room(self._memory, "odd", hidden)
+            self.between = _shared_memory(self._memory, "even", hidden), _shared_memory(self._memory, "odd", hidden)
             self.between[0].copy_(hidden)
         before, after = self.between[layer % 2], self.between[1 - layer % 2]
-        args, kwargs = _with_tensors((args, kwargs), self._copy)
+        args, kwargs = _map_tensors((args, kwargs), self._copy)
 
         def compute() -> Tensor:
             found = inner(before, *args, **kwargs)
@@ -193,7 +193,7 @@ class _Recording:
         return self._copies[id(given)][1]
 
 
-class _Replaying:
+class _LayerReplay:
     """Runs recorded layers over a request."""
 
     def __init__(
@@ -205,9 +205,9 @@ class _Replaying:
         self._ran = 0
 
     def check_complete(self, depth: int) -> None:
-        """Raise `NotAsRecorded` if anything else has run than so many recorded layers."""
+        """Raise `GraphMismatch` if anything else has run than so many recorded layers."""
         if self._ran != depth:
-            raise NotAsRecorded
+            raise GraphMismatch
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a recorded layer, when what is stored of it is there; have the pass's observer look at it."""
@@ -218,7 +218,7 @@ class _Replaying:
             self._between[0].copy_(hidden)
         given = list(_tensors((args, kwargs)))
         if [one.shape for one in given] != [one.shape for one in recorded.given]:
-            raise NotAsRecorded
+            raise GraphMismatch
         for held, new in zip(recorded.given, given, strict=True):
             if self._copied.get(id(held)) is not new:
                 self._copied[id(held)] = new
@@ -243,12 +243,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a layer's arguments with other tensors in them."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(part, change) for part in value)
+        return type(value)(_map_tensors(part, change) for part in value)
     if isinstance(value, dict):
-        return {name: _with_tensors(part, change) for name, part in value.items()}
+        return {name: _map_tensors(part, change) for name, part in value.items()}
     return value

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
-from qcfuse_rag.runtime.graphs.layer_graphs import LayerGraphs, NotAsRecorded
+from qcfuse_rag.runtime.graphs.layer_graphs import GraphMismatch
+from qcfuse_rag.runtime.graphs.layer_graphs import LayerGraphs
 from qcfuse_rag.runtime.graphs.recorder import (
     LOOSE,
     STRICT,
@@ -151,7 +152,7 @@ class PrefillRunner:
         try:
             with self._recorder.turn():
                 result = run()
-        except NotAsRecorded:  # rows that were computed are computed again, the same
+        except GraphMismatch:  # rows that were computed are computed again, the same
             return None
         finally:
             self._turn.release()

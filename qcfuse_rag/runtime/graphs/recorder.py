@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.limits import relative_error
-from qcfuse_rag.runtime.kernels.support import kernels_run_on, unavailable_reason
+from qcfuse_rag.runtime.kernels.support import kernels_available
+from qcfuse_rag.runtime.kernels.support import unavailable_reason
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
@@ -139,7 +140,7 @@ def missing_kernels(lm: LanguageModel) -> str | None:
     """Return why nothing of a model can be recorded that kernels are part of, or None if there are kernels."""
     about = (lm.device, lm.dtype, lm.widest_head)
     try:
-        return None if kernels_run_on(*about) else f"there are no kernels: {unavailable_reason(*about)}"
+        return None if kernels_available(*about) else f"there are no kernels: {unavailable_reason(*about)}"
     except torch.OutOfMemoryError:
         return "there are no kernels: there is no room to try them"
 

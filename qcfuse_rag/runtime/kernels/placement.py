@@ -15,16 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles, angles_from, rotate
-from qcfuse_rag.runtime.kernels.launch import block_dim, launching_on, triton_type
+from qcfuse_rag.runtime.kernels.launch import on_device
+from qcfuse_rag.runtime.kernels.launch import block_dim, triton_type
 from qcfuse_rag.store.quantization import dequantize
 
 TOKENS_PER_PROGRAM = 16
-MOST_IN_A_LAUNCH = 32768
+MAX_BLOCKS_PER_LAUNCH = 32768
 """Blocks; CUDA counts to 65,535 in a grid's third dimension."""
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class PlacementBlock:
     """Keys or values of one chunk in one layer, on the device, and the place they go to.
 
     There are a thousand in a prompt, made while a device waits for them: what is checked is checked in few steps.
@@ -136,7 +137,7 @@ def place(
         tl.store(into + to[:, None] + dim[None, :], rest.to(PLACED), mask=kept)
 
 
-def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> None:
+def place_blocks(blocks: Sequence[PlacementBlock], tables: AngleTables | None = None) -> None:
     """Place blocks, in one launch for all that have the same format, shape and rotation, and for those that have none.
 
     Args:
@@ -145,7 +146,7 @@ def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> 
         tables: cosines and sines at every position of a buffer, from calls before; added to.
     """
     tables = {} if tables is None else tables
-    alike: dict[tuple[object, ...], dict[object, list[Block]]] = {}
+    alike: dict[tuple[object, ...], dict[object, list[PlacementBlock]]] = {}
     for block in blocks:
         rope, scale = block.turning, block.scale
         about = (
@@ -162,11 +163,11 @@ def place_blocks(blocks: Sequence[Block], tables: AngleTables | None = None) -> 
         if groups:
             next(iter(groups.values())).extend(still)
         for group in groups.values() if groups else [still]:
-            for first in range(0, len(group), MOST_IN_A_LAUNCH):
-                _launch(group[first : first + MOST_IN_A_LAUNCH], tables)
+            for first in range(0, len(group), MAX_BLOCKS_PER_LAUNCH):
+                _launch(group[first : first + MAX_BLOCKS_PER_LAUNCH], tables)
 
 
-def _launch(group: list[Block], tables: AngleTables) -> None:
+def _launch(group: list[PlacementBlock], tables: AngleTables) -> None:
     some = next((one for one in group if one.turning is not None), group[0])
     device = some.into.device
     heads, dim = some.stored.shape[1:]
@@ -191,7 +192,7 @@ def _launch(group: list[Block], tables: AngleTables) -> None:
         cos, sin = angles_from(tables, rope, 0, some.into.shape[2], device)
     by_token = some.scale is not None and some.scale.shape[2] == 1
     longest = max(row[4] for row in rows)
-    with launching_on(device):
+    with on_device(device):
         place[(triton.cdiv(longest, TOKENS_PER_PROGRAM), heads, len(group))](
             table,
             cos,
@@ -213,7 +214,7 @@ def _launch(group: list[Block], tables: AngleTables) -> None:
         )
 
 
-def place_blocks_reference(blocks: Sequence[Block]) -> None:
+def place_blocks_reference(blocks: Sequence[PlacementBlock]) -> None:
     """Do what `place_blocks` does, block by block in torch."""
     for block in blocks:
         wide = block.stored if block.scale is None else dequantize(block.stored, block.scale, block.into.dtype)

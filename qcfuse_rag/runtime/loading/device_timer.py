@@ -1,7 +1,7 @@
-"""Moments of a pass, by the clock of the device that computes it.
+"""Timestamps on the clock of the device that computes a pass.
 
-A device works behind its host: to time its stages by the host's clock the host would have to wait for each, and the
-device would be idle until it is given more. So a stage's beginning is an event on the device, looked at afterwards.
+A GPU runs behind its host. To time a stage by the host's clock, the host would have to wait for the device, which would
+then run out of work. A timestamp is therefore an event that the device records and the host reads later.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTimestamp:
-    """When a device had done all that it was given so far; on a CPU, when this was made.
+    """The time at which a device finished all work launched so far; on a CPU, the time of creation.
 
     Attributes:
-        at: seconds of the host's clock, or what happens on the device.
+        at: seconds of the host's clock, or the CUDA event that the device records.
     """
 
     at: float | torch.cuda.Event
 
     @classmethod
     def on(cls, device: torch.device) -> DeviceTimestamp:
-        """Return the present moment of a device, which may lie in the host's future."""
+        """Return a timestamp of a device; the device may reach it later than the host."""
         if device.type != "cuda":
             return cls(time.perf_counter())
-        happens = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream(device).record_event(happens)
-        return cls(happens)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream(device).record_event(event)
+        return cls(event)
 
     def wait(self) -> None:
-        """Return when it has come."""
+        """Block until the device has reached the timestamp."""
         if not isinstance(self.at, float):
             self.at.synchronize()
 
-    def until(self, later: DeviceTimestamp) -> float:
-        """Return the seconds to a later moment of the same device, both of which have come."""
+    def seconds_until(self, later: DeviceTimestamp) -> float:
+        """Return the seconds to a later timestamp of the same device, which must have reached both."""
         if isinstance(self.at, float) or isinstance(later.at, float):
             assert isinstance(self.at, float)
             assert isinstance(later.at, float)

@@ -1,7 +1,8 @@
-"""From host memory to a CUDA device beside a pass: through page-locked memory, on a stream of its own.
+"""Copies from host memory to a CUDA device during a pass, through page-locked memory and on a separate stream.
 
-A copy from ordinary memory makes the host wait and cannot run beside kernels; one from page-locked memory can. What is
-read goes through a ring of page-locked memory, which is as large as keeps a link busy and is made once.
+A copy from ordinary memory blocks the host and cannot run at the same time as kernels. A copy from page-locked memory
+can. Blocks that were read are copied through a page-locked ring, which is allocated once and is large enough to keep
+the link busy.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor
 
 RING_BYTES = 64 << 20
 ALIGNMENT = 256
-"""Bytes; any dtype can be viewed from there."""
+"""Bytes; every dtype can be viewed at such an offset."""
 
 
 class CopyEvent(Protocol):
-    """Something a device will have done."""
+    """The end of a copy on a device."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Block until the copy has ended."""
 
 
-class Ring:
-    """Memory handed out in turn, and again when what was done with it before is done.
+class PinnedRing:
+    """A ring of memory; a range is handed out again after the copy that read it has ended.
 
     Args:
         memory: `[n]` uint8.
@@ -37,104 +38,106 @@ class Ring:
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
         self._next = 0
-        self._busy: deque[tuple[int, int, CopyEvent]] = deque()
+        self._in_use: deque[tuple[int, int, CopyEvent]] = deque()
 
     def copy(self, tensor: Tensor) -> Tensor | None:
-        """Copy a tensor into the ring and return the copy, to be given to `used_by`; None if it is larger than that."""
-        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        """Copy a tensor into the ring and return the copy, to be passed to `hold_until`; None if it does not fit."""
+        size = _aligned_size(tensor)
         if size > len(self._memory):
             return None
         if self._next + size > len(self._memory):
             self._next = 0
         start, self._next = self._next, self._next + size
-        while any(first < start + size and start < last for first, last, _ in self._busy):
-            self._busy.popleft()[2].synchronize()
-        place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        return place.copy_(tensor)
+        while any(first < start + size and start < last for first, last, _ in self._in_use):
+            self._in_use.popleft()[2].synchronize()
+        staged = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return staged.copy_(tensor)
 
-    def used_by(self, place: Tensor, done: CopyEvent) -> None:
-        """Keep what `copy` returned as it is until something is done."""
-        start = place.data_ptr() - self._memory.data_ptr()
-        self._busy.append((start, start + -(-place.nbytes // ALIGNMENT) * ALIGNMENT, done))
+    def hold_until(self, staged: Tensor, done: CopyEvent) -> None:
+        """Keep a copy that `copy` returned until the device is done with it."""
+        start = staged.data_ptr() - self._memory.data_ptr()
+        self._in_use.append((start, start + _aligned_size(staged), done))
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class TransferLink:
-    """An engine's way to its device: one ring, and one transfer at a time through it.
+    """An engine's link to its device: one ring and one stream, used by one transfer at a time.
 
     Args:
-        device: of CUDA.
+        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.ring = Ring(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
+        self.ring = PinnedRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
 
 
 class HostToDevice:
-    """What one request brings over a link.
-
-    Used by the thread that reads.
+    """Copies one request's blocks over a link. The thread that reads the blocks calls it.
 
     Args:
-        link: of the engine.
+        link: the engine's link.
     """
 
     def __init__(self, link: TransferLink) -> None:
         self._link, self.device = link, link.device
 
     def send(self, tensors: Sequence[Tensor]) -> TransferHandle:
-        """Start tensors on their way to the device.
+        """Start copying tensors to the device.
 
-        Many at once: to take a turn and change streams takes the host as long as to start a copy.
+        Send many at once: locking the link and switching streams takes the host as long as starting a copy.
         """
         link = self._link
-        computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be the sum of several
-        with link.turn, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
-            brought = [tensor if tensor.device == self.device else self._bring(tensor) for tensor in tensors]
-            taken = sum(new.nbytes for new, old in zip(brought, tensors, strict=True) if new is not old)
-            return TransferHandle(self.device, brought, taken, link.stream.record_event(), computed)
+        computed = torch.cuda.current_stream(self.device).record_event()  # a chunk may be a sum computed here
+        with link.lock, torch.cuda.device(self.device), torch.cuda.stream(link.stream):
+            copies = [tensor if tensor.device == self.device else self._start_copy(tensor) for tensor in tensors]
+            nbytes = sum(new.nbytes for new, old in zip(copies, tensors, strict=True) if new is not old)
+            return TransferHandle(self.device, copies, nbytes, link.stream.record_event(), computed)
 
-    def _bring(self, tensor: Tensor) -> Tensor:
+    def _start_copy(self, tensor: Tensor) -> Tensor:
         link = self._link
         if tensor.is_pinned():
             return tensor.to(self.device, non_blocking=True)
-        place = link.ring.copy(tensor)
-        if place is None:
+        staged = link.ring.copy(tensor)
+        if staged is None:
             return tensor.to(self.device)
-        brought = place.to(self.device, non_blocking=True)
-        link.ring.used_by(place, link.stream.record_event())
-        return brought
+        copy = staged.to(self.device, non_blocking=True)
+        link.ring.hold_until(staged, link.stream.record_event())
+        return copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferHandle:
-    """Tensors that are on their way to a device, or there.
+    """Tensors whose copies to a device have been started.
 
     Attributes:
-        device: where to.
-        brought: the tensors, on the device; not to be used before `receive`.
-        nbytes: what those take that were elsewhere.
-        arrived: happens on the device when those that were elsewhere are there.
-        computed: happens on the device when those that the reading thread computed are.
+        device: the target device.
+        tensors: the tensors on the device; not to be used before `receive`.
+        nbytes: bytes of those that were copied.
+        copied: recorded on the device after the copies.
+        computed: recorded on the device after the tensors that the reading thread computed there.
     """
 
     device: torch.device
-    brought: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     nbytes: int
-    arrived: torch.cuda.Event
+    copied: torch.cuda.Event
     computed: torch.cuda.Event
 
     @property
-    def here(self) -> bool:
-        """Whether nothing of them is on its way over the link."""
-        return bool(self.arrived.query())  # type: ignore[no-untyped-call]
+    def is_complete(self) -> bool:
+        """Whether all copies have ended."""
+        return bool(self.copied.query())  # type: ignore[no-untyped-call]
 
     def receive(self) -> None:
-        """Have the device wait for them before it computes what is launched from now on; the host does not wait."""
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_event(self.arrived)
-        computing.wait_event(self.computed)
-        for tensor in self.brought:
-            tensor.record_stream(computing)
+        """Make the current stream wait for the tensors; the host does not wait."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self.copied)
+        stream.wait_event(self.computed)
+        for tensor in self.tensors:
+            tensor.record_stream(stream)

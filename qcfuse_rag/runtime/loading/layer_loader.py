@@ -1,7 +1,7 @@
-"""Stored keys and values on their way: read by a thread, layer by layer, and placed when a pass gets to their layer.
+"""Load stored chunks layer by layer: a thread reads them, and a pass places each layer when it reaches it.
 
-A pass needs the first layer first, so reading goes on while it computes (CacheBlend, arXiv 2405.16444, section 5): what
-a request waits for is the first layer, and whatever its store is slower than its model.
+A pass needs the first layer first, so reading goes on while it computes (CacheBlend, arXiv 2405.16444, section 5). A
+request waits only for the first layer, and for later ones if its store is slower than its model.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.quantization import side_block
 
 AHEAD_BYTES = 256 << 20
-"""What may be on a device beside the buffer before it is placed; half of it at most once placing was launched."""
+"""Limit on bytes that are on the device but not placed yet. At most half of it may wait for launched placements."""
 
 
-Wait = tuple[DeviceTimestamp, DeviceTimestamp]
-"""From when to when the device that computes had nothing to do, or placed what came."""
+WaitInterval = tuple[DeviceTimestamp, DeviceTimestamp]
+"""Beginning and end of a time in which the computing device was idle, or placed loaded blocks."""
 
 
 class LateMissError(Exception):
-    """Stored chunks that turned out not to be there after a pass had begun; the request goes on without them.
+    """Stored chunks that could not be read after a pass had begun; the request goes on without them.
 
     Attributes:
-        misses: by the position of each chunk, why.
-        corrupt: positions of those whose bytes were damaged.
+        misses: the reason for each chunk, by its position.
+        corrupt: positions of the chunks whose bytes were damaged.
     """
 
     def __init__(self, misses: Mapping[int, Miss], corrupt: Sequence[int] = ()) -> None:
@@ -49,8 +49,14 @@ class LateMissError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class PendingChunk:
-    """A chunk on its way to position `start`; `read` holds the blocks that were read and are not placed yet."""
+class LoadingChunk:
+    """A chunk that is being loaded.
+
+    Attributes:
+        start: position of its first token in the prompt.
+        chunk: the stored chunk.
+        read: blocks that were read and are not placed yet, by name.
+    """
 
     start: int
     chunk: ChunkKV
@@ -58,19 +64,19 @@ class PendingChunk:
 
 
 class LayerLoader:
-    """Brings chunks into a buffer while a pass runs over it.
+    """Loads one request's chunks into its buffer while a pass runs over the buffer.
 
-    For one request: `wait` is called by the thread that computes.
+    The thread that computes calls `wait` and `stop`.
 
     Args:
-        buffer: where to.
+        buffer: receives the chunks.
         ropes: rotation of each layer.
-        parts: the chunks.
-        transfer: takes what is read to the buffer's device; None leaves that to placing.
-        patience: of the request.
+        chunks: the chunks.
+        transfer: copies the blocks to the buffer's device; None if placement does so.
+        wait_budget: the request's budget for waits.
 
     Attributes:
-        waits: of passes so far.
+        waits: waits of passes so far.
         nbytes: bytes placed so far.
     """
 
@@ -78,46 +84,46 @@ class LayerLoader:
         self,
         buffer: KVBuffer,
         ropes: Sequence[LayerRope],
-        parts: Sequence[PendingChunk],
+        chunks: Sequence[LoadingChunk],
         *,
         transfer: HostToDevice | None,
         wait_budget: WaitBudget,
     ) -> None:
         self._buffer: KVBuffer | None = buffer
         self._device = buffer.keys[0].device
-        self._ropes, self._parts = ropes, parts
+        self._ropes, self._chunks = ropes, chunks
         self._transfer, self._wait_budget = transfer, wait_budget
-        self._views = [part.chunk.with_blocks(part.read, part.chunk.numbers) for part in parts]
+        self._read_chunks = [loading.chunk.with_blocks(loading.read, loading.chunk.numbers) for loading in chunks]
         self._layers: queue.SimpleQueue[LateMissError | TransferHandle | None] = queue.SimpleQueue()
-        self._next_up: LateMissError | TransferHandle | None = None
+        self._peeked: LateMissError | TransferHandle | None = None
         self._angles: AngleTables = {}
-        self._together = transfer is not None and all(
-            supports_placement(part.chunk.numbers, transfer.device) and side_block(part.chunk.numbers) != "basis"
-            for part in parts
+        self._places_several_layers = transfer is not None and all(
+            supports_placement(loading.chunk.numbers, transfer.device) and side_block(loading.chunk.numbers) != "basis"
+            for loading in chunks
         )
-        self._placed = 0
-        self._leaving: deque[tuple[int, torch.cuda.Event]] = deque()
-        self._freed: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._n_placed = 0
+        self._placing: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._released: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._stopped = False
-        self.waits: list[Wait] = []
+        self.waits: list[WaitInterval] = []
         self.nbytes = 0
         threading.Thread(target=self._read, name="qcfuse-loading", daemon=True).start()
 
     def wait(self, layer: int | None = None) -> None:
-        """Return when all chunks are in their places in a layer and those before it; None: in all layers.
+        """Wait until all chunks are placed in a layer and in those before it; None waits for all layers.
 
         Raises:
-            LateMiss: if one cannot be read, or not in time. The buffer is then of no use.
+            LateMissError: if a chunk cannot be read, or not in time. The buffer is then unusable.
         """
         last = len(self._ropes) - 1 if layer is None else layer
         while True:
-            self._free()  # before every wait: else the thread that reads may be waiting for this one
-            if self._placed > last:
+            self._release_placed()  # before every wait, because the reading thread may be waiting for released bytes
+            if self._n_placed > last:
                 return
             began = DeviceTimestamp.on(self._device)
             try:
                 with self._wait_budget.waiting():
-                    self._place([self._next(self._wait_budget.left_s), *self._also_here()])
+                    self._place([self._next_layer(self._wait_budget.left_s), *self._arrived_layers()])
             except LateMissError:
                 self.stop()
                 raise
@@ -125,107 +131,118 @@ class LayerLoader:
                 self.waits.append((began, DeviceTimestamp.on(self._device)))
 
     def stop(self) -> None:
-        """Read no more, and hold nothing that a thread which hangs would keep; safe to call again."""
+        """Stop reading, and drop all references that a hanging thread would keep alive; safe to call again."""
         self._stopped = True
-        self._freed.put(0)
-        self._buffer, self._next_up = None, None
+        self._released.put(0)
+        self._buffer, self._peeked = None, None
         self._angles.clear()
 
-    def _next(self, limit_s: float | None) -> TransferHandle | None:
-        """Return what the next layer's blocks were sent by; None where they are used as they were read."""
-        item, self._next_up = self._next_up, None
+    def _next_layer(self, limit_s: float | None) -> TransferHandle | None:
+        """Return the transfer of the next layer's blocks; None if they are used as they were read."""
+        item, self._peeked = self._peeked, None
         if item is None:
             try:
                 item = self._layers.get(timeout=limit_s)
             except queue.Empty:
-                late = Miss(self._wait_budget.exhausted)
-                raise LateMissError({part.start: late for part in self._parts}) from None
+                late = Miss(self._wait_budget.timeout_reason)
+                raise LateMissError({loading.start: late for loading in self._chunks}) from None
         if isinstance(item, LateMissError):
             raise item
         return item
 
-    def _also_here(self) -> list[TransferHandle]:
-        """Return the same of later layers that have arrived as well, to be placed by the same launch.
+    def _arrived_layers(self) -> list[TransferHandle]:
+        """Return the transfers of later layers that are complete too, to be placed by the same kernel launch.
 
-        At most doubling what is placed, so that the device is busy while the host builds a long table.
+        At most as many as are placed already: the device stays busy while the host builds a long table.
 
-        Where placing is no kernel there is no launch to save, and keys are best placed when they are about to be used.
-        Blocks of low rank are wide only when they are placed: of those there is room for a layer.
+        Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
+        blocks grow to full size when they are placed, and there is memory for one layer of those.
         """
-        found: list[TransferHandle] = []
-        while self._together and len(found) < self._placed - 1 and self._next_up is None and not self._layers.empty():
+        arrived: list[TransferHandle] = []
+        while (
+            self._places_several_layers
+            and len(arrived) < self._n_placed - 1
+            and self._peeked is None
+            and not self._layers.empty()
+        ):
             item = self._layers.get()
-            if isinstance(item, TransferHandle) and item.here:
-                found.append(item)
+            if isinstance(item, TransferHandle) and item.is_complete:
+                arrived.append(item)
             else:
-                self._next_up = item
-        return found
+                self._peeked = item
+        return arrived
 
-    def _place(self, sent: Sequence[TransferHandle | None]) -> None:
-        """Place the next layers."""
-        buffer, staged, freed = self._buffer, [], 0
+    def _place(self, transfers: Sequence[TransferHandle | None]) -> None:
+        """Place the next layers, one for each transfer."""
+        buffer, staged, placed_bytes = self._buffer, [], 0
         assert buffer is not None
-        for layer, one in enumerate(sent, start=self._placed):
-            if one is not None:
-                one.receive()
-            for part, view in zip(self._parts, self._views, strict=True):
+        for layer, transfer in enumerate(transfers, start=self._n_placed):
+            if transfer is not None:
+                transfer.receive()
+            for loading, chunk in zip(self._chunks, self._read_chunks, strict=True):
                 try:
-                    if self._transfer is not None and supports_placement(view.numbers, self._transfer.device):
-                        staged += stage_layer(buffer, part.start, view, layer, rope=self._ropes[layer])
+                    if self._transfer is not None and supports_placement(chunk.numbers, self._transfer.device):
+                        staged += stage_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer])
                     else:
-                        copy_layer(buffer, part.start, view, layer, rope=self._ropes[layer], tables=self._angles)
-                except (RuntimeError, ValueError) as error:  # blocks that are not what the chunk says
-                    raise LateMissError({part.start: Miss(f"cannot be read: {error}")}) from error
-                freed += sum(part.read.pop(name).nbytes for name in part.chunk.layer_names(layer))
+                        copy_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer], tables=self._angles)
+                except (RuntimeError, ValueError) as error:  # the blocks do not match the chunk's header
+                    raise LateMissError({loading.start: Miss(f"cannot be read: {error}")}) from error
+                placed_bytes += sum(loading.read.pop(name).nbytes for name in loading.chunk.layer_names(layer))
         if staged:
             from qcfuse_rag.runtime.kernels.placement import place_blocks
 
             place_blocks(staged, self._angles)
-        self._placed += len(sent)
-        if self._placed == len(self._ropes):
+        self._n_placed += len(transfers)
+        if self._n_placed == len(self._ropes):
             self._angles.clear()
-        self.nbytes += freed
-        leaving = sum(one.nbytes for one in sent if one is not None)
-        if leaving:
-            self._leaving.append((leaving, torch.cuda.current_stream(self._device).record_event()))
+        self.nbytes += placed_bytes
+        transferred = sum(transfer.nbytes for transfer in transfers if transfer is not None)
+        if transferred:
+            self._placing.append((transferred, torch.cuda.current_stream(self._device).record_event()))
 
-    def _free(self) -> None:
-        """Let as much be read as the device has placed.
+    def _release_placed(self) -> None:
+        """Apply back-pressure: let the reading thread continue by as many bytes as the device has placed.
 
-        What has been launched is let go of here long before the device gets to it. So that it does not pile up there,
-        wait for the device where more than half of what may be there is being placed; that is no wait for a store.
+        The host drops placed blocks long before the device has placed them. To bound the memory they use until then,
+        wait for the device while more than AHEAD_BYTES / 2 are being placed. This wait is not one for the store.
         """
-        while self._leaving:
-            _, placed = self._leaving[0]
-            if sum(nbytes for nbytes, _ in self._leaving) > AHEAD_BYTES // 2:
+        while self._placing:
+            nbytes, placed = self._placing[0]
+            if sum(pending for pending, _ in self._placing) > AHEAD_BYTES // 2:
                 placed.synchronize()
             elif not placed.query():  # type: ignore[no-untyped-call]
                 return
-            self._freed.put(self._leaving.popleft()[0])
+            self._placing.popleft()
+            self._released.put(nbytes)
 
     def _read(self) -> None:
-        """Read everything in the order it is needed; run by the thread."""
-        blamed: Sequence[PendingChunk] = self._parts
+        """Read all blocks in the order in which passes need them; this is the thread's function.
+
+        An error ends the thread and is queued as a `LateMissError` of the chunk being read, or of all chunks if it
+        happens in a transfer.
+        """
+        failing: Sequence[LoadingChunk] = self._chunks
         ahead = 0
         try:
             with torch.inference_mode():
                 for layer in range(len(self._ropes)):
-                    read: list[tuple[PendingChunk, str, Tensor]] = []
-                    for part in self._parts:
-                        blamed = [part]
-                        read += [(part, name, part.chunk.blocks[name]) for name in part.chunk.layer_names(layer)]
+                    read: list[tuple[LoadingChunk, str, Tensor]] = []
+                    for loading in self._chunks:
+                        failing = [loading]
+                        names = loading.chunk.layer_names(layer)
+                        read += [(loading, name, loading.chunk.blocks[name]) for name in names]
                         if self._stopped:
                             return
-                    blocks, blamed = [block for _, _, block in read], self._parts
+                    blocks, failing = [block for _, _, block in read], self._chunks
                     sent = None if self._transfer is None else self._transfer.send(blocks)
-                    for (part, name, _), block in zip(read, blocks if sent is None else sent.brought, strict=True):
-                        part.read[name] = block
+                    for (loading, name, _), block in zip(read, blocks if sent is None else sent.tensors, strict=True):
+                        loading.read[name] = block
                     self._layers.put(sent)
                     ahead += 0 if sent is None else sent.nbytes
                     while ahead > AHEAD_BYTES and not self._stopped:
-                        ahead -= self._freed.get()
-        except Exception as error:  # whatever it is, somebody is waiting
+                        ahead -= self._released.get()
+        except Exception as error:  # a pass may be waiting, whatever the error is
             corrupt = isinstance(error, CorruptEntry)
             miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
-            starts = [part.start for part in blamed]
+            starts = [loading.start for loading in failing]
             self._layers.put(LateMissError(dict.fromkeys(starts, miss), starts if corrupt else []))

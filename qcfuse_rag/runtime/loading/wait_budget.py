@@ -1,4 +1,4 @@
-"""How long a request may still wait for its store."""
+"""A time budget for one request's waits on the store."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ T = TypeVar("T")
 
 
 class WaitBudget:
-    """Seconds that one request may wait, in all.
+    """The seconds that one request may wait in total.
 
     Args:
-        limit_s: how many; None waits as long as it takes.
+        limit_s: the budget in seconds; None sets no limit.
+
+    Attributes:
+        waited_s: seconds waited so far.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -27,17 +30,17 @@ class WaitBudget:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left, 0 if none; None if there is no limit."""
+        """Seconds left, at least 0; None if there is no limit."""
         return None if self._limit_s is None else max(0.0, self._limit_s - self.waited_s)
 
     @property
-    def exhausted(self) -> str:
-        """What to say of what did not come."""
+    def timeout_reason(self) -> str:
+        """The reason of a miss that did not arrive within the budget."""
         return f"not there within {self._limit_s:g} s"
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time that something takes."""
+        """Count the time inside the context as waiting."""
         began = time.perf_counter()
         try:
             yield
@@ -45,20 +48,24 @@ class WaitBudget:
             self.waited_s += time.perf_counter() - began
 
     def call(self, ask: Callable[[], T]) -> T:
-        """Ask a store something; see `call_with_timeout`.
+        """Call a function of the store, within the budget; see `call_with_timeout`.
 
         Raises:
-            TimeoutError: if it has not answered by then.
+            TimeoutError: if it does not return within the seconds left.
         """
         with self.waiting():
             return call_with_timeout(self.left_s, ask)
 
 
 def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
-    """Call something that may hang, in a thread of its own.
+    """Call a function that may hang, in a separate thread if there is a limit.
+
+    Args:
+        limit_s: most seconds to wait; None sets no limit.
+        call: the function.
 
     Raises:
-        TimeoutError: if it has not returned by then; its thread is left to itself.
+        TimeoutError: if it does not return in time; its thread keeps running and is not waited for.
     """
     if limit_s is None:
         return call()
@@ -75,6 +82,6 @@ def call_with_timeout(limit_s: float | None, call: Callable[[], T]) -> T:
     try:
         return outcome.result(limit_s)
     except TimeoutError:
-        if outcome.done():  # the call's own
+        if outcome.done():  # the call itself raised it
             raise
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
