@@ -71,11 +71,11 @@ class BreakEven:
 
     def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
         """Compare the predicted times."""
-        full_s = costs.compute(estimate.prompt_tokens)
+        full_s = costs.full_pass_s(estimate.prompt_tokens)
         fused_s = (
-            costs.load(estimate.stored_tokens)
-            + costs.compute_some(estimate.probe_rows, estimate.probe_share)
-            + costs.compute_some(estimate.rows)
+            costs.loading_s(estimate.stored_tokens)
+            + costs.partial_pass_s(estimate.probe_rows, estimate.probe_share)
+            + costs.partial_pass_s(estimate.rows)
         )
         if fused_s < self.margin * full_s:
             return None

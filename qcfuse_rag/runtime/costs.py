@@ -1,4 +1,8 @@
-"""What a pass costs here: two numbers measured on the model, one on the store, and the time they predict."""
+"""Predict the time of a prefill from costs that are measured on this machine and kept in a file.
+
+`Costs` predicts, `MeasuredCosts` returns the costs of a model over a store. Below them are the two measurements, of
+passes and of loading, and the file.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +35,22 @@ from qcfuse_rag.store.backends.disk_index import INDEX_FAILURES
 from qcfuse_rag.store.prefill_base import BASES, BLIND
 
 SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096)}
-"""Rows of the passes that are timed: few, which mostly launch and read the weights, and two between which there is
-nothing but multiplying. A GPU takes as long for some hundred rows as for few."""
+"""Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights, and two passes
+whose difference is the cost of more rows. On a GPU some hundred rows take as long as a few, hence the larger sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds by which a prefill is predicted: a pass over `R` rows takes `pass_s + R row_s`.
+    """Costs in seconds that predict a prefill: a pass over `R` rows takes `pass_s + R row_s`.
 
-    Attention over long prompts is left out. It makes full prefill, whose rows are many, slower than predicted.
+    Attention over long prompts is not modelled. It makes full prefill, which has many rows, slower than predicted.
 
     Attributes:
-        pass_s: a pass, whatever its size.
-        row_s: each row besides.
-        load_s: each token that is loaded from the store.
-        recorded_pass_s: a pass over some rows of a prompt where those are recorded, instead of `pass_s`; else None.
+        pass_s: the fixed cost of a pass.
+        row_s: the cost of each row.
+        load_s: the cost of loading a token from the store.
+        recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
+            graphs; else None.
     """
 
     pass_s: float
@@ -53,123 +58,32 @@ class Costs:
     load_s: float = 0.0
     recorded_pass_s: float | None = None
 
-    def compute(self, rows: int) -> float:
-        """Predict a pass over a whole prompt."""
+    def full_pass_s(self, rows: int) -> float:
+        """Predict the seconds of a pass over a whole prompt."""
         return self.pass_s + rows * self.row_s if rows else 0.0
 
-    def compute_some(self, rows: int, share: float = 1.0) -> float:
-        """Predict a pass over so many rows of a prompt through a share of the layers."""
+    def partial_pass_s(self, rows: int, share: float = 1.0) -> float:
+        """Predict the seconds of a pass over some rows of a prompt, through a share of the layers."""
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
         return share * (pass_s + rows * self.row_s) if rows else 0.0
 
-    def load(self, tokens: int) -> float:
-        """Predict how long so many tokens take to load."""
+    def loading_s(self, tokens: int) -> float:
+        """Predict the seconds of loading some tokens."""
         return tokens * self.load_s
 
 
-@torch.inference_mode()
-def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, samples: int = 2) -> Costs:
-    """Time a few prefills; the best of the samples counts, which other work on the machine disturbs least.
-
-    Args:
-        lm: the model.
-        passes: of the model, recorded ones perhaps.
-        samples: of each.
-    """
-    few, fewer, many = (min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"]))
-    prefill_once(lm, few)  # the first pass of a process pays for much that later ones do not
-    taken = {
-        size: min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples))
-        for size in sorted({few, fewer, many})
-    }
-    short = taken[few]
-    row_s = max(taken[many] - taken[fewer], 1e-9) / max(1, many - fewer)
-    recorded_pass_s = None
-    if passes is not None and passes.refusal is None:
-        before = passes.replayed
-        some = min(timed(lm, partial(_some_rows_once, lm, passes, few)) for _ in range(samples + 1))
-        if passes.replayed > before:  # else others were running recorded passes all the time
-            recorded_pass_s = max(0.0, some - few * row_s)
-    return Costs(max(0.0, short - few * row_s), row_s, recorded_pass_s=recorded_pass_s)
-
-
-@torch.inference_mode()
-def measure_loading(lm: LanguageModel, store: KVStore, *, samples: int = 3) -> float | None:
-    """Return the median seconds to load a token, over some passages; None if none could be read.
-
-    Of several tiers the farthest on this machine counts, whatever is in memory at the moment; a remote is not asked
-    what it has. The prompt's head, which is short, stands for nothing. Whatever fails, no question fails with it.
-    """
-    here = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
-    place = store if store.prefix else here[-1]
-    try:
-        loads = list(islice(load_times(lm, place, heads=False), samples))
-    except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
-        return None
-    return median(loads) if loads else None
-
-
-def load_times(lm: LanguageModel, store: KVStore, *, heads: bool = True) -> Iterator[float]:
-    """Yield seconds a token, one stored passage after the other; what was captured is not what a request loads.
-
-    Each is read once from the tier it is in and copied to the model's device: what the operating system still has in
-    memory is read as fast as it will be next time. Nothing is changed in the store.
-
-    Args:
-        lm: the model.
-        store: where passages are.
-        heads: take what is stored blind too, as a prompt's head is.
-    """
-    bases = [name for name in BASES if heads or name != BLIND.name]
-    for entry in store.entries():
-        opened = store.open(entry.address)
-        if not isinstance(opened, tuple):
-            continue
-        key, chunk = opened
-        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in bases:
-            continue
-        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
-        with suppress(CorruptEntry, OSError):  # the next one will do
-            yield timed(lm, partial(copy_chunk, buffer, 0, chunk, ropes=lm.ropes)) / chunk.n_tokens
-
-
-def prefill_once(lm: LanguageModel, tokens: int) -> None:
-    """Compute so many rows that mean nothing."""
-    plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
-    buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
-    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
-
-
-def _some_rows_once(lm: LanguageModel, passes: PrefillRunner, tokens: int) -> None:
-    """Compute so many rows that mean nothing, behind one that is there."""
-    plan = RowsPlan.between(1, min(tokens + 1, lm.window.tokens), lm.device, lm.sliding)
-    buffer = KVBuffer.allocate(lm.shapes, plan.length, dtype=lm.dtype, device=lm.device)
-    for held in (*buffer.keys, *buffer.values):
-        held[:, :, 0] = 0
-    passes.forward_rows(plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
-
-
-def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
-    """Return how many seconds some work takes, the device's share included."""
-    started = time.perf_counter()
-    work()
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
-    return time.perf_counter() - started
-
-
 class MeasuredCosts:
-    """Call it for the costs of a model over a store on this machine.
+    """The costs of a model over a store on this machine; call the object to get them.
 
-    Measured when first asked for, which methods with a guard do at the first prompt of which something is stored;
-    asking before, with passages in the store, spares that prompt a second or two. Kept in the store's folder: neither
-    requests nor a restart on the same kind of machine change them, so no answer depends on those before. Safe to call
-    from several threads.
+    The first call measures them. A method with a guard makes it at the first prompt with a stored chunk; calling
+    earlier, when the store holds passages, saves that prompt a second or two. The costs are kept in the store's folder,
+    so they stay the same for all requests and after a restart on the same kind of machine, and no answer depends on
+    earlier requests. Safe to call from several threads.
 
     Args:
         lm: the model.
-        store: where passages are.
-        passes: of the model; once they are recorded, costs are measured anew, and kept by themselves.
+        store: the store.
+        passes: runs the model's passes; once they are recorded, costs are measured again and kept in a separate file.
     """
 
     def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner | None = None) -> None:
@@ -177,11 +91,11 @@ class MeasuredCosts:
         self._passes = passes or PrefillRunner(lm)
         self._costs: Costs | None = None
         self._recorded = False
-        self._measuring = threading.Lock()
+        self._lock = threading.Lock()
 
     def __call__(self) -> Costs:
-        """Return them; loading counts as free while there is nothing in the store to time it by."""
-        with self._measuring:
+        """Return the costs; loading costs 0 as long as the store holds nothing to measure it with."""
+        with self._lock:
             recorded = self._passes.refusal is None
             if recorded != self._recorded:
                 self._costs, self._recorded = None, recorded
@@ -192,17 +106,103 @@ class MeasuredCosts:
                     self._costs = replace(self._costs, load_s=measure_loading(self._lm, self._store) or 0.0)
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
-                        self._costs = read_costs(path) or self._costs  # another process may have been first
+                        self._costs = read_costs(path) or self._costs  # another process may have saved its own first
             return self._costs
 
 
-def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
-    """Return where a model's costs on this machine are kept in a store's folder; remove the file to measure anew.
+@torch.inference_mode()
+def measure_passes(lm: LanguageModel, passes: PrefillRunner | None = None, *, samples: int = 2) -> Costs:
+    """Time a few prefills. The fastest sample of each size counts, since other work disturbs it least.
 
     Args:
-        folder: of the store.
         lm: the model.
-        recorded: whether fused passes are.
+        passes: runs the model's passes; recorded ones are timed too.
+        samples: number of samples of each size.
+    """
+    small, medium, large = (min(size, lm.window.tokens) for size in SIZES.get(lm.device.type, SIZES["cpu"]))
+    prefill_once(lm, small)  # a process's first pass pays for one-time setup
+    seconds = {
+        size: min(timed(lm, partial(prefill_once, lm, size)) for _ in range(samples))
+        for size in sorted({small, medium, large})
+    }
+    row_s = max(seconds[large] - seconds[medium], 1e-9) / max(1, large - medium)
+    recorded_pass_s = None
+    if passes is not None and passes.refusal is None:
+        replayed = passes.replayed
+        partial_s = min(timed(lm, partial(_partial_prefill_once, lm, passes, small)) for _ in range(samples + 1))
+        if passes.replayed > replayed:  # otherwise other requests used the recorded passes all the time
+            recorded_pass_s = max(0.0, partial_s - small * row_s)
+    return Costs(max(0.0, seconds[small] - small * row_s), row_s, recorded_pass_s=recorded_pass_s)
+
+
+def prefill_once(lm: LanguageModel, tokens: int) -> None:
+    """Compute a full prefill of arbitrary tokens."""
+    plan = RowsPlan.between(0, tokens, lm.device, lm.sliding)
+    buffer = KVBuffer.allocate(lm.shapes, tokens, dtype=lm.dtype, device=lm.device)
+    forward_rows(lm, plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
+
+
+def _partial_prefill_once(lm: LanguageModel, passes: PrefillRunner, tokens: int) -> None:
+    """Compute rows of arbitrary tokens after one position that is in the buffer already."""
+    plan = RowsPlan.between(1, min(tokens + 1, lm.window.tokens), lm.device, lm.sliding)
+    buffer = KVBuffer.allocate(lm.shapes, plan.length, dtype=lm.dtype, device=lm.device)
+    for tensor in (*buffer.keys, *buffer.values):
+        tensor[:, :, 0] = 0
+    passes.forward_rows(plan.rows % lm.model.get_input_embeddings().num_embeddings, plan, buffer)
+
+
+@torch.inference_mode()
+def measure_loading(lm: LanguageModel, store: KVStore, *, samples: int = 3) -> float | None:
+    """Return the median seconds of loading a token, over some stored passages; None if none can be read.
+
+    In a tiered store, the farthest tier on this machine is measured, whatever is in memory at the moment; a remote is
+    not asked for its entries. An error of the store is no error here.
+    """
+    local_tiers = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
+    measured_store = store if store.prefix else local_tiers[-1]
+    try:
+        times = list(islice(_loading_times(lm, measured_store), samples))
+    except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
+        return None
+    return median(times) if times else None
+
+
+def _loading_times(lm: LanguageModel, store: KVStore) -> Iterator[float]:
+    """Yield the seconds per token of loading each stored passage of the model.
+
+    System prefixes are left out because they are short, and captured entries because no request loads them. Each
+    passage is read once and copied to the model's device: what the operating system has cached is read as fast as it
+    will be the next time. The store is not changed.
+    """
+    bases = [name for name in BASES if name != BLIND.name]
+    for entry in store.entries():
+        opened = store.open(entry.address)
+        if not isinstance(opened, tuple):
+            continue
+        key, chunk = opened
+        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in bases:
+            continue
+        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
+        with suppress(CorruptEntry, OSError):  # a damaged entry is skipped
+            yield timed(lm, partial(copy_chunk, buffer, 0, chunk, ropes=lm.ropes)) / chunk.n_tokens
+
+
+def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes on the host and the model's device."""
+    started = time.perf_counter()
+    work()
+    if lm.device.type == "cuda":
+        torch.cuda.synchronize(lm.device)
+    return time.perf_counter() - started
+
+
+def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
+    """Return the file of a model's costs on this machine; deleting it makes the next process measure again.
+
+    Args:
+        folder: the store's folder.
+        lm: the model.
+        recorded: whether passes are recorded.
     """
     device = torch.cuda.get_device_name(lm.device) if lm.device.type == "cuda" else platform.machine()
     machine = f"{lm.fingerprint.digest} {device} {os.cpu_count()} {torch.get_num_threads()}"
@@ -211,21 +211,18 @@ def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read what `save_costs` wrote; None if it is not there or no such file."""
+    """Read a file of `save_costs`; None if it does not exist or is damaged."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-        recorded = found.get("recorded_pass_s")
-        numbers = {name: float(found[name]) for name in ("pass_s", "row_s", "load_s")}
-        return Costs(**numbers, recorded_pass_s=None if recorded is None else float(recorded))
+        data = json.loads(path.read_text("utf-8"))
+        recorded_pass_s = data.get("recorded_pass_s")
+        numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s")}
+        return Costs(**numbers, recorded_pass_s=None if recorded_pass_s is None else float(recorded_pass_s))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
 def save_costs(costs: Costs, path: Path) -> None:
-    """Keep costs, so that the next process decides as this one, unless they are kept already.
-
-    A folder that cannot be written goes without.
-    """
+    """Save costs for later processes, unless a valid file exists. A folder that is not writable is left alone."""
     if read_costs(path) is not None:
         return
     with suppress(OSError):

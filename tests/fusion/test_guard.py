@@ -141,11 +141,11 @@ def test_more_rows_are_predicted_to_take_longer(llama: LanguageModel, monkeypatc
     seams.passes_take(monkeypatch, lambda rows: 0.5 + 0.002 * rows)
     costs = measure_passes(llama)
     assert (costs.pass_s, costs.row_s) == (pytest.approx(0.5), pytest.approx(0.002))
-    assert costs.compute(0) == 0
-    assert costs.compute(1000) == pytest.approx(2.5)
-    assert costs.compute(100) < costs.compute(1000)
-    assert costs.compute_some(100) == costs.compute(100)
-    assert costs.compute_some(100, share=0.5) == pytest.approx(costs.compute(100) / 2)
+    assert costs.full_pass_s(0) == 0
+    assert costs.full_pass_s(1000) == pytest.approx(2.5)
+    assert costs.full_pass_s(100) < costs.full_pass_s(1000)
+    assert costs.partial_pass_s(100) == costs.full_pass_s(100)
+    assert costs.partial_pass_s(100, share=0.5) == pytest.approx(costs.full_pass_s(100) / 2)
 
 
 def test_recorded_passes_are_predicted_by_what_they_take() -> None:
@@ -155,8 +155,8 @@ def test_recorded_passes_are_predicted_by_what_they_take() -> None:
     assert BreakEven().refusal(ahead, costs) is not None
     recorded = replace(costs, recorded_pass_s=0.1)
     assert BreakEven().refusal(ahead, recorded) is None
-    assert recorded.compute(1000) == costs.compute(1000)
-    assert recorded.compute_some(0) == 0
+    assert recorded.full_pass_s(1000) == costs.full_pass_s(1000)
+    assert recorded.partial_pass_s(0) == 0
 
 
 def test_a_margin_must_be_above_zero() -> None:
