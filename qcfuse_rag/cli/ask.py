@@ -25,20 +25,7 @@ def ask_library(
     explain: Path | None,
     as_json: bool,
 ) -> None:
-    """Retrieve passages, answer a question over them, and print the answer and what was reused.
-
-    Args:
-        question: the question.
-        library: folder of the library.
-        options: model, method and retrieval.
-        max_new_tokens: maximum tokens to generate.
-        explain: file for an HTML page that shows the recomputed tokens; None for no page.
-        as_json: print one JSON object instead of text.
-
-    Raises:
-        QCFuseError: if the library, its passages or a package is missing.
-        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
-    """
+    """Retrieve passages, answer a question over them, and print the answer and what was reused."""
     method = options.chosen_method()
     with require_extra():
         from qcfuse_rag.retrieval.embedder import Embedder

@@ -24,15 +24,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, apart from the results on standard output.
-
-    Args:
-        title: name of the work.
-        unit: name of the counted items.
-
-    Yields:
-        Function `(done, total) -> None` that advances the bar.
-    """
+    """Show a progress bar on standard error, apart from the results; yield what advances it: `(done, total)`."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -61,11 +61,7 @@ class Measurement:
 
 
 def run_demo(options: DemoOptions, *, as_json: bool) -> None:
-    """Run the demonstration and print its table or one JSON object.
-
-    Raises:
-        QCFuseError: if LlamaIndex or a default model is missing.
-    """
+    """Run the demonstration and print its table or one JSON object."""
     try:
         from llama_index.core import Document, VectorStoreIndex
         from llama_index.core.ingestion import IngestionPipeline
@@ -149,12 +145,7 @@ def compare(
 ) -> list[Measurement]:
     """Measure the methods in alternation, so that a slow phase of the machine affects all of them.
 
-    Args:
-        engine: engine with a warmed store.
-        prompt: prompt to answer.
-        methods: methods to compare; the first is full prefill, the reference of the divergences.
-        repeats: number of measurements of each method.
-        advance: called with `(done, total)` after each run.
+    The first method is full prefill, the reference of the divergences.
     """
     times: dict[Method, list[float]] = {method: [] for method in methods}
     reports: dict[Method, FusionReport] = {}

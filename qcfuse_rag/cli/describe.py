@@ -46,13 +46,7 @@ def methods_table() -> Table:
 def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, Any]:
     """Load a model and measure the exactness of reuse on a few tokens.
 
-    Args:
-        name: Hugging Face id, folder or GGUF file.
-        device: device; None for the default.
-        dtype: data type; None for the default.
-
-    Returns:
-        JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
+    Return JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
     """
     try:
         lm = LanguageModel.load(name, device=device, dtype=dtype)

@@ -28,14 +28,6 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
     """Check the paths and the reader of a job before a model is loaded.
 
     Each folder is checked by itself: an empty folder may be a missing mount, and warming would forget its documents.
-
-    Args:
-        options: options of the job.
-        library: folder of the library.
-        allow_empty: accept folders without documents.
-
-    Raises:
-        QCFuseError: if a path has nothing to read, or there is no such reader.
     """
     with require_extra():
         from qcfuse_rag.ingestion.readers import FILES, find_files, load_reader
@@ -52,19 +44,10 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
 def read_documents(
     engine: FusionEngine, options: CorpusOptions, unread: list[str], workers: RayWorkers | None = None
 ) -> dict[str, list[str]]:
-    """Read and split the documents of a job, on Ray workers if given.
+    """Read and split the documents of a job: source -> its passages, in order.
 
-    Args:
-        engine: its tokenizer measures the passages.
-        options: options of the job.
-        unread: list to which reasons are appended for files in folders that are not read.
-        workers: Ray workers, which must see the files at the same paths.
-
-    Returns:
-        Source -> its passages, in order.
-
-    Raises:
-        QCFuseError: if a path named by the user cannot be read.
+    Ray workers, if given, must see the files at the same paths. Files in folders that are not read are listed with the
+    reason in `unread`.
     """
     with require_extra():
         from qcfuse_rag.ingestion.readers import FILES, read_passages, skipped_files
@@ -92,11 +75,7 @@ def read_documents(
 
 
 def require_passages(passages: Mapping[str, Sequence[str]], options: CorpusOptions) -> None:
-    """Require at least one passage.
-
-    Raises:
-        QCFuseError: if the documents contain no text.
-    """
+    """Require at least one passage."""
     if not any(passages.values()):
         raise QCFuseError(f"no passages in {', '.join(map(str, options.paths))}")
 
@@ -104,10 +83,7 @@ def require_passages(passages: Mapping[str, Sequence[str]], options: CorpusOptio
 def vanished_files(index: PassageIndex, options: WarmOptions, passages: Mapping[str, Sequence[str]]) -> set[str]:
     """Return the sources to forget: indexed files that no longer exist in the folders, and documents without text.
 
-    Args:
-        index: index of the library.
-        options: options of the job.
-        passages: passages of the documents just read; a JSON lines record may have the name of a file elsewhere.
+    A source just read is kept: a JSON lines record may have the name of a file elsewhere.
     """
     folders = [path.resolve() for path in options.paths if path.is_dir()]
     sources = {passage.source for passage in index.passages}
@@ -126,15 +102,7 @@ def index_passages(
     options: WarmOptions,
     workers: RayWorkers | None = None,
 ) -> None:
-    """Embed the passages of new and changed documents, and save the index at intervals and at the end.
-
-    Args:
-        index: index of the library, changed in place.
-        folder: folder of the index.
-        passages: source -> its passages.
-        options: options of the job.
-        workers: Ray workers that embed; None embeds in this process.
-    """
+    """Embed the passages of new and changed documents, and save the index at intervals and at the end."""
     with require_extra():
         from qcfuse_rag.retrieval.embedder import Embedder
 

@@ -51,11 +51,7 @@ class JobRecord:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Read the record of a library's last job.
-
-        Raises:
-            QCFuseError: if there is no record, or it cannot be read.
-        """
+        """Read the record of a library's last job."""
         path = folder / RECORD_NAME
         try:
             return cls(folder, **json.loads(path.read_text("utf-8")))
@@ -105,11 +101,7 @@ class JobRecord:
 
 @contextmanager
 def job_lock(library: Path) -> Iterator[None]:
-    """Hold the lock of a library's warming jobs, since two jobs would overwrite each other's passage index.
-
-    Raises:
-        QCFuseError: if another job holds the lock.
-    """
+    """Hold the lock of a library's warming jobs, since two jobs would overwrite each other's passage index."""
     lock = FileLock(library / f"{RECORD_NAME}.lock", timeout=0, mode=0o600)
     try:
         library.mkdir(parents=True, exist_ok=True)
@@ -125,11 +117,7 @@ def job_lock(library: Path) -> Iterator[None]:
 
 
 def show_status(library: Path, *, as_json: bool) -> None:
-    """Print the progress of a library's last job.
-
-    Raises:
-        QCFuseError: if there was no job.
-    """
+    """Print the progress of a library's last job."""
     record = JobRecord.load(library)
     data = {**record.to_dict(), "state": record.actual_state, "tokens_per_s": record.tokens_per_s}
     if as_json:

@@ -39,20 +39,7 @@ def open_library_store(
 ) -> KVStore:
     """Open all tiers of a library's store, or of a store's own folder; create the store if it does not exist.
 
-    The secret comes from the environment variable QCFUSE_SECRET.
-
-    Args:
-        folder: folder of the library or of the store.
-        numbers: see `open_store`.
-        limit_gb: maximum size on disk, in units of 10^9 bytes.
-        tenant: tenant whose view to open.
-        encrypt: encrypt a new store; an existing encrypted store needs no flag.
-        remote: URL of a bucket or server behind the store, see `open_store`.
-        memory_bytes: maximum size of the memory tier.
-
-    Raises:
-        StoreError: if the store cannot be opened.
-        QCFuseError: if a secret is needed and not set.
+    The secret comes from the environment variable QCFUSE_SECRET. An encrypted store needs no flag once it exists.
     """
     encrypted = encrypt or is_encrypted(folder)
     return open_store(
@@ -73,13 +60,7 @@ def open_store_and_sources(
 ) -> Iterator[tuple[KVStore, Sources]]:
     """Open all tiers of an existing store together with the list of its documents.
 
-    Args:
-        folder: folder of the library or of the store.
-        tenant: tenant whose view to open.
-        remote: URL of the remote, if the stored URL lacks a password.
-
-    Raises:
-        QCFuseError: if there is no store.
+    The remote's URL is needed only if the stored URL lacks a password.
     """
     existing_store_folder(folder)
     with (
@@ -90,14 +71,7 @@ def open_store_and_sources(
 
 
 def open_disk_tier(folder: Path) -> DiskStore:
-    """Open only the disk tier of an existing store, for maintenance of its files.
-
-    Args:
-        folder: folder of the library or of the store.
-
-    Raises:
-        QCFuseError: if there is no store.
-    """
+    """Open only the disk tier of an existing store, for maintenance of its files."""
     return DiskStore(existing_store_folder(folder), seal=StoreCipher(_secret()) if is_encrypted(folder) else None)
 
 
@@ -108,11 +82,7 @@ def is_encrypted(folder: Path) -> bool:
 
 
 def existing_store_folder(folder: Path) -> Path:
-    """Return the folder of a store that must exist.
-
-    Raises:
-        QCFuseError: if there is no store.
-    """
+    """Return the folder of a store that must exist."""
     path = store_folder(folder)
     if not (path / "objects").is_dir():
         raise QCFuseError(f"no store in {folder}; `qcfuse warm run` makes one")
@@ -125,11 +95,7 @@ def store_folder(folder: Path) -> Path:
 
 
 def require_library(folder: Path) -> None:
-    """Refuse a folder that is itself a store, because a store has no passages to search.
-
-    Raises:
-        QCFuseError: if the folder is a store.
-    """
+    """Refuse a folder that is itself a store, because a store has no passages to search."""
     if not _is_store(folder):
         return
     path = folder.resolve()
@@ -143,11 +109,7 @@ def index_folder(library: Path, store: KVStore | None = None) -> Path:
 
 
 def forget_passages(library: Path, store: KVStore, source: str) -> int:
-    """Remove a document from a library's passage index.
-
-    Returns:
-        Number of passages removed.
-    """
+    """Remove a document from a library's passage index; return the number of passages removed."""
     folder = index_folder(library, store)
     if not folder.is_dir():
         return 0
@@ -173,11 +135,7 @@ def text_files(library: Path) -> list[Path]:
 
 @contextmanager
 def require_extra(extra: str = "cli") -> Iterator[None]:
-    """Turn an import error of an optional dependency into an error that names the extra to install.
-
-    Raises:
-        QCFuseError: if an import in the block fails.
-    """
+    """Turn an import error of an optional dependency into an error that names the extra to install."""
     try:
         yield
     except ImportError as error:

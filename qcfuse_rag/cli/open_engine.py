@@ -14,13 +14,7 @@ from qcfuse_rag.store.backends.base import KVStore
 
 
 def open_engine(store: KVStore, method: Method, options: ModelOptions) -> FusionEngine:
-    """Load an engine over an open store.
-
-    Args:
-        store: store that the engine reads and writes; the caller closes it.
-        method: fusion method of the engine.
-        options: model, device and dtype; SmolLM2-135M if no model is given.
-    """
+    """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given."""
     with status("loading the model"):
         engine = FusionEngine.load(
             options.model or default_model(),

@@ -50,12 +50,7 @@ class MethodOptions(ModelOptions):
     ] = None
 
     def chosen_method(self) -> Method:
-        """Return the fusion method.
-
-        Raises:
-            UnknownMethod: if there is no such method or base, or the method does not take a setting.
-            ValueError: if the ratio is not a fraction in [0, 1].
-        """
+        """Return the fusion method; refuse unknown names and bad ratios."""
         from qcfuse_rag.methods import choose_method
 
         return choose_method(self.method, ratio=self.ratio, base=self.base)
@@ -212,11 +207,7 @@ class ProfileOptions(ModelOptions):
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one parameter per field of its `options` dataclass, for Typer to read.
-
-    Args:
-        command: has a parameter `options`, annotated with a dataclass of Typer options.
-    """
+    """Give a command one parameter per field of its `options` dataclass, for Typer to read."""
     signature = inspect.signature(command, eval_str=True)
     options_type = signature.parameters["options"].annotation
     fields = inspect.signature(options_type, eval_str=True).parameters

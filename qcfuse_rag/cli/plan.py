@@ -12,11 +12,7 @@ from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, CorpusPlan, Sizing, ra
 
 
 def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
-    """Print bytes, warming hours, break-even uses, and the time to the first token from each tier.
-
-    Raises:
-        QCFuseError: if there is no such model or GPU.
-    """
+    """Print bytes, warming hours, break-even uses, and the time to the first token from each tier."""
     shape = shape_of(options.model)
     if options.gpu == HERE:
         with status("measuring this machine"):

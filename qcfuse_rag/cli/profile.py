@@ -27,11 +27,7 @@ BAR = 24
 
 
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
-    """Profile a model, print its layers, and write the profile to the requested files.
-
-    Raises:
-        QCFuseError: if a file cannot be read or written, or no question is usable.
-    """
+    """Profile a model, print its layers, and write the profile to the requested files."""
     samples = _samples(options)
     make_figure = None if options.plot is None else _figure_factory()
     written = [path for path in (options.out, options.store and store_folder(options.store) / NAME) if path is not None]

@@ -24,12 +24,7 @@ TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
 
 def serve_library(library: Path, options: ServeOptions) -> None:
-    """Serve requests until interrupted, then finish the requests in progress.
-
-    Raises:
-        QCFuseError: if the address is reachable from other machines and no token is set, or a package is missing.
-        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
-    """
+    """Serve requests until interrupted, then finish the requests in progress."""
     method = options.chosen_method()
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not _is_loopback(options.host):
@@ -137,11 +132,7 @@ def _metrics(engine: FusionEngine) -> Callable[[], bytes] | None:
 
 
 def _bind(options: ServeOptions) -> socket.socket:
-    """Bind the address before the model is loaded, so that an address in use is reported at once.
-
-    Raises:
-        QCFuseError: if the address cannot be bound.
-    """
+    """Bind the address before the model is loaded, so that an address in use is reported at once."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family)
     try:

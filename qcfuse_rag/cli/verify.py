@@ -17,14 +17,9 @@ from qcfuse_rag.verification.checks import VerifyLimits, verify
 
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
-    """Verify a method, on the passages of a library if given, and save the verdict in its store.
+    """Verify a method, save the verdict in the library's store, if given, and return whether every check passed.
 
-    Returns:
-        Whether every check passed.
-
-    Raises:
-        QCFuseError: if there is no store in the folder.
-        UnknownMethod, ValueError: see `MethodOptions.chosen_method`.
+    The passages are those of the library, or the demonstration's.
     """
     method = options.chosen_method()
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)

@@ -40,11 +40,7 @@ MAX_PRINTED_REASONS = 20
 
 
 def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> None:
-    """Print the bytes and seconds that warming would take, without storing anything.
-
-    Raises:
-        QCFuseError: if the library or a path cannot be used, or there are no passages.
-    """
+    """Print the bytes and seconds that warming would take, without storing anything."""
     require_library(library)
     check_paths(options, library)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
@@ -82,11 +78,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
 
 
 def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
-    """Read, index and prefill documents; a repeated job skips caches that are already stored.
-
-    Raises:
-        QCFuseError: if the library or a path cannot be used, another job is running, or there are no passages.
-    """
+    """Read, index and prefill documents; a repeated job skips caches that are already stored."""
     require_library(library)
     check_paths(options, library, allow_empty=options.allow_empty)
     _require_dtype(options)
@@ -112,11 +104,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 
 
 def resume_warming(library: Path, *, as_json: bool) -> None:
-    """Run a library's last job again with the same options.
-
-    Raises:
-        QCFuseError: if there was no job, or its record cannot be read.
-    """
+    """Run a library's last job again with the same options."""
     try:
         arguments = JobRecord.load(library).arguments
         if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
@@ -182,11 +170,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
 
 
 def _require_dtype(options: WarmOptions) -> None:
-    """Require a dtype if GPU workers would otherwise take the float32 of this machine's CPU.
-
-    Raises:
-        QCFuseError: if --dtype is missing.
-    """
+    """Require a dtype if GPU workers would otherwise take the float32 of this machine's CPU."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     gpu_workers = options.ray is not None and options.gpus_per_worker > 0
     if gpu_workers and options.dtype is None and not device.startswith("cuda"):
@@ -197,11 +181,7 @@ def _require_dtype(options: WarmOptions) -> None:
 
 
 def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> RayWorkers | None:
-    """Return the requested Ray workers, which open the same store as this process; None without --ray.
-
-    Raises:
-        QCFuseError: if the store needs a secret.
-    """
+    """Return the requested Ray workers, which open the same store as this process; None without --ray."""
     if options.ray is None:
         return None
     if options.tenant is not None or options.encrypt or is_encrypted(library):

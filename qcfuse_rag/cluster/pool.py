@@ -69,11 +69,7 @@ LOCAL = "local"
 
 
 def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
-    """Connect this process to a cluster, if it is not connected yet.
-
-    Raises:
-        QCFuseError: if Ray is not installed, or there is no cluster at the address.
-    """
+    """Connect this process to a cluster, if it is not connected yet."""
     ray = import_ray()
     if ray.is_initialized():
         return
@@ -91,11 +87,7 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
 
 
 def import_ray() -> Any:
-    """Import and return the module `ray`.
-
-    Raises:
-        QCFuseError: if Ray is not installed.
-    """
+    """Import and return the module `ray`."""
     try:
         import ray
     except ImportError as error:

@@ -21,12 +21,7 @@ FILES_AT_ONCE, TEXTS_AT_ONCE = 8, 64
 
 
 class ReadWorker:
-    """Read files and split them into passages.
-
-    Args:
-        model: name of the model whose tokenizer measures passages.
-        max_tokens: most tokens of a passage.
-    """
+    """Read files and split them into passages, measured by a model's tokenizer."""
 
     def __init__(self, model: str, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = load_tokenizer(model), max_tokens
@@ -43,11 +38,7 @@ class ReadWorker:
 
 
 class EmbedWorker:
-    """Embed texts.
-
-    Args:
-        name: name of a sentence-transformers model.
-    """
+    """Embed texts with a sentence-transformers model."""
 
     def __init__(self, name: str) -> None:
         self._embed = Embedder(name)
@@ -65,11 +56,7 @@ def read_on_ray(
     progress: Callable[[int, int], None] | None = None,
     unread: list[str] | None = None,
 ) -> Passages:
-    """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths.
-
-    Raises:
-        QCFuseError: if a path cannot be read.
-    """
+    """Read passages like `ingestion.readers.read_passages`; workers read the files at the same paths."""
     all_paths = list(paths)
     files = [str(file.resolve()) for file in find_files(all_paths)]
     named = {str(path.resolve()) for path in all_paths}
@@ -89,11 +76,7 @@ def read_on_ray(
 
 
 def embed_on_ray(workers: RayWorkers, name: str, texts: Sequence[str]) -> NDArray[np.float32]:
-    """Return `[N, D]` float32 vectors of texts, rows of length 1.
-
-    Raises:
-        QCFuseError: if a worker cannot load the embedding model.
-    """
+    """Return `[N, D]` float32 vectors of texts, rows of length 1."""
     vectors = _ordered(workers, "text", texts, EmbedWorker, (name,), batch_size=TEXTS_AT_ONCE)
     return np.stack(vectors).astype(np.float32)
 

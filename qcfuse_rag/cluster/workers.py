@@ -64,11 +64,7 @@ class RayWorkers:
     def prefill(
         self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]
     ) -> Iterator[BatchResult]:
-        """Compute and store batches on the cluster; yield the result of each batch when it is done, in any order.
-
-        Raises:
-            QCFuseError: if Ray is not installed, there is no cluster, or a worker raises an error.
-        """
+        """Compute and store batches on the cluster; yield the result of each batch when it is done, in any order."""
         connect(self.address, self.runtime_env)
         remaining, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
         while window := [{"batch": batch_to_json(batch)} for batch in islice(remaining, BATCHES_AT_ONCE)]:
@@ -90,16 +86,9 @@ BATCHES_AT_ONCE = 4096
 
 
 class PrefillWorker:
-    """A Ray actor with the model and the shared store.
+    """A Ray actor with the model and the shared store; its model must be the driver's.
 
-    Args:
-        workers: how to load the model and open the store.
-        fingerprint: digest of the driver's model; the driver could not find the entries of another model.
-        prefix_ids: token ids of the system prefix.
-        primer: token ids of the text in front of primed chunks.
-
-    Raises:
-        QCFuseError: if its model is not the driver's.
+    The driver could not find the entries of another model, so `fingerprint` is the digest of its own.
     """
 
     def __init__(self, workers: RayWorkers, fingerprint: str, prefix_ids: Ids, primer: Ids) -> None:

@@ -136,13 +136,7 @@ class CorpusPlan:
 
 
 def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
-    """Estimate what a corpus takes.
-
-    Args:
-        shape: the sizes of the model.
-        rates: the rates of the machine.
-        plan: the corpus and its requests.
-    """
+    """Estimate what a corpus takes."""
     token_bytes = shape.kv * plan.number_bytes
     passage_tokens = plan.retrieved * plan.tokens
     context = passage_tokens + plan.question_tokens
@@ -173,9 +167,6 @@ def shape_of(model: str) -> ModelShape:
     """Return the sizes of a model, from a shape's name of `bench speed`, a folder, or a Hugging Face id.
 
     No weights are read: the model is built without memory.
-
-    Raises:
-        ModelNotFound: if no model of that name can be read or fetched.
     """
     config: PretrainedConfig
     if model in SHAPES:
@@ -202,11 +193,7 @@ def shape_of(model: str) -> ModelShape:
 
 
 def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
-    """Return a GPU's rates, from its data sheet.
-
-    Raises:
-        QCFuseError: if the GPU is not in the table.
-    """
+    """Return a GPU's rates from its data sheet; refuse a GPU that is not in the table."""
     if gpu.lower() not in SHEETS:
         raise QCFuseError(
             f"no data sheet of {gpu!r}; there are {', '.join(SHEETS)}, and `{HERE}` measures this machine"

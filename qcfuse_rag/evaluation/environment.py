@@ -14,11 +14,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 
 
 def about_process(program: str) -> dict[str, Any]:
-    """Describe this process as plain data.
-
-    Args:
-        program: the command that started it, without its arguments.
-    """
+    """Describe this process, started by the command `program`, as plain data."""
     return {
         "command": " ".join([program, *map(shlex.quote, sys.argv[1:])]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,12 +24,7 @@ def about_process(program: str) -> dict[str, Any]:
 
 
 def about_run(lm: LanguageModel, model: str) -> dict[str, Any]:
-    """Describe this process and its model as plain data.
-
-    Args:
-        lm: the model.
-        model: the name that the user gave.
-    """
+    """Describe this process and its model, with the name that the user gave, as plain data."""
     gpu = lm.device.type == "cuda"
     name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
     return {

@@ -56,11 +56,7 @@ def demo_samples(distractors: int = 3) -> list[Sample]:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Read all questions of a file of JSON lines, see `read_lines`.
-
-    Raises:
-        BadDataset: naming the line that cannot be used.
-    """
+    """Read all questions of a file of JSON lines, see `read_lines`."""
     return [line.sample for line in read_lines(path)]
 
 
@@ -72,9 +68,6 @@ def read_lines(path: Path) -> Iterator[QuestionLine]:
     of the QCFuse release has `input` and `context`, a list of passages. LongBench's layout has one string as `context`,
     which is cut at its lines `Passage N:`, else at blank lines. A passage is its title, a line break and its text;
     blank answers are ignored.
-
-    Raises:
-        BadDataset: if the file cannot be read, or a line of it.
     """
     try:
         text = path.read_text("utf-8")
@@ -93,12 +86,7 @@ def read_lines(path: Path) -> Iterator[QuestionLine]:
 
 
 def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return title and text of each passage of a record; a missing title is empty.
-
-    Raises:
-        KeyError: if the record has no passages.
-        TypeError: if they have other types.
-    """
+    """Return title and text of each passage of a record; a missing title is empty."""
     name = "context" if record.get("passages") is None and "context" in record else "passages"
     items = record[name]
     if name == "context" and isinstance(items, str):
@@ -156,12 +144,9 @@ def _reason(error: Exception) -> str:
 
 
 def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
-    """Read the first `size` questions of a file of JSON lines, all of them if None.
+    """Read the first `size` questions of a file of JSON lines, all of them if None; each needs a gold answer.
 
     For the layouts of a line see `read_lines`. The id of a question without one is its line number.
-
-    Raises:
-        BadDataset: if the file cannot be read, has no question, or a line has no question with an answer.
     """
     examples: list[Example] = []
     seen: set[str] = set()

@@ -94,8 +94,7 @@ class EngineSettings(BaseModel):
     def _current_handle(self) -> EngineHandle:
         """Return the handle, or a new one if settings were changed before the engine was loaded.
 
-        Raises:
-            MisplacedSetting: if a setting was changed after the engine was loaded, in this object or in a copy.
+        A setting that was changed after the engine was loaded, in this object or in a copy, is a MisplacedSetting.
         """
         handle: EngineHandle | None = getattr(self, self.HANDLE)
         settings = self._load_settings()

@@ -12,10 +12,7 @@ from qcfuse_rag.errors import ModelNotFound
 
 
 class Embedder:
-    """Turn texts into unit vectors.
-
-    Args:
-        name: a sentence-transformers id or folder.
+    """Turn texts into unit vectors, by a sentence-transformers id or folder.
 
     Raises:
         ModelNotFound: if the model cannot be loaded.

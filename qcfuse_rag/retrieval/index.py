@@ -43,12 +43,7 @@ class PassageIndex:
         self.embeddings = np.zeros((0, 0), np.float32) if embeddings is None else embeddings
 
     def replace(self, documents: Mapping[str, Sequence[str]], embeddings: NDArray[np.float32]) -> None:
-        """Replace the passages of documents.
-
-        Args:
-            documents: passages by source.
-            embeddings: `[N, D]`, embeddings of all these passages, in order.
-        """
+        """Replace the passages of documents; the embeddings, `[N, D]`, are of all these passages, in order."""
         self.remove(set(documents))
         added = [Passage(source, text) for source, texts in documents.items() for text in texts]
         if added:
@@ -99,11 +94,7 @@ class PassageIndex:
 
     @classmethod
     def load(cls, folder: Path, embedder: str | None = None) -> PassageIndex:
-        """Read from a folder.
-
-        Args:
-            folder: a folder written by `save`.
-            embedder: name of the model that embeds questions; None if there will be none.
+        """Read from a folder; without the name of an embedder, no questions can be embedded.
 
         Raises:
             QCFuseError: if there is no index, its files do not match, or it was made with another embedder.
@@ -126,11 +117,5 @@ class PassageIndex:
 
 
 def read_passages(folder: Path) -> list[Passage]:
-    """Read only the passages of an index.
-
-    Raises:
-        OSError: if the file cannot be read.
-        ValueError: if a line is no JSON.
-        TypeError: if a line is no passage.
-    """
+    """Read only the passages of an index."""
     return [Passage(**json.loads(line)) for line in (folder / PASSAGES).read_text("utf-8").splitlines()]

@@ -21,13 +21,10 @@ MAX_BYTES = 8 << 20
 
 
 class RetrievalLog:
-    """The last retrievals from an index, as hashes of the passages' texts.
+    """The last retrievals from the index in a folder, as hashes of the passages' texts.
 
     Lines are appended atomically, so several processes may write at once; unreadable lines are skipped. Only lines
     written while another process shortens the file may be lost.
-
-    Args:
-        folder: folder of the index.
     """
 
     def __init__(self, folder: Path) -> None:

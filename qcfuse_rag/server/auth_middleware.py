@@ -39,11 +39,7 @@ class RequestLimits:
 class AuthMiddleware:
     """Admits requests with the right token and a small enough body; refuses by the headers alone where possible.
 
-    Args:
-        app: the application behind it.
-        token: None admits every request for one of `hosts`.
-        limits: of requests.
-        hosts: allowed host names if there is no token; None allows any.
+    Without a token every request for one of `hosts` is admitted; None allows any host.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, limits: RequestLimits, hosts: Collection[str] | None) -> None:

@@ -129,11 +129,7 @@ class EngineBackend:
             self._running -= 1
 
     async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, RequestHandle]:
-        """Prepare and queue a request; return its response format and its coming answer.
-
-        Raises:
-            QCFuseError: if the request is invalid.
-        """
+        """Prepare and queue a request; return its response format and its coming answer."""
         try:
             response_format, sampling = request.to_response_format(), request.sampling(self._most_tokens)
 
@@ -168,13 +164,7 @@ class EngineBackend:
 
 
 def last_event(text: str, response: ParsedResponse, generation: Generation) -> Event:
-    """Return the last event of an answer.
-
-    Args:
-        text: content that was not sent yet.
-        response: the parsed answer.
-        generation: the finished answer.
-    """
+    """Return the last event of an answer, with the text that was not sent yet."""
     usage = generation.usage
     calls = [
         {

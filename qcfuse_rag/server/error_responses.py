@@ -12,12 +12,9 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: CLOSE, 429: {"Retry-After":
 
 
 def error_response(status: int, message: str, *, close: bool = False) -> Response:
-    """Return an error response.
+    """Return an error response for people to read.
 
-    Args:
-        status: HTTP status.
-        message: the reason, for people.
-        close: close the connection, because it is unclear where the next request on it would begin.
+    Close the connection where it is unclear where the next request on it would begin.
     """
     return JSONResponse(error_body(status, message), status, HEADERS.get(status, {}) | (CLOSE if close else {}))
 

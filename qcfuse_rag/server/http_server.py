@@ -24,11 +24,8 @@ def make_server(
 ) -> uvicorn.Server:
     """Return a server that is ready to run.
 
-    Args:
-        app: the application.
-        max_requests: requests at a time; connections above this number and `SPARE_CONNECTIONS` get 503.
-        headers_s: longest time, in seconds, until a request's headers are complete.
-        protocol: one of uvicorn's HTTP protocols.
+    Connections above `max_requests` and `SPARE_CONNECTIONS` get 503. A request's headers must be complete in
+    `headers_s`.
     """
     config = uvicorn.Config(
         app,
@@ -42,12 +39,7 @@ def make_server(
 
 
 def with_header_timeout(protocol: type[asyncio.Protocol], headers_s: float) -> type[asyncio.Protocol]:
-    """Return a uvicorn protocol that closes connections whose headers are late; uvicorn itself waits forever.
-
-    Args:
-        protocol: one of uvicorn's HTTP protocols.
-        headers_s: see `make_server`.
-    """
+    """Return a uvicorn protocol that closes connections whose headers are late; uvicorn itself waits forever."""
 
     class HeaderTimeoutProtocol(protocol):  # type: ignore[misc, valid-type] # the base depends on what is installed
         """Closes the connection unless a request begins in time."""

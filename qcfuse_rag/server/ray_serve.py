@@ -112,11 +112,7 @@ class EngineDeployment:
 
 
 class EngineReplica:
-    """An engine in a Ray actor.
-
-    Args:
-        deployment: the settings.
-    """
+    """An engine in a Ray actor."""
 
     def __init__(self, deployment: EngineDeployment) -> None:
         replica = deployment.replica
@@ -144,11 +140,7 @@ class EngineReplica:
         return {"hits": first_tier.hits, "misses": first_tier.misses}
 
     def check_health(self) -> None:
-        """Raise if this replica cannot answer any more, so that Ray Serve replaces it.
-
-        Raises:
-            RuntimeError: with the reason.
-        """
+        """Raise `RuntimeError` if this replica cannot answer any more, so that Ray Serve replaces it."""
         reason = self._backend.ready()
         if reason is not None:
             raise RuntimeError(reason)
@@ -183,12 +175,7 @@ def passages_of(pending: PendingRequest | None) -> Sequence[str]:
 
 
 class Ingress:
-    """The HTTP application in front of the replicas.
-
-    Args:
-        deployment: the settings.
-        engines: a handle to the replicas.
-    """
+    """The HTTP application in front of the replicas."""
 
     def __init__(self, deployment: EngineDeployment, engines: DeploymentHandle) -> None:
         self._deployment, self._backend = deployment, DeploymentBackend(deployment.name, engines)
@@ -200,12 +187,7 @@ class Ingress:
 
 
 class DeploymentBackend:
-    """Answers with the replica that Ray Serve's router chooses.
-
-    Args:
-        name: the model's name for clients.
-        engines: a handle to the replicas.
-    """
+    """Answers with the replica that Ray Serve's router chooses."""
 
     def __init__(self, name: str, engines: DeploymentHandle) -> None:
         self.name, self._engines = name, engines.options(stream=True)
@@ -255,11 +237,6 @@ def stop_deployment() -> None:
 
 def run_deployment(deployment: EngineDeployment, *, host: str = "127.0.0.1", port: int = 8000) -> DeploymentHandle:
     """Start the replicas and the HTTP proxies, and return when they can answer; they run until `serve.shutdown`.
-
-    Args:
-        deployment: the settings.
-        host: address on which the proxies of all nodes listen.
-        port: of the proxies.
 
     Raises:
         QCFuseError: if Ray Serve listens already, perhaps on a public address, and there is no token.

@@ -115,11 +115,7 @@ class EarlierCall(BaseModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call for a chat template, with its arguments as an object.
-
-        Raises:
-            QCFuseError: if the arguments are not JSON.
-        """
+        """Return the call for a chat template, with its arguments as an object."""
         arguments = self.function.arguments
         try:
             arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -190,11 +186,7 @@ class ChatRequest(BaseModel):
     n: int | None = None
 
     def refuse_unsupported(self) -> None:
-        """Refuse unsupported fields and oversized values, and drop the ignored fields.
-
-        Raises:
-            QCFuseError: with the field's name.
-        """
+        """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
         extra = self.model_extra or {}
         for name, value in extra.items():
             if value not in NEUTRAL_VALUES.get(name, (value,)):
@@ -219,11 +211,7 @@ class ChatRequest(BaseModel):
             raise QCFuseError(f"n is {self.n}, but only one answer is given; send the request again for another answer")
 
     def to_response_format(self) -> ResponseFormat:
-        """Return the response format.
-
-        Raises:
-            QCFuseError: if the tools, the tool choice or the response format are invalid.
-        """
+        """Return the response format."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return ResponseFormat(tools, choice, self.response_format)
@@ -234,14 +222,7 @@ class ChatRequest(BaseModel):
         return (self.max_completion_tokens or self.max_tokens) is not None
 
     def sampling(self, most_tokens: int) -> SamplingParams:
-        """Return the sampling settings.
-
-        Args:
-            most_tokens: the server's length limit of an answer.
-
-        Raises:
-            QCFuseError: if the request's limit is higher.
-        """
+        """Return the sampling settings; refuse more tokens than the server's limit."""
         max_tokens = self.max_completion_tokens or self.max_tokens or min(DEFAULT_TOKENS, most_tokens)
         if max_tokens > most_tokens:
             raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")

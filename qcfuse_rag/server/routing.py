@@ -31,11 +31,7 @@ def home_replicas(passage: str, replicas: Iterable[str]) -> list[str]:
 
 
 class CacheAffinity:
-    """Remembers the passages of each replica's recent requests, as seen by one router. Passages are kept as hashes.
-
-    Args:
-        remembered: most passages to remember for each replica.
-    """
+    """Remembers the passages of each replica's recent requests, as seen by one router. Passages are kept as hashes."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
@@ -44,11 +40,8 @@ class CacheAffinity:
     def choose(self, passages: Sequence[str], replicas: Collection[str]) -> list[str]:
         """Return the two candidate replicas, best first; all replicas if there are no passages.
 
-        Of two or three replicas only the best one is returned: a choice from all of them would have no affinity.
-
-        Args:
-            passages: of a request, most relevant first.
-            replicas: names of the running replicas.
+        Of two or three replicas only the best one is returned: a choice from all of them would have no affinity. The
+        most relevant passage is first.
         """
         for stopped in self._recent.keys() - set(replicas):
             del self._recent[stopped]

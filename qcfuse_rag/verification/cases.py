@@ -34,14 +34,9 @@ class Case:
 
 
 def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
-    """Build RULER-style cases, see `verification.ruler`.
+    """Build cases of a RULER-style task, see `verification.ruler`, in prompts of `tokens` tokens with the answer.
 
-    Args:
-        engine: provides the tokenizer and the prompt template.
-        task: `ruler_mv`, numbers hidden in text, or `ruler_vt`, a chain of variables to follow.
-        size: number of cases.
-        tokens: length of a prompt with its answer.
-        texts: the numbers are hidden in these; the demonstration's texts if empty.
+    Numbers are hidden in `texts`, by default the demonstration's.
     """
     tokenizer = engine.lm.tokenizer.backend_tokenizer
 
@@ -62,11 +57,6 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
 
     The question is about the opening words of one of the passages. There is no known answer: the method's first token
     is compared with full prefill's.
-
-    Args:
-        engine: its embeddings decide which passages are related.
-        texts: passages.
-        size: number of cases.
     """
     unique = list(dict.fromkeys(texts))
     vectors = token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in unique])
@@ -83,10 +73,8 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
 def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
     """Score an answer by the gold answers that are its substrings; case does not matter.
 
-    Args:
-        answer: the answer.
-        gold: gold answers.
-        needs_all: return the share of gold answers in the answer, RULER's `string_match_all`; else 1 if any of them is.
+    With `needs_all` it is the share of gold answers in the answer, RULER's `string_match_all`; else 1 if any of them
+    is.
     """
     matches = [text.strip().lower() in answer.lower() for text in gold]
     return sum(matches) / len(matches) if needs_all else float(any(matches))

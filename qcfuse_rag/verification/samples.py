@@ -14,17 +14,11 @@ JUDGEMENTS = {"yes", "no"}
 
 
 def find_answers(text: str, answers: Iterable[str]) -> list[tuple[int, int]]:
-    """Find all occurrences of the answers as whole words.
+    """Find all occurrences of the answers as whole words: ascending ranges `(start, stop)`, `stop` exclusive.
 
     Case and the kind of white space do not matter. `15` does not occur in `1590`. In scripts without spaces, such as
-    Chinese, every character may begin or end a word.
-
-    Args:
-        text: the text to search.
-        answers: the strings to find; empty strings, `yes` and `no` are never found.
-
-    Returns:
-        Character ranges `(start, stop)` in ascending order, `stop` exclusive; ranges of different answers may overlap.
+    Chinese, every character may begin or end a word. Empty strings, `yes` and `no` are never found. Ranges of different
+    answers may overlap.
     """
     spans = set()
     for answer in answers:

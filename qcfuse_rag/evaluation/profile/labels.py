@@ -15,18 +15,10 @@ from qcfuse_rag.verification.samples import Sample, find_answers
 
 
 def answer_positions(prompts: PromptBuilder, prompt: Prompt, sample: Sample) -> tuple[int, ...]:
-    """Return the positions of the tokens in the sample's answers, ascending.
+    """Return the positions of the tokens in the sample's answers, ascending; none if no passage has an answer.
 
     Every occurrence in the needed passages counts; if they are not known, in all passages. A token counts if any of its
     characters does, such as a space or a full stop that the tokenizer joins to the answer.
-
-    Args:
-        prompts: the builder of the prompt.
-        prompt: the prompt of the sample's question and passages.
-        sample: the sample.
-
-    Returns:
-        Positions in the prompt; none if the passages do not contain an answer.
     """
     positions: list[int] = []
     spans = iter(prompt.chunks)
@@ -50,20 +42,13 @@ ANSWER_TOKENS = 16
 
 
 def decisive_positions(engine: FusionEngine, sample: Sample) -> tuple[int, ...]:
-    """Return the positions of the passage that the model's own answer depends on most.
+    """Return the positions of the passage that the model's own answer depends on most, or none.
 
     The model answers from all passages, greedily and by full prefill. Then each passage is left out in turn. The
     passage whose absence lowers the log probability of that answer most is the evidence. This needs no label, and works
     for an answer that no passage quotes. It is coarser than a label, a passage instead of the answer's tokens, and
-    costs a prefill for every passage.
-
-    Args:
-        engine: the model; its store is not used.
-        sample: a question over two or more passages.
-
-    Returns:
-        Positions in the prompt of the sample's question and passages; none if there are fewer than two passages, the
-        model answers nothing, or no passage makes its answer likelier.
+    costs a prefill for every passage. There is none if there are fewer than two passages, the model answers nothing, or
+    no passage makes its answer likelier.
     """
     prompt = engine.prompt(sample.question, sample.passages)
     if len(prompt.chunks) < 2:

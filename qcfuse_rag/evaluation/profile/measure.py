@@ -95,17 +95,11 @@ def _recall(engine: FusionEngine, sample: Sample, *, labelled: bool) -> Tensor |
 
 @torch.inference_mode()
 def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
-    """Prefill a prompt in full and return the attention of its question in every layer.
+    """Return the attention of a prompt's question in every layer of a full prefill.
 
     The asking rows are those of a probe over stored passages, see `FusedPrompt.probe_rows`. Nothing is reused, so this
-    is the attention that a probe would measure with perfect caches.
-
-    Args:
-        lm: the model.
-        prompt: a prompt with passages, at most as long as the context window.
-
-    Returns:
-        `[n_layers, T]` float32 on the CPU: the attention each position gets, mean over heads and asking rows.
+    is the attention that a probe would measure with perfect caches: `[n_layers, T]` float32 on the CPU, for each
+    position the mean over heads and asking rows. The prompt must fit the context window.
     """
     fused = FusedPrompt.empty(ModelRunner(lm, MemoryStore()), prompt, len(prompt))
     for span in prompt.spans:
@@ -133,13 +127,8 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
 def recall_by_layer(attention: Tensor, candidates: Sequence[int], targets: Sequence[int]) -> Tensor:
     """Return for each layer the share of the targets among the tenth of the candidates with most attention.
 
-    Args:
-        attention: `[n_layers, T]`.
-        candidates: positions of the passages' tokens.
-        targets: positions of the answer's tokens, at least one, all of them candidates.
-
-    Returns:
-        `[n_layers]` float64, 0 to 1; at most below 1 where the targets are more than a tenth of the candidates.
+    `attention` is `[n_layers, T]`; `targets` are some of the `candidates`, at least one. The result is `[n_layers]`
+    float64, 0 to 1; at most below 1 where the targets are more than a tenth of the candidates.
     """
     positions = torch.tensor(candidates)
     is_target = torch.isin(positions, torch.tensor(targets))

@@ -44,14 +44,8 @@ class BatchedDecoder:
     def stack(
         cls, lm: LanguageModel, prefilled: Iterable[Prefilled], count: int, length: int, room: int
     ) -> BatchedDecoder:
-        """Copy prefilled prompts side by side as they come, so that no two of their own buffers need exist at once.
-
-        Args:
-            lm: the model.
-            prefilled: `count` of them.
-            count: how many.
-            length: tokens of each prompt.
-            room: tokens to reserve for answers.
+        """Copy `count` prefilled prompts side by side as they come, so that no two of their own buffers need exist at
+        once.
         """
         buffer = KVBuffer.allocate(lm.shapes, length + room, dtype=lm.dtype, device=lm.device, batch=count)
         logits = []
@@ -64,11 +58,7 @@ class BatchedDecoder:
 
     @torch.inference_mode()
     def gold_nll(self, gold: Sequence[int]) -> list[float]:
-        """Return for each sequence the mean negative log-likelihood of the gold answer, in nats a token.
-
-        Args:
-            gold: token ids of the gold answer, at most as many as fit the buffer; without tokens the result is 0.
-        """
+        """Return each sequence's mean negative log-likelihood of the gold answer, in nats a token; 0 without tokens."""
         if not gold:
             return [0.0] * len(self.logits)
         ids = torch.tensor(gold, device=self.lm.device)

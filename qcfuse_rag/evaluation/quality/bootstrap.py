@@ -14,9 +14,7 @@ RESAMPLES = 10_000
 def mean_interval(values: Sequence[float], seed: int = 0) -> dict[str, float]:
     """Return `mean` and the 2.5 % and 97.5 % quantiles, `low` and `high`, of the means of 10,000 resamples.
 
-    Args:
-        values: one value for each question, at least one.
-        seed: seed of the resamples, which depend on the seed and the number of questions alone.
+    The resamples depend on the seed and the number of values alone.
     """
     sample = np.asarray(values, dtype=np.float64)
     low, high = np.quantile(_weights(len(sample), seed) @ sample, [0.025, 0.975])

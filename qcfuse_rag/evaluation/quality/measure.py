@@ -88,14 +88,6 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
 
     Records are kept in `{out}.partial.jsonl` as they come. A run with the same options continues from it, and a run
     with more methods adds to it; other data or another model is refused.
-
-    Args:
-        options: what to measure.
-        progress: called with questions `(done, total)`.
-
-    Raises:
-        QCFuseError: if a requirement is missing, a dataset cannot be used, or records have other conditions.
-        ValueError: if a method's parameter is out of range.
     """
     if options.out.suffix != ".json":
         raise QCFuseError(f"the result is JSON, its table goes beside it: call it something.json, not {options.out}")
@@ -144,12 +136,7 @@ def partial_path(out: Path) -> Path:
 
 
 def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[Example], dict[str, str]]:
-    """Read or generate the questions of all datasets; return them and a digest of each dataset's source.
-
-    Raises:
-        BadDataset: if a dataset does not exist, or a record cannot be used.
-        QCFuseError: if a generated task does not fit its length.
-    """
+    """Read or generate the questions of all datasets; return them and a digest of each dataset's source."""
     examples: list[Example] = []
     sources: dict[str, str] = {}
     for name in dict.fromkeys(options.datasets):
@@ -250,12 +237,7 @@ def on_distractors(examples: Sequence[Example]) -> list[str]:
 
 
 def on_log(log: RecordLog, *, kept: bool) -> list[str]:
-    """Return notes on the earlier records that could not be used.
-
-    Args:
-        log: the log after the run.
-        kept: whether earlier runs filled the store too.
-    """
+    """Return notes on the earlier records that could not be used; `kept` if earlier runs filled the store too."""
     notes = []
     if log.damaged:
         numbers = ", ".join(map(str, log.damaged))

@@ -32,21 +32,14 @@ def exact_match(answer: str, gold: Sequence[str]) -> float:
 
 
 def rouge_l(answer: str, gold: Sequence[str]) -> float:
-    """Return the F-measure of ROUGE-L with stemming, by `rouge-score`, the best over the gold answers.
-
-    Raises:
-        QCFuseError: if `rouge-score` is not installed.
-    """
+    """Return the F-measure of ROUGE-L with stemming, by `rouge-score`, the best over the gold answers."""
     return max(float(rouge_scorer().score(expected, answer)["rougeL"].fmeasure) for expected in gold)
 
 
 def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict[str, float]:
     """Return all scores by their names in a record.
 
-    Args:
-        answer: the generated answer.
-        gold: gold answers.
-        needs_all: the gold answers are parts of one answer; words are compared with all of them, see `string_match`.
+    With `needs_all` the gold answers are parts of one answer; words are compared with all of them, see `string_match`.
     """
     answers = [", ".join(gold)] if needs_all else gold
     return {
@@ -59,11 +52,7 @@ def scores(answer: str, gold: Sequence[str], *, needs_all: bool = False) -> dict
 
 @cache
 def rouge_scorer() -> Any:
-    """Return the scorer of `rouge-score`.
-
-    Raises:
-        QCFuseError: if it is not installed.
-    """
+    """Return the scorer of `rouge-score`."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

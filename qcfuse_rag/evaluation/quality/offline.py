@@ -130,9 +130,6 @@ def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> lis
     """Return for each passage its nearest neighbours by MiniLM, as FusionRAG takes them from the index.
 
     The index has the embeddings in any case, so their cost is not added.
-
-    Raises:
-        QCFuseError: if there is no embedding model.
     """
     from qcfuse_rag.bundled import default_embedder
 
@@ -170,16 +167,9 @@ def prepare(
     passages: Iterable[str],
     pool: NeighbourPool | None = None,
 ) -> dict[str, OfflineCost]:
-    """Do the preparations that the configurations need, each once.
+    """Do the preparations that the configurations need, each once, and return their costs by name.
 
-    Args:
-        engine: the engine whose store is filled.
-        configurations: the configurations to run.
-        passages: texts; repetitions count once.
-        pool: the corpus in which neighbours are searched; None is the passages alone.
-
-    Returns:
-        The cost of each preparation by its name.
+    Repeated passages count once. Neighbours are searched in the pool, by default among the passages alone.
     """
     texts = list(dict.fromkeys(passages))
     costs: dict[str, OfflineCost] = {}

@@ -14,17 +14,9 @@ STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
 
 
 def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[Path]:
-    """Draw two pictures for each dataset and return their files.
+    """Draw two pictures for each dataset and return their files, whose names begin with `stem`.
 
     RULER's tasks are drawn by string match, other datasets by F1, with 95 % intervals.
-
-    Args:
-        summary: the lines of the summary.
-        folder: the folder of the pictures; created if it is missing.
-        stem: the beginning of the file names.
-
-    Raises:
-        QCFuseError: if matplotlib is not installed.
     """
     try:
         import matplotlib as mpl

@@ -32,10 +32,6 @@ class RecordLog:
         damaged: numbers of unreadable lines, which were left out.
         outdated: number of records left out because they were made beside other passages.
 
-    Args:
-        path: the file; created if it is missing.
-        conditions: model, data and options on which records depend, as plain data.
-
     Raises:
         QCFuseError: if the file was made under other conditions, or is not such a file.
     """
@@ -58,12 +54,8 @@ class RecordLog:
     def missing(self, example: Example, configurations: list[Configuration], beside: str) -> list[Configuration]:
         """Return the configurations without a valid record of a question.
 
-        A record of enriched or captured caches that were made beside other passages is left out and counted.
-
-        Args:
-            example: the question.
-            configurations: the configurations to look for.
-            beside: `digest_of_passages` of all passages prepared together.
+        A record of enriched or captured caches that were made beside other passages is left out and counted; `beside`
+        is `digest_of_passages` of all passages prepared together.
         """
         missing = []
         for configuration in configurations:

@@ -58,22 +58,12 @@ def run_questions(
     pool: NeighbourPool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Add a record to the log for every question and configuration that it lacks.
+    """Add a record to the log for every question and configuration that it lacks; return why others could not run.
 
-    Records of enriched and captured caches are made again if they were made beside other passages. Full prefill runs
-    along with every missing configuration, because divergences and paired times need it.
-
-    Args:
-        engine: the engine; its store is filled and, if `group` is given, emptied.
-        examples: questions, in order.
-        chosen: configurations; the first is full prefill.
-        log: receives the records.
-        group: number of questions to prepare together, after which the store is emptied; None prepares all at once.
-        pool: the corpus in which neighbours are searched; None is the passages prepared together.
-        progress: called with questions `(done, total)`.
-
-    Returns:
-        One sentence for each question that could not be run, with the reason.
+    Records of enriched and captured caches are made again if they were made beside other passages. Full prefill, the
+    first configuration, runs along with every missing one, because divergences and paired times need it. With a
+    `group`, so many questions are prepared together, and the store is emptied after them. Neighbours are searched in
+    `pool`, by default among the passages prepared together.
     """
     skipped: list[str] = []
     done, warm = 0, False

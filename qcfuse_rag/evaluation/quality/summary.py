@@ -33,13 +33,8 @@ def summarize(
 
     Differences are paired: taken question by question, then averaged and resampled. The control of a method is `random`
     over the same base at the same ratio, with any other parameters and any ranking of tokens. Of several controls, the
-    control without parameters is taken, else the first.
-
-    Args:
-        records: records of one or more datasets.
-        offline: the costs of preparations.
-        preparations: the name of the preparation of each `(method, base, ratio)`.
-        seed: seed of the resamples.
+    control without parameters is taken, else the first. `preparations` names the preparation of each `(method, base,
+    ratio)`.
     """
     groups: dict[GroupKey, Group] = {}
     for record in records:

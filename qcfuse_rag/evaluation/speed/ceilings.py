@@ -78,10 +78,7 @@ def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
 def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
     """Add the ceilings to a result, and to each row its lower bound and its share of the time measured.
 
-    Args:
-        result: a result of `measure.measure_speed`.
-        ceilings: the rates.
-        throttle: bytes a second of the `throttled` tier.
+    The tier `throttled` delivers `throttle` bytes a second.
     """
     result["ceilings"] = {
         "flops": ceilings.flops,

@@ -22,15 +22,9 @@ STEPS = 16
 def decode_steps(
     lm: LanguageModel, decodes: DecodeRunner, prefilled: Prefilled, requests: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Time decode steps and return plain data; the first step is a warm-up.
+    """Time decode steps of a prefilled prompt for each batch size; the first of `STEPS` steps is a warm-up.
 
     transformers' steps are timed for a single request only: there is memory for one more copy of the keys and values.
-
-    Args:
-        lm: the model.
-        decodes: computes the engine's steps.
-        prefilled: a prompt whose buffer has space for `STEPS` more tokens.
-        requests: batch sizes.
     """
     token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
     rows = []

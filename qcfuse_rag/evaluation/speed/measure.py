@@ -58,9 +58,6 @@ class SpeedOptions:
         requests: batch sizes to decode.
         throttle: bytes a second.
         folder: a folder on the disk to measure; None is the folder of temporary files.
-
-    Raises:
-        ValueError: if a number is too small.
     """
 
     contexts: tuple[int, ...] = (4096,)
@@ -82,17 +79,7 @@ class SpeedOptions:
 def run_speed(
     lm: LanguageModel, options: SpeedOptions, out: Path | None, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Measure and return plain data; write `out` after each context, with Markdown and a picture beside it.
-
-    Args:
-        lm: the model.
-        options: what to measure.
-        out: the JSON file to write, or None.
-        progress: called with contexts `(done, total)`.
-
-    Raises:
-        QCFuseError: if something cannot be measured here.
-    """
+    """Measure and return plain data; write `out` after each context, with Markdown and a picture beside it."""
     if not options.tiers:
         gpu = lm.device.type == "cuda"
         options = replace(options, tiers=("pinned", "device", "disk") if gpu else ("memory", "disk"))
@@ -121,19 +108,9 @@ def measure_speed(
     progress: Progress | None = None,
     keep: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure and return plain data.
+    """Measure and return plain data; `keep` gets the result so far after each context.
 
     Passages are random tokens: time and bytes depend on their number alone. Methods run without their guard.
-
-    Args:
-        lm: the model.
-        options: what to measure.
-        progress: called with contexts `(done, total)`.
-        keep: called with the result so far after each context.
-
-    Raises:
-        QCFuseError: if a tier or a format does not exist here.
-        PromptTooLong: if a context exceeds the model's window.
     """
     check_tiers(lm, options.tiers, options.numbers)
     ceilings = measure_ceilings(lm)
@@ -170,11 +147,7 @@ def measure_speed(
 
 
 def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.Generator) -> Prompt:
-    """Return a prompt of random tokens: a system prefix, passages of `chunk` tokens up to `context`, a question.
-
-    Raises:
-        PromptTooLong: if it exceeds the model's window.
-    """
+    """Return a prompt of random tokens: a system prefix, passages of `chunk` tokens up to `context`, a question."""
     vocabulary = lm.model.get_input_embeddings().num_embeddings
     sizes = [min(chunk, context - start) for start in range(0, context, chunk)]
     lengths = [PREFIX_TOKENS, *sizes, QUESTION_TOKENS]

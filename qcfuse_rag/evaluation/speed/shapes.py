@@ -61,16 +61,7 @@ WINDOW = 1 << 17
 
 
 def random_model(shape: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
-    """Return a model of a known shape with random weights, built on the device.
-
-    Args:
-        shape: one of `SHAPES`.
-        device: a device such as `cpu` or `cuda:0`; None is a GPU if there is one.
-        dtype: a dtype such as `bfloat16`; None is `bfloat16` on a GPU and `float32` on a CPU.
-
-    Raises:
-        QCFuseError: if the shape or the dtype does not exist.
-    """
+    """Return a model of a known shape with random weights, built on the device."""
     if shape not in SHAPES:
         raise QCFuseError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

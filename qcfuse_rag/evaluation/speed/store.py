@@ -114,18 +114,9 @@ def measure_store(
     threads: Sequence[int] = THREADS,
     shapes: Sequence[EntryShape] = ENTRY_SHAPES,
 ) -> StoreRates:
-    """Time writing and reading of entries beside the same without a store.
+    """Time writing and reading of entries beside the same without a store; all files are removed.
 
-    Args:
-        folder: a folder on the disk to measure; None is the folder of temporary files. All files made are removed.
-        megabytes: bytes of entries for each shape, in millions; the bare side writes as many again.
-        repeats: rounds of each measurement.
-        threads: numbers of threads.
-        shapes: shapes of the entries.
-
-    Raises:
-        StoreError: if the folder cannot be written, or an entry cannot be read.
-        OSError: if the bare side cannot write.
+    Each shape has `megabytes` of entries, in millions of bytes; the bare side writes as many again.
     """
     rates = []
     with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as path:

@@ -71,11 +71,7 @@ def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw time to first token against context: one line for each method, ratio and tier, its lower bound dotted.
-
-    Raises:
-        QCFuseError: if matplotlib is not installed.
-    """
+    """Draw time to first token against context: one line for each method, ratio and tier, its lower bound dotted."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -31,13 +31,7 @@ TIERS = ("memory", "device", "pinned", "disk", "throttled")
 
 @dataclass(frozen=True, slots=True)
 class StoreTier:
-    """A store to measure.
-
-    Attributes:
-        name: one of `TIERS`.
-        numbers: the format that it keeps passages in, see `store.quantization`.
-        store: the store.
-    """
+    """A store to measure, the name of its tier, and the format that it keeps passages in."""
 
     name: str
     numbers: str
@@ -45,11 +39,7 @@ class StoreTier:
 
 
 def check_tiers(lm: LanguageModel, names: Sequence[str], formats: Sequence[str]) -> None:
-    """Check that all tiers and formats exist here.
-
-    Raises:
-        QCFuseError: if not; it lists the existing ones.
-    """
+    """Check that all tiers and formats exist here; an error lists the existing ones."""
     gpu = lm.device.type == "cuda"
     available = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
     for name in names:
@@ -69,16 +59,7 @@ def open_tiers(
     throttle: float,
     folder: Path | None,
 ) -> list[StoreTier]:
-    """Open a store for each tier in each format.
-
-    Args:
-        lm: the model; the tier `device` is its device.
-        names: some of `TIERS`.
-        formats: some of `store.quantization.STORE_FORMATS`.
-        stack: closes the stores.
-        throttle: bytes a second of the throttled tier.
-        folder: a folder on the disk to use; None is the folder of temporary files.
-    """
+    """Open a store for each tier in each format; the stack closes them."""
 
     def open_tier(name: str, numbers: str) -> KVStore:
         if name == "disk":
@@ -137,13 +118,7 @@ class ThrottledBlocks(Blocks):
 
 
 class ThrottledStore(MemoryStore):
-    """A store in memory that reads no faster than a given disk or network.
-
-    Args:
-        bytes_per_s: the reading rate.
-        limit_bytes: most bytes to hold.
-        numbers: the format to keep, see `store.quantization`.
-    """
+    """A store in memory that reads no faster than a given disk or network."""
 
     def __init__(self, bytes_per_s: float, limit_bytes: int = UNLIMITED, *, numbers: str = LOSSLESS) -> None:
         super().__init__(limit_bytes, numbers=numbers)

@@ -57,12 +57,6 @@ def measure_warming(
 
     The bare passes get batches as well packed as the job's, keep no cache and write nothing. The job prefills after the
     system prefix, ranks tokens, and writes to a folder.
-
-    Args:
-        lm: the model.
-        chunks: number of passages.
-        repeats: runs of each side.
-        batch_tokens: most tokens in one pass; None is the job's own bound.
     """
     ids = lm.tokenizer(" ".join(corpus().values()), add_special_tokens=False)["input_ids"]
     passages: list[tuple[int, ...]] = []

@@ -50,13 +50,7 @@ class DataFiles:
     def measure(
         self, run: StudyRun, bases: Iterable[Base], measure: Callable[[FusionEngine, Prompt], T]
     ) -> Iterator[T]:
-        """Yield a measurement of each question; its passages are warmed first.
-
-        Args:
-            run: shows the progress.
-            bases: the bases to warm.
-            measure: measures one prompt.
-        """
+        """Yield a measurement of each question; its passages are warmed first."""
         bases = tuple(bases)
         with load_engine(self.model, self.store) as engine:
             for example in run.track(self.examples()):

@@ -34,23 +34,14 @@ JsonFile = Annotated[str | None, Option(metavar="FILE", help="File to write the 
 
 @dataclass(frozen=True, slots=True)
 class StudyResult:
-    """The result of a study.
-
-    Attributes:
-        data: plain data for JSON.
-        shown: tables and lines for the terminal, in order.
-    """
+    """The result of a study: plain data for JSON, and tables and lines for the terminal."""
 
     data: Mapping[str, Any]
     shown: Sequence[Table | str]
 
 
 class StudyRun:
-    """One run of a study: its progress, and where its result goes.
-
-    Args:
-        json_file: the file to write, `-` for standard output, or None for tables on the terminal alone.
-    """
+    """One run of a study: its progress, and where its result goes; the JSON file `-` is standard output."""
 
     def __init__(self, json_file: str | None) -> None:
         self._json_file = json_file
@@ -81,11 +72,7 @@ class StudyRun:
 
 
 def to_command(study: Callable[..., StudyResult]) -> Callable[..., None]:
-    """Make a Typer command of a study: the study's parameters become options, and `--json` is added.
-
-    Args:
-        study: takes options, and a `StudyRun` if it has a parameter `run`.
-    """
+    """Make a Typer command of a study: the study's parameters but `run` become options, and `--json` is added."""
     options = dict(inspect.signature(study, eval_str=True).parameters)
     takes_run = options.pop("run", None) is not None
     options["json"] = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
