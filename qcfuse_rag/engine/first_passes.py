@@ -15,7 +15,7 @@ from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.kernels.support import kernels_run_on
+from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
@@ -58,15 +58,15 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
 def _prompt_shapes(lm: LanguageModel) -> Iterator[tuple[int, int, float]]:
     """Yield numbers of passages, question tokens and shares to recompute that together use every form of a kernel."""
     dim = lm.widest_head
-    if not kernels_run_on(lm.device, lm.dtype, dim):
+    if not kernels_available(lm.device, lm.dtype, dim):
         yield FEW, LONG, SOME
         return
-    from qcfuse_rag.runtime.kernels.launch import fewest_tall
-    from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall  # needs Triton
+    from qcfuse_rag.runtime.kernels.launch import min_rows_for_large_tile
+    from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile  # needs Triton
 
     for n_passages, question_tokens in product((FEW, MANY), (SHORT, LONG)):
         yield n_passages, question_tokens, SOME
-    if takes_tall(lm.device, lm.dtype, dim):
+    if supports_large_tile(lm.device, lm.dtype, dim):
         heads = int(lm.model.config.get_text_config().num_attention_heads)
-        rows = max(fewest_tall(shape.kv_heads, lm.device) * shape.kv_heads for shape in lm.shapes) / heads
+        rows = max(min_rows_for_large_tile(shape.kv_heads, lm.device) * shape.kv_heads for shape in lm.shapes) / heads
         yield ceil(rows / (MOST * TOKENS)) + 1, LONG, MOST

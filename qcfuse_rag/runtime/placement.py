@@ -15,8 +15,8 @@ from qcfuse_rag.store.quantization import side_block
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 
-ROTATED_AT_ONCE = 1024
-"""Tokens: what is held beside the buffer meanwhile stays small, and in the processor's cache."""
+TOKENS_PER_STEP = 1024
+"""Tokens rotated at a time, so that temporary memory stays small and in the processor's cache."""
 
 
 @torch.inference_mode()
@@ -28,20 +28,20 @@ def copy_chunk(
     *,
     ropes: Sequence[LayerRope] | None = None,
 ) -> int:
-    """Copy a chunk's unrotated keys and its values to positions `start ...`.
+    """Copy a chunk's keys and values to the positions from `start` on.
 
     Args:
         buffer: the request's keys and values.
         start: the position of the chunk's first token.
-        chunk: what is stored.
-        sequences: those of the buffer that get it.
-        ropes: rotation of each layer, to have the keys rotated on their way; they stay unrotated if None.
+        chunk: the stored chunk, with unrotated keys.
+        sequences: the buffer's sequences that receive the chunk.
+        ropes: rotation of each layer, which rotates the keys to their positions; None leaves them unrotated.
 
     Returns:
         Bytes copied.
 
     Raises:
-        CorruptEntry: if a block fails its check; the positions then hold nothing and must be computed as rows.
+        CorruptEntry: if a block fails its check; the positions are then undefined and must be computed as rows.
     """
     tables: AngleTables = {}
     return sum(
@@ -66,11 +66,11 @@ def copy_layer(
     Args:
         buffer: the request's keys and values.
         start: the position of the chunk's first token.
-        chunk: what is stored.
-        layer: which.
-        sequences: those of the buffer that get it.
-        rope: rotation of the layer; keys stay unrotated if None.
-        tables: cosines and sines that were computed before; added to.
+        chunk: the stored chunk, with unrotated keys.
+        layer: the layer.
+        sequences: the buffer's sequences that receive the chunk.
+        rope: rotation of the layer; None leaves the keys unrotated.
+        tables: cosines and sines computed for earlier layers; new ones are added.
 
     Returns:
         Bytes copied.
@@ -80,49 +80,42 @@ def copy_layer(
     """
     stop = start + chunk.n_tokens
     keys, values = chunk.layer(layer)
-    into, into_values = (side[layer][sequences, :, start:stop] for side in (buffer.keys, buffer.values))
-    if keys.shape != into.shape[1:] or values.shape != into_values.shape[1:]:  # torch would repeat a lone head
-        raise ValueError(f"blocks {tuple(keys.shape)} and {tuple(values.shape)} do not go into {tuple(into.shape)}")
+    key_slots, value_slots = (side[layer][sequences, :, start:stop] for side in (buffer.keys, buffer.values))
+    if keys.shape != key_slots.shape[1:] or values.shape != value_slots.shape[1:]:  # torch would broadcast a lone head
+        raise ValueError(f"blocks {tuple(keys.shape)} and {tuple(values.shape)} do not fit {tuple(key_slots.shape)}")
     if rope is None or rope.inv_freq is None:
-        into.copy_(keys, non_blocking=True)
+        key_slots.copy_(keys, non_blocking=True)
     else:
-        cos, sin = angles_from({} if tables is None else tables, rope, start, stop, into.device)
-        rotate_into(into, keys.to(into.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
-    into_values.copy_(values, non_blocking=True)
+        cos, sin = angles_from({} if tables is None else tables, rope, start, stop, key_slots.device)
+        rotate_into(key_slots, keys.to(key_slots.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
+    value_slots.copy_(values, non_blocking=True)
     return keys.nbytes + values.nbytes
 
 
-@torch.inference_mode()
-def stage_chunk(buffer: KVBuffer, start: int, chunk: ChunkKV, ropes: Sequence[LayerRope]) -> list[PlacementBlock]:
-    """Bring a chunk to the buffer's device as it is stored, for `kernels.place.place_blocks` to put it in its place.
+def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[PlacementBlock]:
+    """Copy one layer of a chunk to the buffer's device in its stored format, for `kernels.placement.place_blocks`.
+
+    The caller enters `torch.inference_mode`, which takes longer than this function.
 
     Args:
         buffer: the request's keys and values, of one sequence.
         start: the position of the chunk's first token.
-        chunk: what is stored; one of low rank is multiplied out.
-        ropes: rotation of each layer.
+        chunk: the stored chunk; a low-rank chunk is expanded.
+        layer: the layer.
+        rope: rotation of the layer.
 
     Raises:
         CorruptEntry: if a block fails its check.
-        ValueError: if a block does not fit the buffer.
-    """
-    return [block for layer, rope in enumerate(ropes) for block in stage_layer(buffer, start, chunk, layer, rope=rope)]
-
-
-def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rope: LayerRope) -> list[PlacementBlock]:
-    """Bring one layer of a chunk to the buffer's device, its keys and its values; see `stage_chunk`.
-
-    Called within `torch.inference_mode`, for every chunk and layer: entering it takes longer than what is done here.
     """
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock
 
-    beside, staged = side_block(chunk.numbers), []
-    for kind, into in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
-        name, device = f"{kind}.{layer}", into.device
-        block = chunk.part(kind, layer).transpose(0, 1).contiguous() if beside == "basis" else chunk.blocks[name]
-        scale = chunk.blocks[f"{name}.scale"].to(device, non_blocking=True) if beside == "scale" else None
+    side, staged = side_block(chunk.numbers), []
+    for kind, target in (("key", buffer.keys[layer]), ("value", buffer.values[layer])):
+        name, device = f"{kind}.{layer}", target.device
+        block = chunk.part(kind, layer).transpose(0, 1).contiguous() if side == "basis" else chunk.blocks[name]
+        scale = chunk.blocks[f"{name}.scale"].to(device, non_blocking=True) if side == "scale" else None
         stored = block if block.device == device else block.to(device, non_blocking=True)
-        staged.append(PlacementBlock(stored, scale, into, start, rope if kind == "key" else None))
+        staged.append(PlacementBlock(stored, scale, target, start, rope if kind == "key" else None))
     return staged
 
 
@@ -130,21 +123,21 @@ def stage_layer(buffer: KVBuffer, start: int, chunk: ChunkKV, layer: int, *, rop
 def rotate_buffer(buffer: KVBuffer, ropes: Sequence[LayerRope], start: int, stop: int, *, back: bool = False) -> None:
     """Rotate the keys at positions `start <= p < stop` in place, each by its own position.
 
-    Positions that hold nothing yet may be inside the range: they stay without meaning.
+    The range may include undefined positions; they stay undefined.
 
     Args:
         buffer: the request's keys.
         ropes: rotation of each layer.
         start: first position.
         stop: position after the last.
-        back: rotate backwards, from prompt positions to the unrotated form that is stored.
+        back: undo the rotation, which gives the unrotated keys that are stored.
     """
     tables: AngleTables = {}
     for keys, rope in zip(buffer.keys, ropes, strict=True):
         if rope.inv_freq is None:
             continue
         table = angles_from(tables, rope, start, stop, keys.device)
-        for first in range(start, stop, ROTATED_AT_ONCE):
-            last = min(first + ROTATED_AT_ONCE, stop)
-            part, (cos, sin) = keys[:, :, first:last], (one[first - start : last - start] for one in table)
+        for first in range(start, stop, TOKENS_PER_STEP):
+            last = min(first + TOKENS_PER_STEP, stop)
+            part, (cos, sin) = keys[:, :, first:last], (angle[first - start : last - start] for angle in table)
             part.copy_(rotate(part, cos, -sin if back else sin, interleaved=rope.interleaved))

@@ -27,8 +27,8 @@ def remembered() -> Callable[..., str | None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
-    from qcfuse_rag.runtime.kernels.launch import is_hopper, processors
-    from qcfuse_rag.runtime.kernels.sparse_attention import takes_tall
+    from qcfuse_rag.runtime.kernels.launch import concurrent_programs, is_hopper
+    from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
     from tests.simulated.cuda import simulated_cuda
 
     seams.kernel_refusal(monkeypatch, remembered)
@@ -41,5 +41,5 @@ def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None
         yield device
         gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
-    for remembering in (processors, is_hopper, takes_tall):
+    for remembering in (concurrent_programs, is_hopper, supports_large_tile):
         remembering.cache_clear()

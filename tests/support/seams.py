@@ -53,10 +53,10 @@ bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
 ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
 transfer = _seam("qcfuse_rag.runtime.runner.ModelRunner.open_transfer")
 
-steps_have_kernels = _seam("qcfuse_rag.runtime.decode_step.kernels_run_on")
+steps_have_kernels = _seam("qcfuse_rag.runtime.decode_step.kernels_available")
 engine_has_kernels = _seam(
-    "qcfuse_rag.runtime.kernels.support.kernels_run_on",
-    "qcfuse_rag.runtime.runner.kernels_run_on",
+    "qcfuse_rag.runtime.kernels.support.kernels_available",
+    "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )
 placement_support = _seam("qcfuse_rag.runtime.loading.layer_loader.supports_placement")
@@ -72,13 +72,13 @@ KERNELS = {
 }
 """Functions that launch kernels, by what tests call them."""
 
-recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_run_on")
+recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
 prefill_views = _seam("qcfuse_rag.runtime.graphs.prefill_graphs.leanest_first")
 decode_views = _seam("qcfuse_rag.runtime.graphs.decode_graphs.leanest_steps")
-decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TRIED_AT")
-decode_trial_steps = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED")
-decode_trial_rounds = _seam("qcfuse_rag.runtime.graphs.decode_graphs.ROUNDS")
+decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
+decode_trial_steps = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED_STEPS")
+decode_trial_rounds = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED_ROUNDS")
 
 batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
 enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")

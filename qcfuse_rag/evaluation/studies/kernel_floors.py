@@ -26,9 +26,9 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 from qcfuse_rag.runtime.fused_layers.product import STRIPS, Strip, gate_projected, projected
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
-from qcfuse_rag.runtime.kernels.launch import TALL, Tile, tile_of
+from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, Tile, default_tile
 from qcfuse_rag.runtime.kernels.paged_attention import table_attention
-from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
@@ -41,15 +41,10 @@ QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One piece of work of a kernel.
+    """One piece of work of a kernel, beside the same work in torch.
 
-    Attributes:
-        name: a short name.
-        kernel: does the work by the kernel.
-        plain: does the same work in torch.
-        operations: floating-point operations of the work.
-        nbytes: bytes that it must read and write.
-        tile: the tile or strip that the kernel chooses; None if it has none.
+    It has so many floating-point operations, and bytes that it must read and write. `tile` is the tile or strip that
+    the kernel chooses; None if it has none.
     """
 
     name: str
@@ -118,13 +113,7 @@ def kernel_floors(
 
 
 def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
-    """Yield the kernels' work in one layer for a fused prompt, in decode steps, and in placing its chunks.
-
-    Args:
-        sizes: the sizes of a model's layers.
-        tokens: tokens of the prompt.
-        n_rows: rows to recompute, with those of the question.
-    """
+    """Yield the kernels' work in one layer for a fused prompt, in decode steps, and in placing its chunks."""
     dtype, device, size = sizes.dtype, sizes.device, sizes.dtype.itemsize
     heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.dim
     scaling = {"scaling": dim**-0.5}
@@ -148,7 +137,7 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
         partial(plain_attention_weights, query, key, question, known, **scaling),
         4.0 * dim * heads * float((question + 1).sum()),
         size * (2 * key.numel() + query.numel()),
-        tile_of(dtype, dim, QUESTION_ROWS * heads // kv_heads),
+        default_tile(dtype, dim, QUESTION_ROWS * heads // kv_heads),
     )
     for requests in REQUESTS:
         buffers = [KVBuffer((key.clone(),), (value.clone(),)) for _ in range(requests)]
@@ -213,7 +202,7 @@ def _products(sizes: LayerSizes) -> Iterator[KernelCase]:
             yield KernelCase(f"product: {name}, {n_rows} rows", kernel, plain, 2 * n_rows * elements, nbytes, STRIPS[0])
 
 
-def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[Block]:
+def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock]:
     """Return the stored blocks of a prompt's chunks in all layers, to be placed into a buffer."""
     rope = LayerRope(10000.0 ** -(torch.arange(0, sizes.dim, 2, device=sizes.device) / sizes.dim))
     shapes = (KVShape(sizes.kv_heads, sizes.dim, sizes.dim),) * sizes.layers
@@ -224,7 +213,7 @@ def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[Block]:
             for target, rotation, over in ((keys, rope, 0), (values, None, 2)):
                 stored = sizes.random(CHUNK, sizes.kv_heads, sizes.dim)
                 block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
-                blocks.append(Block(block, scale, target, start, rotation))
+                blocks.append(PlacementBlock(block, scale, target, start, rotation))
     return blocks
 
 
@@ -242,7 +231,7 @@ def _gate_in_torch(x: Tensor, norm: Norm, gates: Tensor, values: Tensor) -> Tens
     return functional.silu(gate) * value
 
 
-def _place(place: Callable[[list[Block]], None], blocks: list[Block]) -> Tensor:
+def _place(place: Callable[[list[PlacementBlock]], None], blocks: list[PlacementBlock]) -> Tensor:
     place(blocks)
     return blocks[0].into[:, :, :CHUNK]
 
@@ -269,10 +258,10 @@ def other_tiles(tile: Tile | Strip) -> list[Tile] | list[Strip]:
         deep, wide = STRIPS
         more = (replace(deep, stages=6), replace(deep, warps=2), Strip(16, 512, stages=3), replace(wide, stages=6))
         return [strip for strip in (*STRIPS, *more, Strip(32, 256), Strip(64, 64)) if strip != tile]
-    low = replace(TALL, keys=64)
-    tall = (TALL, replace(TALL, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
+    low = replace(LARGE_TILE, keys=64)
+    tall = (LARGE_TILE, replace(LARGE_TILE, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
     wider = replace(tile, keys=2 * tile.keys)
-    others = tall if tile == TALL else (replace(tile, stages=3), wider, replace(wider, stages=3), low, TALL)
+    others = tall if tile == LARGE_TILE else (replace(tile, stages=3), wider, replace(wider, stages=3), low, LARGE_TILE)
     return [other for other in others if other != tile]
 
 
@@ -304,7 +293,7 @@ def _with_tile(call: Callable[..., object], tile: Tile | Strip) -> dict[str, Any
     with ExitStack() as patches:
         if isinstance(tile, Strip):
             call = partial(call, strip=tile)
-        for module, function in ((sparse_attention, sparse_attention.attention_tile), (context_score, tile_of)):
+        for module, function in ((sparse_attention, sparse_attention.attention_tile), (context_score, default_tile)):
             patches.enter_context(mock.patch.object(module, function.__name__, return_value=tile))
         try:
             return {"tile": str(tile), "ms": _device_milliseconds(call), "refusal": None}

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.launch import launching_on
+from qcfuse_rag.runtime.kernels.launch import on_device
 
 ELEMENTS, LONG = 4096, 8192
 """That one program has in hand, of several rows if they are short; and from how many channels on it has more warps."""
@@ -188,7 +188,7 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
     out = torch.empty_like(x)
     n_rows, block_dim = x.numel() // dim, triton.next_power_of_2(dim)
     block_rows = min(triton.next_power_of_2(n_rows), max(1, ELEMENTS // block_dim))
-    with launching_on(x.device):
+    with on_device(x.device):
         normalize[(triton.cdiv(n_rows, block_rows),)](
             x,
             norm.weight,
@@ -227,7 +227,7 @@ def rotated(
     ]
     cos, sin = cos.contiguous(), sin.contiguous()
     by = norms or (Norm(query, 0.0),) * 2
-    with launching_on(query.device):
+    with on_device(query.device):
         rotate[(n_rows, requests)](
             query,
             key,
@@ -257,7 +257,7 @@ def gated(gates: Tensor, values: Tensor, activation: str) -> Tensor:
     gates, values = gates.contiguous(), values.contiguous()
     out = torch.empty_like(gates)
     block = 1024
-    with launching_on(gates.device):
+    with on_device(gates.device):
         gate[(triton.cdiv(out.numel(), block),)](
             gates, values, out, out.numel(), GELU=activation == "gelu_tanh", BLOCK=block
         )

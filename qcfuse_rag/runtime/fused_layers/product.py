@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.runtime.fused_layers.pointwise import Norm, activated
-from qcfuse_rag.runtime.kernels.launch import launching_on
+from qcfuse_rag.runtime.kernels.launch import on_device
 
 MOST_ROWS = 16
 """That are multiplied at once: the fewest that matrix units take."""
@@ -202,7 +202,7 @@ def projected(
     out = torch.empty(*x.shape[:-1], sum(columns), dtype=x.dtype, device=x.device)
     none = [0] * (MOST_WEIGHTS - len(weights))
     multiplied, added = [*weights, *(weights[0] for _ in none)], list(biases or weights)
-    with launching_on(x.device):
+    with on_device(x.device):
         project[(sum(triton.cdiv(count, strip.columns) for count in columns),)](
             given,
             by.weight,
@@ -253,7 +253,7 @@ def gate_projected(
     given, n_rows = _rows(x, (gates, values), norm, ())
     by = norm or Norm(given, 0.0)
     out = torch.empty(*x.shape[:-1], len(gates), dtype=x.dtype, device=x.device)
-    with launching_on(x.device):
+    with on_device(x.device):
         project_gated[(triton.cdiv(len(gates), strip.columns),)](
             given,
             by.weight,

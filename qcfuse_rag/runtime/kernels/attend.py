@@ -1,9 +1,10 @@
-"""The kernel that attends: a streaming softmax of a block of rows over one part of the keys they may see.
+"""The attention kernel: a streaming softmax of a block of rows over one part of the keys they may see.
 
-Streaming softmax is Dao et al., FlashAttention-2 (arXiv 2307.08691). Two changes: a row knows its position in the
-prompt, so what it may see is compared in registers, and a block of rows stops at the last key any of them sees. Keys
-that all of them see are not compared: most, since rows of a block are near one another in a long prompt; with a window
-all are. The query heads that share a key head lie along the rows, so a key is read once for all of them.
+The streaming softmax is that of Dao et al., FlashAttention-2 (arXiv 2307.08691), with two changes. Each row has its
+position in the prompt, so the causal mask is computed in registers. A block of rows stops at the last key that any of
+its rows sees. Keys that all rows of a block see need no mask; these are most keys, because the rows of a block are near
+one another in a long prompt. With a window every key is masked. The query heads that share a key head are laid out
+along the rows, so that each key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(4)
-"""Of a table: pointers to keys and values, and how far apart their heads are."""
+TABLE_COLUMNS = tl.constexpr(4)
+"""Columns of a KV table: pointers to keys and to values, strides between heads of keys and of values."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-NEVER = tl.constexpr(-1)
-"""Position of what is no row: sees no key."""
+NO_POSITION = tl.constexpr(-1)
+"""Position of padding rows: they see no key."""
 
 
 @triton.jit
-def scores_of(query, key, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores that are yet to be multiplied by `power_of`: with what is subtracted then it is one operation."""
+def raw_scores(query, key, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return unscaled scores. `exp2_scale` is applied later, in one operation with the subtraction of the maximum."""
     score = tl.dot(query, key, input_precision=PRECISION)
     if CAPPED:
         score = 1.0 - 2.0 / (tl.exp(2.0 * scaling / softcap * score) + 1.0)  # tanh
@@ -28,18 +29,18 @@ def scores_of(query, key, scaling, softcap, CAPPED: tl.constexpr, PRECISION: tl.
 
 
 @triton.jit
-def power_of(scaling, softcap, CAPPED: tl.constexpr):
-    """Return what makes scores powers of two; it is above 0, so that the largest stays the largest."""
+def exp2_scale(scaling, softcap, CAPPED: tl.constexpr):
+    """Return the factor, above 0, that turns raw scores into exponents of 2."""
     return (softcap if CAPPED else scaling) * LOG2_E
 
 
 @triton.jit
-def attend_part(
+def attend_keys(
     query,
     keys,
     values,
-    key_apart,
-    value_apart,
+    key_stride,
+    value_stride,
     position,
     start,
     stop,
@@ -59,38 +60,39 @@ def attend_part(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take the keys from `start` up to `stop` into a streaming softmax and return it: largest, total, result.
+    """Add the keys from `start` up to `stop` to a streaming softmax and return its state: largest, total, result.
 
-    With ALL_SEEN every row sees all of them, and they are a multiple of BLOCK_KEYS.
+    With ALL_SEEN every row sees all of these keys, and their number is a multiple of BLOCK_KEYS.
     """
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
-    power = power_of(scaling, softcap, CAPPED)
-    for begin in range(start, stop, BLOCK_KEYS):
-        token = begin + tl.arange(0, BLOCK_KEYS)
-        there = tl.full([BLOCK_KEYS], 1, tl.int1) if ALL_SEEN else token < stop
+    scale = exp2_scale(scaling, softcap, CAPPED)
+    for block_start in range(start, stop, BLOCK_KEYS):
+        token = block_start + tl.arange(0, BLOCK_KEYS)
+        valid = tl.full([BLOCK_KEYS], 1, tl.int1) if ALL_SEEN else token < stop
         key = tl.load(
-            keys + token[None, :].to(tl.int64) * key_apart + dim[:, None],
-            mask=there[None, :] & (dim < DIM)[:, None],
+            keys + token[None, :].to(tl.int64) * key_stride + dim[:, None],
+            mask=valid[None, :] & (dim < DIM)[:, None],
             other=0.0,
         )
-        score = scores_of(query, key, scaling, softcap, CAPPED, PRECISION)
+        score = raw_scores(query, key, scaling, softcap, CAPPED, PRECISION)
         if not ALL_SEEN:
-            seen = there[None, :] & (token[None, :] <= position[:, None])
+            seen = valid[None, :] & (token[None, :] <= position[:, None])
             if WINDOWED:
                 seen &= position[:, None] - token[None, :] < window
             score = tl.where(seen, score, float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1) * power)
-        safe = new if ALL_SEEN else tl.where(new == float("-inf"), 0.0, new)  # a row that has seen no key yet
-        weight = tl.exp2(score * power - safe[:, None])
-        fade = tl.exp2(largest - safe)
+        new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+        # 0 for rows that have seen no key so far
+        subtracted = new_largest if ALL_SEEN else tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score * scale - subtracted[:, None])
+        decay = tl.exp2(largest - subtracted)
         value = tl.load(
-            values + token[:, None].to(tl.int64) * value_apart + value_dim[None, :],
-            mask=there[:, None] & (value_dim < VALUE_DIM)[None, :],
+            values + token[:, None].to(tl.int64) * value_stride + value_dim[None, :],
+            mask=valid[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
-        result = result * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        total = total * fade + tl.sum(weight, 1)
-        largest = new
+        result = result * decay[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        total = total * decay + tl.sum(weight, 1)
+        largest = new_largest
     return largest, total, result
 
 
@@ -116,8 +118,8 @@ def attend(
     scaling,
     softcap,
     window,
-    TABLED: tl.constexpr,
-    KEPT: tl.constexpr,
+    PAGED: tl.constexpr,
+    KV_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -132,62 +134,63 @@ def attend(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One block of (row, query head) pairs of one key head of one request, over one part of its keys.
+    """Attend with one block of (row, query head) pairs of one key head of one request, over one part of its keys.
 
-    `out` is `[splits, B, R, Hq, Dv]`: the result without SPLIT, unnormalised float32 sums with it.
+    `out` is `[splits, B, R, Hq, Dv]`: the normalised result, or with SPLIT unnormalised float32 sums.
     """
     split, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     blocks = tl.cdiv(n_rows * GROUP, BLOCK_ROWS)
     kv_heads = tl.num_programs(0) // blocks
     kv_head, n_heads = tl.program_id(0) % kv_heads, kv_heads * GROUP
-    # The last rows see the most keys. They begin first: what begins last is what a device waits for in the end.
+    # The last rows see the most keys. They start first, so that no long program runs alone at the end.
     pair = (blocks - 1 - tl.program_id(0) // kv_heads) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    real = pair < n_rows * GROUP
+    active = pair < n_rows * GROUP
     row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
-    position = tl.load(rows + request * n_rows + row, mask=real, other=NEVER).to(tl.int32)
-    start, first, stop = 0, tl.min(tl.where(real, position, 2147483647), 0) + 1, tl.max(position, 0) + 1
+    position = tl.load(rows + request * n_rows + row, mask=active, other=NO_POSITION).to(tl.int32)
+    start, seen_by_all, stop = 0, tl.min(tl.where(active, position, 2147483647), 0) + 1, tl.max(position, 0) + 1
     if WINDOWED:
-        start = (tl.maximum(first - window, 0) // BLOCK_KEYS) * BLOCK_KEYS
-    # What these rows see is shared out evenly, whatever others see.
+        start = (tl.maximum(seen_by_all - window, 0) // BLOCK_KEYS) * BLOCK_KEYS
+    # The keys that these rows see are divided evenly, whatever other blocks see.
     split_keys = tl.cdiv(tl.cdiv(stop - start, tl.num_programs(1)), BLOCK_KEYS) * BLOCK_KEYS
     start += split * split_keys
     stop = tl.minimum(start + split_keys, stop)
-    if TABLED:
-        place = table + request * COLUMNS
-        keys = tl.load(place).to(tl.pointer_type(KEPT)) + kv_head * tl.load(place + 2)
-        values = tl.load(place + 1).to(tl.pointer_type(KEPT)) + kv_head * tl.load(place + 3)
-        if ALIGNED:  # which a pointer out of a table does not say by itself, and narrow accesses are slow
+    if PAGED:
+        entry = table + request * TABLE_COLUMNS
+        keys = tl.load(entry).to(tl.pointer_type(KV_DTYPE)) + kv_head * tl.load(entry + 2)
+        values = tl.load(entry + 1).to(tl.pointer_type(KV_DTYPE)) + kv_head * tl.load(entry + 3)
+        if ALIGNED:  # a pointer loaded from a table has no known alignment, and narrow accesses are slow
             keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
-        key_apart, value_apart = DIM, VALUE_DIM
+        key_stride, value_stride = DIM, VALUE_DIM
     else:
         keys, values = k + kv_head.to(tl.int64) * k_head, v + kv_head.to(tl.int64) * v_head
-        key_apart, value_apart = k_token, v_token
+        key_stride, value_stride = k_token, v_token
 
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
     query = tl.load(
         q + request * q_request + (head.to(tl.int64) * q_head + row.to(tl.int64) * q_row)[:, None] + dim[None, :],
-        mask=real[:, None] & (dim < DIM)[None, :],
+        mask=active[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    if SINKS:  # a logit of the softmax that has no value: it counts once, in the first part
-        sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    if SINKS:  # a softmax logit without a value: it counts once, in the first part
+        sink = tl.load(sinks + head, mask=active, other=0.0).to(tl.float32) * LOG2_E
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(split == 0, 1.0, total)
     result = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    # First the keys that all of these rows see, then those that only some do. With a window there are few of the first.
-    common = start if WINDOWED else start + tl.maximum(tl.minimum(first, stop) - start, 0) // BLOCK_KEYS * BLOCK_KEYS
+    # First the keys that all of these rows see, then the rest. With a window few keys are common to all rows.
+    common_keys = 0 if WINDOWED else tl.maximum(tl.minimum(seen_by_all, stop) - start, 0) // BLOCK_KEYS * BLOCK_KEYS
+    common_stop = start + common_keys
     for part in tl.static_range(1 if WINDOWED else 0, 2):
-        largest, total, result = attend_part(
+        largest, total, result = attend_keys(
             query,
             keys,
             values,
-            key_apart,
-            value_apart,
+            key_stride,
+            value_stride,
             position,
-            start if part == 0 else common,
-            common if part == 0 else stop,
+            start if part == 0 else common_stop,
+            common_stop if part == 0 else stop,
             largest,
             total,
             result,
@@ -204,14 +207,14 @@ def attend(
             WINDOWED=WINDOWED,
             PRECISION=PRECISION,
         )
-    at = ((split.to(tl.int64) * tl.num_programs(2) + request) * n_rows + row) * n_heads + head
+    index = ((split.to(tl.int64) * tl.num_programs(2) + request) * n_rows + row) * n_heads + head
     if SPLIT:
-        tl.store(maxima + at, largest, mask=real)
-        tl.store(sums + at, total, mask=real)
+        tl.store(maxima + index, largest, mask=active)
+        tl.store(sums + index, total, mask=active)
     else:
         result = result / total[:, None]
     tl.store(
-        out + at[:, None] * VALUE_DIM + value_dim[None, :],
+        out + index[:, None] * VALUE_DIM + value_dim[None, :],
         result.to(out.dtype.element_ty),
-        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
+        mask=active[:, None] & (value_dim < VALUE_DIM)[None, :],
     )

@@ -1,8 +1,8 @@
-"""Context scores: what share of the rows' attention each key gets, without holding rows x keys.
+"""Context scores: the share of the rows' attention that each key gets, without a rows x keys matrix in memory.
 
-Two passes over the keys. The first finds each row's denominator, as a logarithm; a question's few rows do not fill a
-device, so a program looks at a part of the keys only. The second puts parts together and sums, for every key, the
-weights over rows and heads. Both sum in a fixed order, so the same prompt is always scored alike.
+There are two passes over the keys. The first computes the logarithm of each row's softmax denominator. A question's few
+rows do not fill a device, so each program reads only a part of the keys. The second pass combines the parts and sums
+the weights of every key over rows and heads. Both sum in a fixed order, so the same prompt always gets the same scores.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.attend import NEVER, power_of, scores_of
-from qcfuse_rag.runtime.kernels.launch import block_dim, check_extras, check_operands, launching_on, tile_of
-from qcfuse_rag.runtime.kernels.split_k import MOST_SPLITS, check_splits, splits_of
+from qcfuse_rag.runtime.kernels.attend import NO_POSITION, exp2_scale, raw_scores
+from qcfuse_rag.runtime.kernels.launch import block_dim, check_extras, check_operands, default_tile, on_device
+from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, check_splits, num_splits
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -41,51 +41,51 @@ def denominators(
     WINDOWED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The logarithm (base 2) of the softmax denominator of one block of (row, query head) pairs of one key head.
+    """Store log2 of the softmax denominators of one block of (row, query head) pairs of one key head.
 
-    Of one part of the keys: `logs` is `[splits, Hq, R]`.
+    A program sums over one part of the keys: `logs` is `[splits, Hq, R]`.
     """
     kv_head, split = tl.program_id(1), tl.program_id(2)
     pair = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    real = pair < n_rows * GROUP
+    active = pair < n_rows * GROUP
     row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
-    position = tl.load(rows + row, mask=real, other=NEVER).to(tl.int32)
+    position = tl.load(rows + row, mask=active, other=NO_POSITION).to(tl.int32)
     stop = tl.max(position, 0) + 1
     start = 0
     if WINDOWED:
-        first = tl.min(tl.where(real, position, 2147483647), 0) - window + 1
-        start = (tl.maximum(first, 0) // BLOCK_KEYS) * BLOCK_KEYS
+        first_seen = tl.min(tl.where(active, position, 2147483647), 0) - window + 1
+        start = (tl.maximum(first_seen, 0) // BLOCK_KEYS) * BLOCK_KEYS
     split_keys = tl.cdiv(tl.cdiv(stop - start, tl.num_programs(2)), BLOCK_KEYS) * BLOCK_KEYS
     start += split * split_keys
     stop = tl.minimum(start + split_keys, stop)
     dim = tl.arange(0, BLOCK_DIM)
     query = tl.load(
         q + head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + dim[None, :],
-        mask=real[:, None] & (dim < DIM)[None, :],
+        mask=active[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
     k += kv_head.to(tl.int64) * k_head
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    power = power_of(scaling, softcap, CAPPED)
-    for begin in range(start, stop, BLOCK_KEYS):
-        token = begin + tl.arange(0, BLOCK_KEYS)
-        there = tl.load(known + token, mask=token < stop, other=0) != 0
+    scale = exp2_scale(scaling, softcap, CAPPED)
+    for block_start in range(start, stop, BLOCK_KEYS):
+        token = block_start + tl.arange(0, BLOCK_KEYS)
+        valid = tl.load(known + token, mask=token < stop, other=0) != 0
         key = tl.load(
             k + token[None, :].to(tl.int64) * k_token + dim[:, None],
-            mask=there[None, :] & (dim < DIM)[:, None],
+            mask=valid[None, :] & (dim < DIM)[:, None],
             other=0.0,
         )
-        seen = there[None, :] & (token[None, :] <= position[:, None])
+        seen = valid[None, :] & (token[None, :] <= position[:, None])
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
-        score = tl.where(seen, scores_of(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
-        new = tl.maximum(largest, tl.max(score, 1) * power)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        total = total * tl.exp2(largest - safe) + tl.sum(tl.exp2(score * power - safe[:, None]), 1)
-        largest = new
-    at = (split.to(tl.int64) * tl.num_programs(1) * GROUP + head) * n_rows + row
-    tl.store(logs + at, largest + tl.log2(total), mask=real)
+        score = tl.where(seen, raw_scores(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
+        subtracted = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        total = total * tl.exp2(largest - subtracted) + tl.sum(tl.exp2(score * scale - subtracted[:, None]), 1)
+        largest = new_largest
+    index = (split.to(tl.int64) * tl.num_programs(1) * GROUP + head) * n_rows + row
+    tl.store(logs + index, largest + tl.log2(total), mask=active)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "splits", "window"])
@@ -118,41 +118,43 @@ def weights_of_keys(
     LARGEST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What one block of keys of one key head gets from all its rows: the sum, or the largest weight; times a factor."""
+    """Store the sum, or the maximum, of the weights that one block of keys gets from all rows, times a factor."""
     kv_head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
-    there = tl.load(known + token, mask=token < n_keys, other=0) != 0
+    valid = tl.load(known + token, mask=token < n_keys, other=0) != 0
     dim = tl.arange(0, BLOCK_DIM)
     key = tl.load(
         k + kv_head.to(tl.int64) * k_head + token[None, :].to(tl.int64) * k_token + dim[:, None],
-        mask=there[None, :] & (dim < DIM)[:, None],
+        mask=valid[None, :] & (dim < DIM)[:, None],
         other=0.0,
     )
     split, n_heads = tl.arange(0, BLOCK_SPLITS), tl.num_programs(1) * GROUP
     result = tl.zeros([BLOCK_KEYS], tl.float32)
-    power = power_of(scaling, softcap, CAPPED)
-    for begin in range(0, n_rows * GROUP, BLOCK_ROWS):
-        pair = begin + tl.arange(0, BLOCK_ROWS)
-        real = pair < n_rows * GROUP
+    scale = exp2_scale(scaling, softcap, CAPPED)
+    for block_start in range(0, n_rows * GROUP, BLOCK_ROWS):
+        pair = block_start + tl.arange(0, BLOCK_ROWS)
+        active = pair < n_rows * GROUP
         row, head = pair // GROUP, kv_head * GROUP + pair % GROUP
-        position = tl.load(rows + row, mask=real, other=NEVER).to(tl.int32)
+        position = tl.load(rows + row, mask=active, other=NO_POSITION).to(tl.int32)
         query = tl.load(
             q + head[:, None].to(tl.int64) * q_head + row[:, None].to(tl.int64) * q_row + dim[None, :],
-            mask=real[:, None] & (dim < DIM)[None, :],
+            mask=active[:, None] & (dim < DIM)[None, :],
             other=0.0,
         )
-        seen = there[None, :] & (token[None, :] <= position[:, None])
+        seen = valid[None, :] & (token[None, :] <= position[:, None])
         if WINDOWED:
             seen &= position[:, None] - token[None, :] < window
-        score = tl.where(seen, scores_of(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
+        score = tl.where(seen, raw_scores(query, key, scaling, softcap, CAPPED, PRECISION), float("-inf"))
         parts = tl.load(
             logs + (split.to(tl.int64)[:, None] * n_heads + head[None, :]) * n_rows + row[None, :],
-            mask=(split < splits)[:, None] & real[None, :],
+            mask=(split < splits)[:, None] & active[None, :],
             other=float("-inf"),
         )
-        most = tl.where(real, tl.max(parts, 0), 0.0)
-        log = tl.where(real, most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0)), 0.0)
-        weight = tl.exp2(score * power - log[:, None])
+        largest_part = tl.where(active, tl.max(parts, 0), 0.0)
+        log_denominator = tl.where(
+            active, largest_part + tl.log2(tl.sum(tl.exp2(parts - largest_part[None, :]), 0)), 0.0
+        )
+        weight = tl.exp2(score * scale - log_denominator[:, None])
         result = tl.maximum(result, tl.max(weight, 0)) if LARGEST else result + tl.sum(weight, 0)
     tl.store(out + kv_head.to(tl.int64) * n_keys + token, result * factor, mask=token < n_keys)
 
@@ -169,24 +171,26 @@ def context_scores(
     reduce: str = "mean",
     splits: int | None = None,
 ) -> Tensor:
-    """Return the attention each key gets, pooled over rows and heads; see `runtime.attention.scores.attention_weights`.
+    """Return the attention that each key gets, pooled over rows and heads.
+
+    The reference is `runtime.attention.scores.attention_weights`.
 
     Args:
         query: `[1, Hq, R, D]`, rotated.
-        key: `[1, Hkv, T, D]`, rotated; positions that are not `known` may hold anything.
+        key: `[1, Hkv, T, D]`, rotated; the content at positions that are not `known` is ignored.
         rows: `[R]` int64 positions of the queries, less than T.
-        known: `[T]` bool, positions that hold a key; each row sees one at least.
+        known: `[T]` bool, positions that hold a key; each row sees at least one of them.
         scaling: factor on scores.
         softcap: cap on scores, or None.
         window: sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
-        splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
+        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
 
     Returns:
         `[T]` float32.
 
     Raises:
-        ValueError: if operands do not fit each other or are not laid out as said.
+        ValueError: if shapes, dtypes or layouts of operands do not match.
     """
     check_operands(query, key, None, rows)
     check_extras(query, scaling, window, None)
@@ -195,7 +199,7 @@ def context_scores(
     if known.dtype != torch.bool or known.shape != (n_keys,) or not known.is_contiguous():
         raise ValueError(f"known must be [{n_keys}] bool, got {tuple(known.shape)} {known.dtype}")
     group = n_heads // kv_heads
-    tile = tile_of(query.dtype, dim, n_rows * group)
+    tile = default_tile(query.dtype, dim, n_rows * group)
     shared = {
         "GROUP": group,
         "DIM": dim,
@@ -209,17 +213,19 @@ def context_scores(
         "num_stages": tile.stages,
     }
     strides = (query.stride(1), query.stride(2), key.stride(1), key.stride(2))
-    about = (scaling, softcap or 1.0, window or 0)
+    score_settings = (scaling, softcap or 1.0, window or 0)
     blocks = triton.cdiv(n_rows * group, tile.rows)
     if splits is None:
-        seen = n_keys if window is None else min(n_keys, n_rows + window)  # of rows that lie side by side
-        splits = splits_of(blocks * kv_heads, seen, key.device)
+        seen = n_keys if window is None else min(n_keys, n_rows + window)  # if rows are adjacent
+        splits = num_splits(blocks * kv_heads, seen, key.device)
     check_splits(splits)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
-    with launching_on(key.device):
-        denominators[(blocks, kv_heads, splits)](query, key, rows, known, logs, *strides, n_rows, *about, **shared)
+    with on_device(key.device):
+        denominators[(blocks, kv_heads, splits)](
+            query, key, rows, known, logs, *strides, n_rows, *score_settings, **shared
+        )
         weights_of_keys[(triton.cdiv(n_keys, tile.keys), kv_heads)](
             query,
             key,
@@ -231,9 +237,9 @@ def context_scores(
             n_rows,
             n_keys,
             splits,
-            *about,
+            *score_settings,
             1.0 if largest else 1 / (n_heads * n_rows),
-            BLOCK_SPLITS=1 if splits == 1 else MOST_SPLITS,
+            BLOCK_SPLITS=1 if splits == 1 else MAX_SPLITS,
             LARGEST=largest,
             **shared,
         )

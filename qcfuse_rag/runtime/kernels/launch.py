@@ -1,4 +1,4 @@
-"""What every launcher needs: how much a device runs at once, and whether operands are laid out as said."""
+"""Code that all launchers share: device properties, tile sizes and operand checks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from qcfuse_rag.runtime.kernels.limits import DTYPES, MAX_DIM
 
 
 @cache
-def processors(device: torch.device) -> int:
-    """Return how many programs of four warps a device runs at once, two a multiprocessor; 1 without a GPU."""
+def concurrent_programs(device: torch.device) -> int:
+    """Return how many programs of four warps a device runs at once: two per multiprocessor; 1 without a GPU."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -25,13 +25,13 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Have launches go to a device, which Triton takes for the thread's current one, whatever the operands'."""
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch kernels on a device: Triton uses the thread's current device, not that of the operands."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def triton_type(dtype: torch.dtype) -> tl.dtype:
-    """Return how Triton calls a dtype of keys and values."""
+    """Return the Triton dtype of a torch dtype of keys and values."""
     return {
         torch.float32: tl.float32,
         torch.float16: tl.float16,
@@ -42,19 +42,19 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def block_dim(dim: int) -> int:
-    """Return the power of two that holds a head's channels; the matrix units take 16 at least."""
+    """Return the smallest power of two that holds a head's channels, at least 16 for the matrix units."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a program of the kernels that score has in hand at a time.
+    """The block size of one program of the attention and score kernels.
 
     Attributes:
-        rows: (row, query head) pairs.
-        keys: looked at in one turn of its loop.
-        warps: of 32 threads, that share the work.
-        stages: turns whose keys are on their way at once, the one that is computed included.
+        rows: (row, query head) pairs of a program.
+        keys: keys of one loop iteration.
+        warps: warps of 32 threads of a program.
+        stages: loop iterations whose keys are loaded at once, including the one being computed.
     """
 
     rows: int
@@ -63,56 +63,56 @@ class Tile:
     stages: int = 2
 
 
-TALL = Tile(128, 128, warps=8)
-"""Of rows enough to fill a Hopper GPU, by calculation: for 64 rows an H100's multiprocessors, multiplying at their 989
-TFLOP/s, would take in 15 TB/s of keys and values, for 128 half of that. Twice the keys at a time halve what is done for
-each turn of the loop. It takes most of a multiprocessor's shared memory."""
+LARGE_TILE = Tile(128, 128, warps=8)
+"""The tile for enough rows to fill a Hopper GPU, chosen by calculation: at their 989 TFLOP/s an H100's multiprocessors
+would read 15 TB/s of keys and values with 64 rows, and half of that with 128. Twice the keys per iteration halve the
+overhead per iteration. It uses most of a multiprocessor's shared memory."""
 
 
-def tile_of(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
-    """Return what a program takes of so many (row, query head) pairs with so many channels.
+def default_tile(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
+    """Return the tile for a number of (row, query head) pairs and channels.
 
-    Few or many: kernels are compiled for either, and no third time for a question of another length. Float32 is
-    multiplied in registers, which hold few rows and keys at a time.
+    There are two tiles, for few and for many pairs, so that a question of another length compiles no third kernel.
+    Float32 is multiplied in registers, which hold few rows and keys at a time.
     """
-    wide = dtype == torch.float32
-    rows = 16 if wide or pairs <= 16 else 64
-    return Tile(rows, (64 if dim <= 128 else 32) // (2 if wide else 1))
+    is_float32 = dtype == torch.float32
+    rows = 16 if is_float32 or pairs <= 16 else 64
+    return Tile(rows, (64 if dim <= 128 else 32) // (2 if is_float32 else 1))
 
 
-def tall_fits(dtype: torch.dtype, dim: int) -> bool:
-    """Return whether a multiprocessor has room for `TALL` of a dtype with so many channels a head."""
+def large_tile_fits(dtype: torch.dtype, dim: int) -> bool:
+    """Return whether `LARGE_TILE` fits a multiprocessor for a dtype and channels per head."""
     return dtype != torch.float32 and dim <= 128
 
 
-def fewest_tall(kv_heads: int, device: torch.device) -> int:
-    """Return how many (row, query head) pairs of a key head are enough for `TALL` to fill a device.
+def min_rows_for_large_tile(kv_heads: int, device: torch.device) -> int:
+    """Return the fewest (row, query head) pairs of a key head for which `LARGE_TILE` fills a device.
 
-    Programs of few keys make up for those of many only if there are more of them than multiprocessors.
+    Programs with few keys balance those with many only if there are more programs than multiprocessors.
     """
-    blocks = -(-3 * processors(device) // (4 * kv_heads))
-    return (blocks - 1) * TALL.rows + 1
+    blocks = -(-3 * concurrent_programs(device) // (4 * kv_heads))
+    return (blocks - 1) * LARGE_TILE.rows + 1
 
 
 def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tensor) -> None:
-    """Check queries, keys, values and rows against each other.
+    """Check that queries, keys, values and rows match each other.
 
     Raises:
-        ValueError: naming the operand that does not fit.
+        ValueError: if an operand does not match; the message names it.
     """
-    for name, one in (("query", query), ("key", key), ("value", value)):
-        if one is None:
+    for name, operand in (("query", query), ("key", key), ("value", value)):
+        if operand is None:
             continue
-        if one.dim() != 4 or one.shape[0] != 1:
-            raise ValueError(f"{name} must be [1, heads, tokens, channels], got {tuple(one.shape)}")
-        if one.dtype not in DTYPES or one.dtype != query.dtype:
-            raise ValueError(f"{name} must be of one dtype of {', '.join(map(str, DTYPES))}, got {one.dtype}")
-        if one.stride(3) != 1:
-            raise ValueError(f"{name}'s channels must lie side by side, got strides {one.stride()}")
-        if not 0 < one.shape[3] <= MAX_DIM:
-            raise ValueError(f"{name} must have at most {MAX_DIM} channels a head, got {one.shape[3]}")
-        if one.device != query.device:
-            raise ValueError(f"{name} is on {one.device}, query on {query.device}")
+        if operand.dim() != 4 or operand.shape[0] != 1:
+            raise ValueError(f"{name} must be [1, heads, tokens, channels], got {tuple(operand.shape)}")
+        if operand.dtype not in DTYPES or operand.dtype != query.dtype:
+            raise ValueError(f"{name} must be of one dtype of {', '.join(map(str, DTYPES))}, got {operand.dtype}")
+        if operand.stride(3) != 1:
+            raise ValueError(f"{name}'s channels must lie side by side, got strides {operand.stride()}")
+        if not 0 < operand.shape[3] <= MAX_DIM:
+            raise ValueError(f"{name} must have at most {MAX_DIM} channels a head, got {operand.shape[3]}")
+        if operand.device != query.device:
+            raise ValueError(f"{name} is on {operand.device}, query on {query.device}")
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
         raise ValueError(f"query {tuple(query.shape)} does not fit key {tuple(key.shape)}")
     if value is not None and value.shape[:3] != key.shape[:3]:
@@ -124,10 +124,10 @@ def check_operands(query: Tensor, key: Tensor, value: Tensor | None, rows: Tenso
 
 
 def check_extras(query: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> None:
-    """Check what models attend with besides.
+    """Check the scaling, window and sinks of an attention call.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: if one of them is invalid; the message names it.
     """
     if scaling <= 0:
         raise ValueError(f"scaling must be more than 0, got {scaling}")

@@ -1,6 +1,6 @@
-"""Rows of several requests by one launch: one to write their fresh keys and values, one or two to attend.
+"""Attention of several requests together: one launch writes their fresh keys and values, one or two attend.
 
-Each request's keys and values lie in a buffer of its own. A table in device memory says where, so that the number of
+Each request has its own buffer of keys and values. A table in device memory holds the addresses, so the number of
 launches does not grow with the requests, and a CUDA graph serves whichever requests the table names.
 """
 
@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.attend import COLUMNS
-from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, launching_on, triton_type
-from qcfuse_rag.runtime.kernels.sparse_attention import Tabled, launch_attention, sparse_attention_reference
+from qcfuse_rag.runtime.kernels.attend import TABLE_COLUMNS
+from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, on_device, triton_type
+from qcfuse_rag.runtime.kernels.sparse_attention import PagedKV, launch_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
 
 ROWS_PER_PROGRAM = 16
-"""That one program writes of one head."""
+"""Rows of one head that one program writes."""
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -41,39 +41,39 @@ def append(
     BLOCK_DIM: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
+    KV_DTYPE: tl.constexpr,
 ):
-    """Write one head's fresh keys and values of some rows of one request."""
+    """Write the fresh keys and values of one head, for a block of rows of one request."""
     blocks = tl.cdiv(n_rows, BLOCK_ROWS)
     request, head = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-    real = row < n_rows
-    position = tl.load(rows + request * n_rows + row, mask=real, other=0)
-    place = table + request * COLUMNS
-    keys = tl.load(place).to(tl.pointer_type(KEPT)) + head * tl.load(place + 2)
-    values = tl.load(place + 1).to(tl.pointer_type(KEPT)) + head * tl.load(place + 3)
+    active = row < n_rows
+    position = tl.load(rows + request * n_rows + row, mask=active, other=0)
+    entry = table + request * TABLE_COLUMNS
+    keys = tl.load(entry).to(tl.pointer_type(KV_DTYPE)) + head * tl.load(entry + 2)
+    values = tl.load(entry + 1).to(tl.pointer_type(KV_DTYPE)) + head * tl.load(entry + 3)
     key += request * key_request + head * key_head
     value += request * value_request + head * value_head
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
-    inside, value_inside = real[:, None] & (dim < DIM)[None, :], real[:, None] & (value_dim < VALUE_DIM)[None, :]
-    fresh = tl.load(key + row[:, None] * key_row + dim[None, :], mask=inside)
-    fresh_value = tl.load(value + row[:, None] * value_row + value_dim[None, :], mask=value_inside)
-    tl.store(keys + position[:, None] * DIM + dim[None, :], fresh, mask=inside)
-    tl.store(values + position[:, None] * VALUE_DIM + value_dim[None, :], fresh_value, mask=value_inside)
+    mask, value_mask = active[:, None] & (dim < DIM)[None, :], active[:, None] & (value_dim < VALUE_DIM)[None, :]
+    fresh = tl.load(key + row[:, None] * key_row + dim[None, :], mask=mask)
+    fresh_value = tl.load(value + row[:, None] * value_row + value_dim[None, :], mask=value_mask)
+    tl.store(keys + position[:, None] * DIM + dim[None, :], fresh, mask=mask)
+    tl.store(values + position[:, None] * VALUE_DIM + value_dim[None, :], fresh_value, mask=value_mask)
 
 
 def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Tensor) -> None:
-    """Write each request's fresh keys and values into its buffer.
+    """Write the fresh keys and values of each request into its buffer.
 
     Args:
-        key: `[B, Hkv, R, D]`, rotated, of any strides but for its last dimension.
+        key: `[B, Hkv, R, D]`, rotated; any strides, but contiguous channels.
         value: `[B, Hkv, R, Dv]`.
-        table: where the buffers are.
-        layer: which.
-        rows: `[B, R]` int64 positions; where one occurs twice, so does what is written there.
+        table: addresses of the buffers.
+        layer: index of the layer.
+        rows: `[B, R]` int64 positions; rows at the same position must hold the same values.
 
     Raises:
-        ValueError: if operands do not fit each other.
+        ValueError: if operands do not match each other.
     """
     entries, shape = _entries(key, table, layer, rows), table.shapes[layer]
     if key.shape[1] != shape.kv_heads or value.shape != (*key.shape[:3], shape.value_dim) or value.dtype != key.dtype:
@@ -82,7 +82,7 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
         raise ValueError(f"channels must lie side by side, got values of strides {value.stride()}")
     requests, n_rows = rows.shape
     block_rows = min(ROWS_PER_PROGRAM, triton.next_power_of_2(n_rows))
-    with launching_on(key.device):
+    with on_device(key.device):
         append[(requests * triton.cdiv(n_rows, block_rows), shape.kv_heads)](
             key,
             value,
@@ -96,7 +96,7 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
             BLOCK_DIM=block_dim(shape.key_dim),
             BLOCK_VALUE=block_dim(shape.value_dim),
             BLOCK_ROWS=block_rows,
-            KEPT=triton_type(key.dtype),
+            KV_DTYPE=triton_type(key.dtype),
         )
 
 
@@ -113,32 +113,32 @@ def table_attention(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Attend with as many rows of each request, to the keys in its own buffer.
+    """Attend with the same number of rows of each request to the keys in its own buffer.
 
     Args:
-        query: `[B, Hq, R, D]`, rotated, of any strides but for its last dimension.
-        table: where the buffers are; Hq is a multiple of the heads there.
-        layer: which.
+        query: `[B, Hq, R, D]`, rotated; any strides, but contiguous channels.
+        table: addresses of the buffers; Hq is a multiple of their heads.
+        layer: index of the layer.
         rows: `[B, R]` int64 positions less than the table's `longest`; a row sees the keys up to itself.
         scaling: factor on scores.
         softcap: cap on scores through tanh, or None.
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
-        splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
-        tile: what a program takes; by what fills the device if None.
+        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
+        tile: block size of a program; None chooses the one that fills the device.
 
     Returns:
         `[B, R, Hq, Dv]` in the dtype of `query`.
 
     Raises:
-        ValueError: if operands do not fit each other.
+        ValueError: if operands do not match each other.
     """
     entries, shape = _entries(query, table, layer, rows), table.shapes[layer]
     if query.shape[1] % shape.kv_heads:
         raise ValueError(f"{query.shape[1]} query heads over {shape.kv_heads} key heads")
     return launch_attention(
         query,
-        Tabled(entries, shape.kv_heads, shape.value_dim, table.aligned),
+        PagedKV(entries, shape.kv_heads, shape.value_dim, table.aligned),
         rows,
         table.longest,
         scaling=scaling,
@@ -161,20 +161,20 @@ def table_attention_reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return what `table_attention` does, request by request in float32."""
-    found = []
-    for own, buffer, at in zip(query.split(1), buffers, rows, strict=True):
-        key, value = (side[layer][:, :, : int(at.max()) + 1] for side in (buffer.keys, buffer.values))
-        found.append(
+    """Compute what `table_attention` does, request by request in float32."""
+    results = []
+    for request_query, buffer, positions in zip(query.split(1), buffers, rows, strict=True):
+        key, value = (side[layer][:, :, : int(positions.max()) + 1] for side in (buffer.keys, buffer.values))
+        results.append(
             sparse_attention_reference(
-                own, key, value, at, scaling=scaling, softcap=softcap, window=window, sinks=sinks
+                request_query, key, value, positions, scaling=scaling, softcap=softcap, window=window, sinks=sinks
             )
         )
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 def _entries(fresh: Tensor, table: KVTable, layer: int, rows: Tensor) -> Tensor:
-    """Return a layer's part of a table, after checking that it is of the requests that fresh rows are of."""
+    """Return a layer's entries of a table after checking that they match the requests of the fresh rows."""
     entries = table.entries[layer]
     if fresh.dim() != 4 or fresh.shape[3] != table.shapes[layer].key_dim or fresh.stride(3) != 1:
         raise ValueError(
@@ -182,7 +182,7 @@ def _entries(fresh: Tensor, table: KVTable, layer: int, rows: Tensor) -> Tensor:
             f"{fresh.stride()}"
         )
     requests, n_rows = fresh.shape[0], fresh.shape[2]
-    if entries.shape != (requests, COLUMNS.value) or entries.dtype != torch.int64 or not entries.is_contiguous():
+    if entries.shape != (requests, TABLE_COLUMNS.value) or entries.dtype != torch.int64 or not entries.is_contiguous():
         raise ValueError(f"a table of {requests} requests must be [{requests}, 4] int64, got {tuple(entries.shape)}")
     if rows.shape != (requests, n_rows) or rows.dtype != torch.int64 or not rows.is_contiguous():
         raise ValueError(f"rows must be [{requests}, {n_rows}] int64, got {tuple(rows.shape)} {rows.dtype}")

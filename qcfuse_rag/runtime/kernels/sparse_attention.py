@@ -1,8 +1,8 @@
 """Sparse-row attention: few rows at arbitrary positions against a long buffer of keys, without a mask in memory.
 
-Keys and values are one request's tensors, or, for several requests at once and for CUDA graphs that serve any, wherever
-a table in device memory says they are; see `table.py`. Where there are too few rows to fill a device, the keys are
-split and the parts put together afterwards.
+Keys and values are the tensors of one request. For several requests at once, and for CUDA graphs that serve any
+request, a table in device memory holds their addresses; see `paged_attention`. Where rows are too few to fill a device,
+the keys are split and the parts combined afterwards.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.attend import attend
 from qcfuse_rag.runtime.kernels.launch import (
-    TALL,
+    LARGE_TILE,
     Tile,
     block_dim,
     check_extras,
     check_operands,
-    fewest_tall,
+    default_tile,
     is_hopper,
-    launching_on,
-    tall_fits,
-    tile_of,
+    large_tile_fits,
+    min_rows_for_large_tile,
+    on_device,
     triton_type,
 )
 from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
-from qcfuse_rag.runtime.kernels.split_k import Parts, splits_of
+from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 
 LOG = logging.getLogger(__name__)
 
-ASKING = 64
-"""Up to so many rows are mostly those of a question, at the prompt's end, and see about as many keys each."""
+QUESTION_ROWS = 64
+"""Up to this number, rows are mostly a question's at the end of the prompt, and see about as many keys each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tabled:
-    """Keys and values of several requests, each in memory of its own where tokens lie side by side.
+class PagedKV:
+    """Keys and values of several requests, each in its own buffer with contiguous tokens.
 
     Attributes:
-        entries: `[B, 4]` int64, see `COLUMNS`.
-        kv_heads, value_dim: of each.
+        entries: `[B, 4]` int64, see `TABLE_COLUMNS`.
+        kv_heads: key heads of each request.
+        value_dim: channels of a value.
         aligned: whether all tokens begin at multiples of 16 bytes.
     """
 
@@ -68,10 +69,10 @@ def sparse_attention(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Attend with rows at arbitrary positions; index of a key equals its position.
+    """Attend with rows at arbitrary positions; the index of a key is its position.
 
     Args:
-        query: `[1, Hq, R, D]`, rotated, of any strides but for its last dimension.
+        query: `[1, Hq, R, D]`, rotated; any strides, but contiguous channels.
         key: `[1, Hkv, T, D]`, rotated, a view into a request's buffer; Hq is a multiple of Hkv.
         value: `[1, Hkv, T, Dv]`.
         rows: `[R]` int64 ascending positions less than T; a row sees the keys up to itself.
@@ -79,14 +80,14 @@ def sparse_attention(
         softcap: cap on scores through tanh, or None.
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
-        splits: parts to split the keys into, at most `MOST_SPLITS`; by what fills the device if None.
-        tile: what a program takes; by what fills the device if None.
+        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
+        tile: block size of a program; None chooses the one that fills the device.
 
     Returns:
         `[1, R, Hq, Dv]` in the dtype of `value`.
 
     Raises:
-        ValueError: if operands do not fit each other or are not laid out as said.
+        ValueError: if shapes, dtypes or layouts of operands do not match.
     """
     check_operands(query, key, value, rows)
     return launch_attention(
@@ -105,7 +106,7 @@ def sparse_attention(
 
 def launch_attention(
     query: Tensor,
-    held: tuple[Tensor, Tensor] | Tabled,
+    kv: tuple[Tensor, Tensor] | PagedKV,
     rows: Tensor,
     longest: int,
     *,
@@ -116,41 +117,41 @@ def launch_attention(
     splits: int | None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Attend with operands that have been checked.
+    """Launch the attention kernel on operands that have been checked.
 
     Args:
         query: `[B, Hq, R, D]`.
-        held: `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of the one request there is, or where to find them.
+        kv: `[1, Hkv, T, D]` keys and `[1, Hkv, T, Dv]` values of a single request, or a table of several requests.
         rows: `[B, R]` int64.
-        longest: keys that a row may see at most.
-        scaling: see `sparse_attention`, as what follows.
+        longest: most keys that a row may see.
+        scaling: factor on scores; this and the following arguments are as in `sparse_attention`.
         softcap: cap on scores.
         window: sliding window.
         sinks: `[Hq]` logits.
         splits: parts to split the keys into.
-        tile: what a program takes.
+        tile: block size of a program.
 
     Returns:
         `[B, R, Hq, Dv]`.
     """
     check_extras(query, scaling, window, sinks)
     requests, n_heads, n_rows, dim = query.shape
-    if isinstance(held, Tabled):
+    if isinstance(kv, PagedKV):
         key = value = query
-        table, kv_heads, value_dim, aligned = held.entries, held.kv_heads, held.value_dim, held.aligned
+        table, kv_heads, value_dim, aligned = kv.entries, kv.kv_heads, kv.value_dim, kv.aligned
     else:
-        (key, value), table, aligned = held, rows, False
+        (key, value), table, aligned = kv, rows, False
         kv_heads, value_dim = key.shape[1], value.shape[3]
     group = n_heads // kv_heads
     tile = tile or attention_tile(query.dtype, max(dim, value_dim), n_rows * group, kv_heads, query.device)
     programs = triton.cdiv(n_rows * group, tile.rows) * kv_heads
     if splits is None:
-        seen = longest if window is None or n_rows > 1 else min(longest, window)
-        uneven = window is None and n_rows > ASKING
-        splits = splits_of(programs * requests, seen, query.device, warps=tile.warps, uneven=uneven)
+        visible = longest if window is None or n_rows > 1 else min(longest, window)
+        uneven = window is None and n_rows > QUESTION_ROWS
+        splits = num_splits(programs * requests, visible, query.device, warps=tile.warps, uneven=uneven)
     out = torch.empty(requests, n_rows, n_heads, value_dim, dtype=query.dtype, device=query.device)
-    parts = Parts.of(out, splits)
-    with launching_on(query.device):
+    parts = PartialResults.of(out, splits)
+    with on_device(query.device):
         attend[(programs, splits, requests)](
             query,
             key,
@@ -168,8 +169,8 @@ def launch_attention(
             scaling,
             softcap or 1.0,
             window or 0,
-            TABLED=isinstance(held, Tabled),
-            KEPT=triton_type(query.dtype),
+            PAGED=isinstance(kv, PagedKV),
+            KV_DTYPE=triton_type(query.dtype),
             ALIGNED=aligned,
             GROUP=group,
             DIM=dim,
@@ -191,42 +192,42 @@ def launch_attention(
 
 
 def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, device: torch.device) -> Tile:
-    """Return what a program that attends takes: `TALL` where that is used and there are rows enough, else `tile_of`."""
-    tall = takes_tall(device, dtype, dim) and pairs >= fewest_tall(kv_heads, device)
-    return TALL if tall else tile_of(dtype, dim, pairs)
+    """Return `LARGE_TILE` where it is supported and there are enough rows, else `default_tile`."""
+    use_large = supports_large_tile(device, dtype, dim) and pairs >= min_rows_for_large_tile(kv_heads, device)
+    return LARGE_TILE if use_large else default_tile(dtype, dim, pairs)
 
 
 @cache
-def takes_tall(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Return whether `TALL` is used on a device: a Hopper GPU where it has just been compared with its reference.
+def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Return whether `LARGE_TILE` is used: on a Hopper GPU, if its result there agrees with the reference.
 
     Args:
-        device: where.
-        dtype: of keys and values.
+        device: the device to check.
+        dtype: dtype of keys and values.
         dim: channels of a head.
 
     Raises:
-        torch.OutOfMemoryError: if there is no room to try it.
+        torch.OutOfMemoryError: if there is not enough memory for the check.
     """
-    if not is_hopper(device) or not tall_fits(dtype, dim):
+    if not is_hopper(device) or not large_tile_fits(dtype, dim):
         return False
-    generator, length = torch.Generator(device).manual_seed(0), 5 * TALL.keys + 9
-    rows = torch.cat([torch.arange(4), torch.arange(length - 2 * TALL.rows, length, 2)]).to(device)
+    generator, length = torch.Generator(device).manual_seed(0), 5 * LARGE_TILE.keys + 9
+    rows = torch.cat([torch.arange(4), torch.arange(length - 2 * LARGE_TILE.rows, length, 2)]).to(device)
     query, key, value = (
         torch.randn(1, heads, tokens, dim, generator=generator, device=device).to(dtype)
         for heads, tokens in ((8, len(rows)), (2, length), (2, length))
     )
     try:
-        for window in (None, TALL.rows):
-            found = sparse_attention(query, key, value, rows, scaling=dim**-0.5, window=window, tile=TALL)
+        for window in (None, LARGE_TILE.rows):
+            result = sparse_attention(query, key, value, rows, scaling=dim**-0.5, window=window, tile=LARGE_TILE)
             expected = sparse_attention_reference(query, key, value, rows, scaling=dim**-0.5, window=window)
-            if not relative_error(found, expected) <= TOLERANCE:
-                LOG.warning("attention of many rows goes by smaller blocks: larger ones come out otherwise here")
+            if not relative_error(result, expected) <= TOLERANCE:
+                LOG.warning("attention of many rows uses smaller blocks: larger ones give other results here")
                 return False
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler has many ways to refuse
-        LOG.warning("attention of many rows goes by smaller blocks: %s: %s", type(error).__name__, error)
+    except Exception as error:  # a compiler may raise anything
+        LOG.warning("attention of many rows uses smaller blocks: %s: %s", type(error).__name__, error)
         return False
     return True
 
@@ -242,7 +243,9 @@ def sparse_attention_reference(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return what `sparse_attention` does, in float32 and with a mask; see there."""
+    """Compute what `sparse_attention` does in float32 with a mask; the arguments are the same."""
     distance = rows[:, None] - torch.arange(key.shape[2], device=key.device)[None, :]
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return explicit_attention(query.float(), key.float(), value.float(), seen, scaling, softcap, sinks).transpose(1, 2)
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return explicit_attention(query.float(), key.float(), value.float(), visible, scaling, softcap, sinks).transpose(
+        1, 2
+    )

@@ -1,4 +1,4 @@
-"""Keys shared out between programs, and what each found put together afterwards: flash decoding."""
+"""Split the keys of a row between programs and combine their partial results: flash decoding."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qcfuse_rag.runtime.kernels.launch import block_dim, processors
+from qcfuse_rag.runtime.kernels.launch import block_dim, concurrent_programs
 
 KEYS_PER_SPLIT = 256
-"""Fewer are not worth a program of their own."""
-MOST_SPLITS = 32
-"""What one program puts together; it is compiled for so many and leaves out those that are not there."""
+"""Fewest keys that are worth a program."""
+MAX_SPLITS = 32
+"""Most parts that one program combines; it is compiled for this number and masks those that are missing."""
 
 
-def splits_of(programs: int, keys: int, device: torch.device, *, warps: int = 4, uneven: bool = False) -> int:
-    """Return how many parts to split keys into, that so few programs for all of them fill a device.
+def num_splits(programs: int, keys: int, device: torch.device, *, warps: int = 4, uneven: bool = False) -> int:
+    """Return the number of parts to split keys into, so that programs fill a device.
 
     Args:
-        programs: there are without.
-        keys: that a row may see at most.
-        device: to fill.
-        warps: of a program; of eight, half as many run at once.
-        uneven: some programs have more keys than others, so there are to be twice as many as it runs at once: whoever
-            is done early takes another.
+        programs: number of programs without a split.
+        keys: most keys that a row may see.
+        device: the device to fill.
+        warps: warps of a program; half as many programs of eight warps run at once.
+        uneven: whether some programs have more keys than others. Then twice as many programs are wanted as run at once,
+            so that a multiprocessor that finishes early starts another.
     """
-    room = max(1, 4 * processors(device) // warps)
-    wanted = round(2 * room / programs) if uneven else room // programs
-    return max(1, min(wanted, keys // KEYS_PER_SPLIT, MOST_SPLITS))
+    capacity = max(1, 4 * concurrent_programs(device) // warps)
+    wanted = round(2 * capacity / programs) if uneven else capacity // programs
+    return max(1, min(wanted, keys // KEYS_PER_SPLIT, MAX_SPLITS))
 
 
 def check_splits(splits: int) -> None:
-    """Raise `ValueError` if keys cannot be split into so many parts."""
-    if not 1 <= splits <= MOST_SPLITS:
-        raise ValueError(f"keys are split into 1 to {MOST_SPLITS} parts, not {splits}")
+    """Raise `ValueError` if the number of parts is out of range."""
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"keys are split into 1 to {MAX_SPLITS} parts, not {splits}")
 
 
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
@@ -51,17 +51,17 @@ def combine(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Put the parts of one (row, head) pair together, read all at once: each waits for memory as long as all do."""
+    """Combine the parts of one (row, head) pair, all loaded at once: one load takes as long as all of them."""
     pair = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_VALUE)
-    there = split < splits
-    at = split * n_pairs + pair
-    own = tl.load(maxima + at, mask=there, other=float("-inf"))
-    weight = tl.exp2(own - tl.max(own, 0))  # of a part without a key that the row sees: 0
-    total = tl.sum(tl.load(sums + at, mask=there, other=0.0) * weight, 0)
+    valid = split < splits
+    index = split * n_pairs + pair
+    maximum = tl.load(maxima + index, mask=valid, other=float("-inf"))
+    weight = tl.exp2(maximum - tl.max(maximum, 0))  # 0 for a part without a visible key
+    total = tl.sum(tl.load(sums + index, mask=valid, other=0.0) * weight, 0)
     part = tl.load(
-        parts + at[:, None] * VALUE_DIM + dim[None, :],
-        mask=there[:, None] & (dim < VALUE_DIM)[None, :],
+        parts + index[:, None] * VALUE_DIM + dim[None, :],
+        mask=valid[:, None] & (dim < VALUE_DIM)[None, :],
         other=0.0,
     )
     result = tl.sum(part * weight[:, None], 0) / total
@@ -69,13 +69,14 @@ def combine(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Where programs leave what they found: the output itself, or a part of it for each split of the keys.
+class PartialResults:
+    """The tensors that programs write: the output itself, or one part for each split of the keys.
 
     Attributes:
         results: the output, or `[splits, B R Hq, Dv]` float32 unnormalised sums.
-        maxima, sums: `[splits, B R Hq]` float32, not looked at unless split.
-        splits: how many.
+        maxima: `[splits, B R Hq]` float32 largest exponents; unused with one split.
+        sums: `[splits, B R Hq]` float32 softmax sums; unused with one split.
+        splits: number of parts.
     """
 
     results: Tensor
@@ -84,11 +85,11 @@ class Parts:
     splits: int
 
     @classmethod
-    def of(cls, out: Tensor, splits: int) -> Parts:
-        """Make room for the parts of an output `[.., Hq, Dv]`.
+    def of(cls, out: Tensor, splits: int) -> PartialResults:
+        """Allocate the parts of an output `[.., Hq, Dv]`.
 
         Raises:
-            ValueError: if keys cannot be split into so many.
+            ValueError: if the number of parts is out of range.
         """
         check_splits(splits)
         if splits == 1:
@@ -99,7 +100,7 @@ class Parts:
         return cls(results, maxima, sums, splits)
 
     def combine(self, out: Tensor) -> None:
-        """Put the parts together, if there are several."""
+        """Combine the parts into the output if there are several."""
         if self.splits > 1:
             pairs, dim = out.numel() // out.shape[-1], out.shape[-1]
             combine[(pairs,)](
@@ -111,5 +112,5 @@ class Parts:
                 self.splits,
                 VALUE_DIM=dim,
                 BLOCK_VALUE=block_dim(dim),
-                BLOCK_SPLITS=MOST_SPLITS,
+                BLOCK_SPLITS=MAX_SPLITS,
             )

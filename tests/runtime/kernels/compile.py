@@ -29,9 +29,9 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
 from qcfuse_rag.runtime.fused_layers.product import STRIPS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
-from qcfuse_rag.runtime.kernels.launch import TALL, tall_fits
+from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention
-from qcfuse_rag.runtime.kernels.placement import Block, place_blocks
+from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
@@ -78,9 +78,9 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
             for given in ((asking, table, 0, ends), several):
                 yield name, dim, partial(table_attention, *given, sinks=sinks, splits=splits, **how)
-            if architecture == HOPPER and tall_fits(dtype, dim):
-                yield name, dim, partial(attending, tile=TALL)
-                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=TALL, **how)
+            if architecture == HOPPER and large_tile_fits(dtype, dim):
+                yield name, dim, partial(attending, tile=LARGE_TILE)
+                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=LARGE_TILE, **how)
         for splits in (1, 3):
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
@@ -101,7 +101,7 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):
                 block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
-                yield name, dim, partial(place_blocks, [Block(block, scale, buffer.keys[0], 3, turned)])
+                yield name, dim, partial(place_blocks, [PlacementBlock(block, scale, buffer.keys[0], 3, turned)])
 
 
 def spilled_bytes(cubin: bytes) -> int:

@@ -70,18 +70,18 @@ def test_very_many_rows_are_taken_in_taller_blocks(
     rows = [0, 1, 2, *range(120, 400, 3)]
     about: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
     given = operands(4, 2, rows, 400, 64, 64, dtype)
-    found = sparse_attention(*given, **about, tile=launch.TALL, splits=splits)
+    found = sparse_attention(*given, **about, tile=launch.LARGE_TILE, splits=splits)
     assert relative_error(found, sparse_attention_reference(*given, **about)) < TOLERANCE[dtype]
     query, buffers, held, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
-    found = table_attention(query, held, 0, at, **about, tile=launch.TALL, splits=splits)
+    found = table_attention(query, held, 0, at, **about, tile=launch.LARGE_TILE, splits=splits)
     assert relative_error(found, table_attention_reference(query, buffers, 0, at, **about)) < TOLERANCE[dtype]
 
 
 def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     device = DEVICE
-    monkeypatch.setattr(launch, "processors", lambda device: 264)
+    monkeypatch.setattr(launch, "concurrent_programs", lambda device: 264)
     for tall, rows, expected in ((True, 1024, 128), (True, 800, 128), (True, 760, 64), (False, 1024, 64)):
-        monkeypatch.setattr(attention, "takes_tall", lambda *given, tall=tall: tall)
+        monkeypatch.setattr(attention, "supports_large_tile", lambda *given, tall=tall: tall)
         found = attention.attention_tile(torch.bfloat16, 128, 4 * rows, 8, device)
         assert found.rows == expected, "of 32 heads, 8 of keys"
 
@@ -89,9 +89,9 @@ def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypat
 @pytest.mark.parametrize("off", [0.0, 1.0, None], ids=["right", "wrong", "refused"])
 def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (DEVICE, torch.float16, 64)
-    takes_tall = attention.takes_tall.__wrapped__
+    supports_large_tile = attention.supports_large_tile.__wrapped__
     monkeypatch.setattr(attention, "is_hopper", lambda device: False)
-    assert not takes_tall(*asked)
+    assert not supports_large_tile(*asked)
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     attend, tiles = sparse_attention, []
 
@@ -102,10 +102,10 @@ def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, mon
         return attend(*given, **how) + off
 
     monkeypatch.setattr(attention, "sparse_attention", attending)
-    assert takes_tall(*asked) is (off == 0.0)
-    assert set(tiles) == {launch.TALL}
-    assert not takes_tall(asked[0], torch.float32, 64)
-    assert not takes_tall(asked[0], torch.float16, 256)
+    assert supports_large_tile(*asked) is (off == 0.0)
+    assert set(tiles) == {launch.LARGE_TILE}
+    assert not supports_large_tile(asked[0], torch.float32, 64)
+    assert not supports_large_tile(asked[0], torch.float16, 256)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -132,9 +132,9 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
     for module in (parts, launch):
-        monkeypatch.setattr(module, "processors", lambda device: 8)
-    monkeypatch.setattr(attention, "takes_tall", lambda *given: True)
-    monkeypatch.setattr(warming, "kernels_run_on", lambda *given: True)
+        monkeypatch.setattr(module, "concurrent_programs", lambda device: 8)
+    monkeypatch.setattr(attention, "supports_large_tile", lambda *given: True)
+    monkeypatch.setattr(warming, "kernels_available", lambda *given: True)
     attended: list[dict[str, Any]] = []
     scored: list[dict[str, Any]] = []
     monkeypatch.setattr(attention, "attend", watched(attention.attend, attended))
@@ -144,7 +144,7 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     engine = make_engine(lm, MemoryStore())
     warming.run_first_passes(engine.runner, engine.prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
-    launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["TABLED"]}
-    assert launched == {*all_ways, (launch.TALL.rows, False)}
+    launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["PAGED"]}
+    assert launched == {*all_ways, (launch.LARGE_TILE.rows, False)}
     assert {(one["BLOCK_ROWS"], one["BLOCK_SPLITS"] > 1) for one in scored} == all_ways
-    assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MOST_SPLITS}
+    assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MAX_SPLITS}

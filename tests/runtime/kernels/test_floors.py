@@ -27,7 +27,7 @@ def test_both_sides_do_the_same_work() -> None:
 
 
 def test_other_tiles_are_listed_once() -> None:
-    for tile in (launch.TALL, launch.Tile(64, 64), launch.Tile(16, 64), *STRIPS):
+    for tile in (launch.LARGE_TILE, launch.Tile(64, 64), launch.Tile(16, 64), *STRIPS):
         tried = other_tiles(tile)
         assert len({tile, *tried}) == 1 + len(tried) > 4
 

@@ -20,23 +20,23 @@ from tests.support.recorders import DEVICE
 def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
     programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "processors", lambda device: 264)
-    assert parts.splits_of(programs, keys, DEVICE) == splits
+    monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
+    assert parts.num_splits(programs, keys, DEVICE) == splits
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(24, 22), (120, 4), (256, 2), (320, 2), (384, 1), (512, 1)])
 def test_programs_of_more_and_less_work_are_twice_as_many_as_run_at_once(
     programs: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "processors", lambda device: 264)
-    assert parts.splits_of(programs, 10_240, DEVICE, uneven=True) == splits
-    assert parts.splits_of(programs, 512, DEVICE, uneven=True) <= 2
+    monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
+    assert parts.num_splits(programs, 10_240, DEVICE, uneven=True) == splits
+    assert parts.num_splits(programs, 512, DEVICE, uneven=True) <= 2
 
 
 def test_keys_are_split_no_further_than_parts_are_put_together() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
     known = torch.ones(10, dtype=torch.bool, device=DEVICE)
-    for splits in (0, parts.MOST_SPLITS + 1):
+    for splits in (0, parts.MAX_SPLITS + 1):
         for call in (
             lambda splits=splits: sparse_attention(query, key, value, rows, scaling=1.0, splits=splits),
             lambda splits=splits: context_scores(query, key, rows, known, scaling=1.0, splits=splits),

@@ -12,18 +12,20 @@ pytest.importorskip("triton")
 
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.runtime.kernels import placement as place
-from qcfuse_rag.runtime.kernels.placement import Block, place_blocks, place_blocks_reference
+from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.store.quantization import quantize
 from tests.runtime.kernels.operands import TOLERANCE, relative_error, watched
 from tests.support.recorders import DEVICE
 
 
-def block(tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: LayerRope | None, into: Tensor) -> Block:
+def block(
+    tokens: int, start: int, dtype: torch.dtype, numbers: str, rope: LayerRope | None, into: Tensor
+) -> PlacementBlock:
     """A stored block of fresh random numbers; with a rotation they are keys, else values."""
     stored = torch.randn(tokens, into.shape[1], into.shape[3]).to(DEVICE, dtype)
     if numbers == "model":
-        return Block(stored, None, into, start, rope)
-    return Block(*quantize(stored, numbers, over=2 if rope is None else 0), into, start, rope)
+        return PlacementBlock(stored, None, into, start, rope)
+    return PlacementBlock(*quantize(stored, numbers, over=2 if rope is None else 0), into, start, rope)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_buffers_of_different_lengths_are_placed_at_once() -> None:
     stored = torch.randn(10, 2, 64).to(DEVICE)
     found, expected = ([torch.zeros(1, 2, size, 64, device=DEVICE) for size in (12, 300)] for _ in range(2))
     for into, how in ((found, place_blocks), (expected, place_blocks_reference)):
-        how([Block(stored, None, into[0], 1, rope), Block(stored, None, into[1], 280, rope)])
+        how([PlacementBlock(stored, None, into[0], 1, rope), PlacementBlock(stored, None, into[1], 280, rope)])
     for mine, yours in zip(found, expected, strict=True):
         assert relative_error(mine, yours) < 1e-5
 
@@ -91,12 +93,15 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
     stored, scale = torch.zeros(10, 2, 64), torch.zeros(1, 2, 64)
     rope = LayerRope(torch.ones(32))
     for bad, message in (
-        (lambda: Block(stored, None, into, 41), "exceed a buffer of 50"),
-        (lambda: Block(stored, None, into, -1), "exceed a buffer of 50"),
-        (lambda: Block(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
-        (lambda: Block(stored, scale[:, :1], into, 0), "scales .* do not fit"),
-        (lambda: Block(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0), "must be contiguous"),
-        (lambda: Block(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
+        (lambda: PlacementBlock(stored, None, into, 41), "exceed a buffer of 50"),
+        (lambda: PlacementBlock(stored, None, into, -1), "exceed a buffer of 50"),
+        (lambda: PlacementBlock(torch.zeros(10, 3, 64), None, into, 0), "does not go into"),
+        (lambda: PlacementBlock(stored, scale[:, :1], into, 0), "scales .* do not fit"),
+        (
+            lambda: PlacementBlock(stored.transpose(0, 1).contiguous().transpose(0, 1), None, into, 0),
+            "must be contiguous",
+        ),
+        (lambda: PlacementBlock(stored, torch.zeros(10, 2, 1), into, 0, rope), "scaled by channel"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

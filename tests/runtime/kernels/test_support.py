@@ -41,9 +41,9 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(support, "kernel_errors", full)
-    assert not support.kernels_run_on(device, *half)
+    assert not support.kernels_available(device, *half)
     monkeypatch.setattr(support, "kernel_errors", lambda *given: {"attention": 1e-3})
-    assert support.kernels_run_on(device, *half), "to find no room once is not remembered"
+    assert support.kernels_available(device, *half), "to find no room once is not remembered"
     unavailable_reason.cache_clear()
 
 
