@@ -12,13 +12,9 @@ from qcfuse_rag.errors import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about the corpus.
+    """A question about the corpus, and the one or two files that hold the answer.
 
-    Attributes:
-        id: short name.
-        question: text of the question.
-        answers: accepted strings; an answer is right if it contains any of them.
-        documents: names of the one or two files that hold the answer.
+    An answer is right if it contains any of the accepted strings.
     """
 
     id: str

@@ -17,13 +17,7 @@ from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 
 
 def ask_library(
-    question: str,
-    library: Path,
-    options: AskOptions,
-    *,
-    max_new_tokens: int = 128,
-    explain: Path | None,
-    as_json: bool,
+    question: str, library: Path, options: AskOptions, *, max_new_tokens: int = 128, explain: Path | None, as_json: bool
 ) -> None:
     """Retrieve passages, answer a question over them, and print the answer and what was reused."""
     method = options.chosen_method()

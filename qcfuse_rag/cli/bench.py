@@ -147,8 +147,7 @@ def bench_quality(
         str | None, Option(help="Shares to recompute, with commas; by default each method's own.")
     ] = None,
     bases: Annotated[
-        str | None,
-        Option(help="Stored caches: blind, framed, primed, begun, enriched; by default each method's own."),
+        str | None, Option(help="Stored caches: blind, framed, primed, begun, enriched; by default each method's own.")
     ] = None,
     size: Annotated[int, Option(min=1, help="Questions of each dataset.")] = 100,
     distractors: Annotated[

@@ -45,12 +45,8 @@ ANSWER_TOKENS = 32
 class Measurement:
     """Time, divergence and answer of one method on one prompt.
 
-    Attributes:
-        method: the method.
-        ttft_s: median seconds to the first token.
-        report: report of the last run.
-        kl: Kullback-Leibler divergence of the first token's distribution from full prefill's, in nats.
-        answer: generated text.
+    `ttft_s` is the median, the report that of the last run, and `kl` the divergence of the first token from full
+    prefill's, in nats.
     """
 
     method: Method
@@ -83,10 +79,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
         with status("loading the model and checking it against its own code"):
             engine = stack.enter_context(
                 FusionEngine.load(
-                    options.model or default_model(),
-                    store=folder / "kv",
-                    device=options.device,
-                    dtype=options.dtype,
+                    options.model or default_model(), store=folder / "kv", device=options.device, dtype=options.dtype
                 )
             )
             llm = QCFuseLLM.from_engine(engine, max_new_tokens=ANSWER_TOKENS)

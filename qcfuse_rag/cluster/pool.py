@@ -24,17 +24,8 @@ def map_with_workers(
 ) -> Iterator[Columns]:
     """Yield the workers' results for rows, in any order. The process must be connected to a cluster.
 
-    Args:
-        rows: the rows.
-        worker: class of a worker; made with `arguments`, then called with columns.
-        arguments: constructor arguments of every worker.
-        doing: the activity named in the error, such as `warming`.
-        count: most workers.
-        batch_size: rows that a worker takes at a time.
-        resources: resources that Ray reserves for each worker.
-
-    Raises:
-        QCFuseError: if a worker raises an error. Ray gives the rows of a lost worker to another one.
+    A worker is made with `arguments`, then called with columns of `batch_size` rows. An error names the activity
+    `doing`. Ray gives the rows of a lost worker to another one.
     """
     ray, batches = import_ray(), -(-len(rows) // batch_size)
     pool = ray.data.from_items(rows, override_num_blocks=batches).map_batches(

@@ -86,16 +86,10 @@ class TierTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The estimate for a corpus.
+    """The estimate for a corpus; corpus_bytes are those of all nodes.
 
-    Attributes:
-        kv_bytes_per_token: bytes of a token's stored keys and values.
-        corpus_bytes: bytes of all nodes.
-        warming_hours: hours of warming on one machine; several machines share them.
-        full_ttft_s: seconds to the first token without a store.
-        break_even_uses: retrievals of a node until its warming has paid in computing time; infinite if never.
-        tiers: the times of a request over each tier.
-        rates: the rates that the estimate uses.
+    Warming hours are those of one machine; several machines share them. `full_ttft_s` is without a store.
+    `break_even_uses` are the retrievals of a node until its warming has paid in computing time; infinite if never.
     """
 
     kv_bytes_per_token: float
@@ -114,16 +108,11 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusPlan:
-    """A corpus, and the requests over it.
+    """A corpus of passages, and the requests over it.
 
-    Attributes:
-        nodes: passages in the corpus.
-        tokens: tokens of a passage.
-        retrieved: passages of a request.
-        question_tokens: tokens of a request beside the passages: the question and the template.
-        ratio: share of the passages' tokens that is recomputed.
-        number_bytes: bytes of a stored number, see `NUMBERS`.
-        caches: caches kept of each passage; the default method keeps two and reads one of them.
+    `tokens` are those of a passage, `retrieved` the passages of a request, and `question_tokens` its other tokens: the
+    question and the template. `ratio` is the share of the passages' tokens that is recomputed. For `number_bytes` see
+    `NUMBERS`. The default method keeps two caches of each passage and reads one of them.
     """
 
     nodes: int

@@ -27,13 +27,7 @@ class BadDataset(QCFuseError):
 
 
 class QuestionLine(NamedTuple):
-    """One line of a question file.
-
-    Attributes:
-        number: line number, from 1.
-        id: the question's id in the file, or None.
-        sample: the question.
-    """
+    """One line of a question file: its number, from 1, the question's id in the file, and the question."""
 
     number: int
     id: str | None

@@ -23,13 +23,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one request.
-
-    Attributes:
-        body_bytes: largest body, in bytes.
-        documents: largest number of documents.
-        body_s: longest time to receive the body, in seconds.
-    """
+    """Limits of one request: its body, its documents, and the seconds until its body has arrived."""
 
     body_bytes: int = 8 << 20
     documents: int = 256

@@ -40,14 +40,8 @@ SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 class Event:
     """A piece of an answer, as plain data that can be sent between processes.
 
-    Attributes:
-        text: new text.
-        calls: tool calls in OpenAI's format; only in the last event.
-        finish_reason: why the answer ended, in OpenAI's terms; only in the last event.
-        usage: token counts in OpenAI's format; only in the last event.
-        report: of the prefill; only in the last event.
-        status: HTTP status; other than 200 the event is the last one.
-        error: message of a failed request.
+    Tool calls, finish reason and usage are in OpenAI's format; these and the prefill's report come only with the last
+    event. An HTTP status other than 200 makes an event the last one.
     """
 
     text: str = ""

@@ -16,11 +16,7 @@ SPARE_CONNECTIONS = 512
 
 
 def make_server(
-    app: Any,
-    *,
-    max_requests: int,
-    headers_s: float = HEADERS_S,
-    protocol: type[asyncio.Protocol] = AutoHTTPProtocol,
+    app: Any, *, max_requests: int, headers_s: float = HEADERS_S, protocol: type[asyncio.Protocol] = AutoHTTPProtocol
 ) -> uvicorn.Server:
     """Return a server that is ready to run.
 

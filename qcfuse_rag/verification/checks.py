@@ -41,11 +41,7 @@ class VerifyLimits:
 class Comparison:
     """The results of one prompt, fused and by full prefill.
 
-    Attributes:
-        kl: divergence of the first token, in nats.
-        agrees: whether the first tokens are the same.
-        fused_score: share of the expected strings in the fused answer.
-        full_score: share of the expected strings in full prefill's answer.
+    `kl` is the divergence of the first token, in nats; scores are the shares of the expected strings in the answers.
     """
 
     kl: float

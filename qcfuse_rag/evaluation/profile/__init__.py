@@ -1,5 +1,1 @@
-"""Find the layers of a model that look at the answer.
-
-In: a model and questions.
-Out: a `LayerProfile`.
-"""
+"""Find the layers of a model that look at the answer: a `LayerProfile` from a model and questions."""

@@ -1,5 +1,1 @@
-"""Compare the answers of methods.
-
-In: questions with passages and gold answers, and methods.
-Out: one record a question and configuration, summaries, tables and plots.
-"""
+"""Answer quality: records, tables and plots from a model, methods and questions."""

@@ -44,9 +44,7 @@ class BatchedDecoder:
     def stack(
         cls, lm: LanguageModel, prefilled: Iterable[Prefilled], count: int, length: int, room: int
     ) -> BatchedDecoder:
-        """Copy `count` prefilled prompts side by side as they come, so that no two of their own buffers need exist at
-        once.
-        """
+        """Copy `count` prefilled prompts side by side as they come, so that their own buffers exist one at a time."""
         buffer = KVBuffer.allocate(lm.shapes, length + room, dtype=lm.dtype, device=lm.device, batch=count)
         logits = []
         for index, result in enumerate(prefilled):

@@ -26,13 +26,9 @@ Key = tuple[str, str | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A method at one ratio over one base.
+    """A method at one ratio over one base, by their names; the label has the parameters as the user wrote them.
 
-    Attributes:
-        label: the method's name, with its parameters as the user wrote them.
-        method: the method.
-        base: name of the base that it reads, or None.
-        ratio: the requested ratio or the method's own; None for methods that count tokens.
+    `ratio` is the requested ratio or the method's own; None for methods that count tokens.
     """
 
     label: str

@@ -35,30 +35,10 @@ UNLIMITED = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class QualityOptions:
-    """The options of `qcfuse bench quality`.
+    """The options of `qcfuse bench quality`; its help describes them.
 
-    Attributes:
-        model: Hugging Face id, folder or GGUF file.
-        data_dir: folder of `{dataset}.jsonl`.
-        datasets: names; RULER-style datasets are generated if they have no file.
-        methods: see `evaluation.quality.configurations`.
-        out: file of the result; records go beside it.
-        ratios: see `evaluation.quality.configurations`.
-        bases: see `evaluation.quality.configurations`.
-        size: questions of each dataset.
-        distractors: passages to keep beside those with the answer; None keeps all.
-        top_k: number of first passages to keep; None keeps all.
-        seed: seed of generated tasks and of the bootstrap.
-        max_new_tokens: most tokens of an answer; None is 32, and in RULER's tasks their own number.
-        ruler_tokens: target length of generated tasks.
-        group: questions to prepare together while the store is in memory.
-        store: folder to keep passages in; None is memory.
-        device: a device such as `cpu` or `cuda:0`.
-        dtype: a dtype such as `bfloat16`.
-        pool: files or folders of JSON lines in which the neighbours of enriched passages are searched; empty is the
-            prepared passages alone.
-        neighbours: neighbours of each enriched passage.
-        profile: file of the model's critical layers; see `FusionEngine.load`.
+    Datasets are files `{dataset}.jsonl`, or RULER-style tasks, generated if they have no file. Records go beside `out`.
+    Without a store, passages are kept in memory. `pool` are files or folders of JSON lines.
     """
 
     model: str
@@ -224,10 +204,7 @@ def _preparations(chosen: Sequence[Configuration]) -> dict[tuple[str, str | None
 
 
 def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
-    return {
-        **about_run(engine.lm, options.model),
-        "options": json.loads(json.dumps(asdict(options), default=str)),
-    }
+    return {**about_run(engine.lm, options.model), "options": json.loads(json.dumps(asdict(options), default=str))}
 
 
 def on_distractors(examples: Sequence[Example]) -> list[str]:

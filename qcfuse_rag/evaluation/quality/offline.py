@@ -22,13 +22,9 @@ CAPTURED_TOGETHER = 4
 
 @dataclass(frozen=True, slots=True)
 class OfflineCost:
-    """The cost of one preparation.
+    """The cost of one preparation; methods that share a preparation read the same stored caches.
 
-    Attributes:
-        preparation: its name; methods that share a preparation read the same stored caches.
-        chunks: distinct passages prepared now; passages found in the store cost nothing.
-        seconds: time taken.
-        size_bytes: bytes stored.
+    `chunks` are the distinct passages prepared now; passages found in the store cost nothing.
     """
 
     preparation: str
@@ -44,12 +40,7 @@ class OfflineCost:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourPool:
-    """The corpus in which the neighbours of enriched passages are searched.
-
-    Attributes:
-        texts: passages of the corpus; the prepared passages always belong to it.
-        neighbours: number of neighbours of each passage.
-    """
+    """The corpus in which each passage's neighbours are searched; the prepared passages always belong to it."""
 
     texts: tuple[str, ...] = ()
     neighbours: int = NEIGHBOURS
@@ -94,9 +85,7 @@ class WarmPreparation:
 class CapturePreparation:
     """Compute groups of related passages exactly, and keep the caches of passages that follow others.
 
-    Attributes:
-        keep: `variant`, `difference` or `patch`, see `Corpus.capture`.
-        base: the base of the caches that are placed where no captured cache fits.
+    For `keep` see `Corpus.capture`. Where no captured cache fits, caches of `base` are placed.
     """
 
     keep: str

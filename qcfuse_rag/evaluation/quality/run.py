@@ -28,13 +28,9 @@ STACK_BYTES = 3 << 30
 
 @dataclass(slots=True)
 class PendingQuestion:
-    """A question to run, with the parts that all its configurations share.
+    """A question to run, with the prompt and the gold answer's tokens that all its configurations share.
 
-    Attributes:
-        example: the question.
-        prompt: the prompt of every configuration.
-        gold: token ids of the gold answer.
-        beside: digest of the passages prepared together.
+    `beside` is the digest of the passages prepared together.
     """
 
     example: Example

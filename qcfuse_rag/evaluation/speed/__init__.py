@@ -1,5 +1,1 @@
-"""Time to first token, decode rate and memory.
-
-In: a model, methods and storage tiers.
-Out: times beside transformers' own and beside the machine's limits.
-"""
+"""Time to first token, decode rate and memory, beside transformers and the limits of the machine."""

@@ -44,20 +44,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """The options of `qcfuse bench speed`.
+    """The options of `qcfuse bench speed`; its help describes them.
 
-    Attributes:
-        contexts: numbers of passage tokens in a prompt.
-        methods: the methods to time beside full prefill.
-        tiers: where passages come from: `memory` of the host, `pinned` memory of the host, memory of the `device`, the
-            `disk` (its files in the page cache), or `throttled` to `throttle` bytes a second. With none,
-            `memory` and `disk`, on a GPU `pinned`, `device` and `disk`.
-        numbers: the formats that each tier keeps passages in, see `store.quantization`.
-        chunk: tokens of a passage.
-        repeats: rounds after the warm-up round.
-        requests: batch sizes to decode.
-        throttle: bytes a second.
-        folder: a folder on the disk to measure; None is the folder of temporary files.
+    Passages come from the host's `memory`, `pinned` memory of the host, memory of the `device`, the `disk` (its files
+    in the page cache), or are `throttled` to so many bytes a second. Without tiers, `memory` and `disk` are measured,
+    on a GPU `pinned`, `device` and `disk`. The warm-up round comes on top of `repeats`.
     """
 
     contexts: tuple[int, ...] = (4096,)
@@ -114,11 +105,7 @@ def measure_speed(
     """
     check_tiers(lm, options.tiers, options.numbers)
     ceilings = measure_ceilings(lm)
-    result: dict[str, Any] = {
-        "kv_bytes_per_token": lm.kv_bytes_per_token,
-        "prefill": [],
-        "decode": [],
-    }
+    result: dict[str, Any] = {"kv_bytes_per_token": lm.kv_bytes_per_token, "prefill": [], "decode": []}
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)

@@ -65,20 +65,11 @@ ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128
 
 @dataclass(frozen=True, slots=True)
 class StoreRate:
-    """One measurement; rates are millions of bytes a second.
+    """One measurement of files of one shape; rates are millions of bytes a second.
 
-    Attributes:
-        entry: the shape of the entries.
-        entry_bytes: size of one file.
-        entries: number of files.
-        what: the operation: writing, reading from the page cache after writing, reading from disk, or reading from
-            the page cache after reading.
-        threads: number of threads.
-        store_mb_s: the store's rate.
-        bare_mb_s: the rate of the same bytes without the store; reading goes into memory new to the process.
-        ratio: store over bare, median of the pairs.
-        recycled_mb_s: the rate of reading without the store into memory from the allocator; None for writing.
-        recycled_ratio: store over that rate, median of the pairs.
+    The bare side has the same bytes without the store; reading goes into memory new to the process, or, `recycled`,
+    into memory from the allocator, which is None for writing. Ratios are the store's rate over the other, medians of
+    the pairs.
     """
 
     entry: str
@@ -156,11 +147,7 @@ class _StoreBenchmark:
         return [self._rate(what, threads, rounds) for what, rounds in times.items() if rounds]
 
     def _time(
-        self,
-        pool: ThreadPoolExecutor,
-        turn: int,
-        operations: Sequence[Operation],
-        before: Callable[[], object] = bool,
+        self, pool: ThreadPoolExecutor, turn: int, operations: Sequence[Operation], before: Callable[[], object] = bool
     ) -> list[float]:
         """Return the seconds that each operation takes for all entries; each turn begins with another operation."""
         seconds = [0.0] * len(operations)

@@ -25,16 +25,11 @@ LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)
 
 @dataclass(frozen=True, slots=True)
 class WarmingRates:
-    """The result of `qcfuse bench warm`.
+    """The result of `qcfuse bench warm`, with the seconds of each run.
 
-    Attributes:
-        chunks: number of passages.
-        tokens: tokens of all passages.
-        batch_tokens: most tokens in one pass.
-        job_s: seconds of each run of the job, which writes the caches and forces them to disk.
-        bare_s: seconds of each run of transformers' own forward passes over batches of the same passages.
-        ratio: throughput of the job over that of the bare passes, median of the pairs.
-        computed_share: tokens that the job computed over tokens that it stored.
+    The job writes the caches and forces them to disk; the bare side is transformers' own forward passes over batches of
+    the same passages. `ratio` is the throughput of the job over the bare one, median of the pairs; `computed_share` the
+    tokens that the job computed over those that it stored.
     """
 
     chunks: int

@@ -1,5 +1,1 @@
-"""Measure single questions about the engine, each by one command.
-
-In: `python -m qcfuse_rag.evaluation.studies NAME [options] [--json FILE]`.
-Out: a table, and JSON.
-"""
+"""Measure single questions about the engine: `python -m qcfuse_rag.evaluation.studies NAME [options] [--json FILE]`."""

@@ -38,11 +38,7 @@ KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
 
 
 def overhead(
-    model: str | None = None,
-    tokens: int = 4096,
-    method: str = "auto",
-    ratio: float = 0.05,
-    rounds: int = 15,
+    model: str | None = None, tokens: int = 4096, method: str = "auto", ratio: float = 0.05, rounds: int = 15
 ) -> StudyResult:
     """Measure where the time of a fused prefill goes on a CPU: matrix products and attention, or other work.
 

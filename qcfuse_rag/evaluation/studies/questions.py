@@ -23,16 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The questions of a study over files, and the model that answers them.
-
-    Attributes:
-        data: files of JSON lines.
-        model: the model; None is SmolLM2-135M.
-        size: questions of each file.
-        skip: questions of each file to leave out before them.
-        distractors: passages beside those with the answer.
-        store: folder to keep passages in; None is memory.
-    """
+    """The questions of a study over files of JSON lines, and the model that answers them."""
 
     data: Sequence[Path]
     model: str | None
