@@ -88,8 +88,8 @@ def test_plans_are_attended_to_in_rectangles_where_no_window_is_narrower(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    own = attention.attend_in_rectangles
-    monkeypatch.setattr(attention, "attend_in_rectangles", lambda *given: taken.append(given) or own(*given))
+    own = attention.attend_in_blocks
+    monkeypatch.setattr(attention, "attend_in_blocks", lambda *given: taken.append(given) or own(*given))
     generator = torch.Generator().manual_seed(3)
     rows = torch.cat([torch.randperm(150, generator=generator)[:130].sort().values, torch.arange(150, 160)])
     query = torch.randn(1, 4, len(rows), 8, generator=generator)
