@@ -21,7 +21,7 @@ from qcfuse_rag.ingestion.primer import PRIMER, PRIMER_TOKENS
 from qcfuse_rag.ingestion.summary import WarmSummary
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import PrefillWorkers, Progress, WarmJob, with_prerequisites
-from qcfuse_rag.methods.relaycaching.answer_cache import Kept, keep_generated
+from qcfuse_rag.methods.relaycaching import StoredAnswer, store_answer
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
@@ -213,7 +213,7 @@ class Corpus:
             for group in groups
         )
 
-    def put_generated(self, stream: TextStream, text: str | None = None) -> Kept:
+    def put_generated(self, stream: TextStream, text: str | None = None) -> StoredAnswer:
         """Store the keys and values of an answer that will be a passage of later prompts; for method `relaycaching`.
 
         Only what was computed exactly is stored: ask with `method=make_method("full")`. The entry is removed when one
@@ -232,12 +232,12 @@ class Corpus:
         generation = stream.result()
         passage = generation.text if text is None else text
         if stream.prefilled.prompt.joined and self.open_sources().has_restricted():
-            return Kept(None, reason="it was given over a text that may hold passages not everybody may read")
+            return StoredAnswer(None, reason="it was given over a text that may hold passages not everybody may read")
         prompt_chunks = [span.segment.stored_ids for span in stream.prefilled.prompt.chunks]
         answer = self._prompts.chunk_ids(passage)
         if len(self._neighbour_policy.permitted_group([*prompt_chunks, answer])) <= len(prompt_chunks):
-            return Kept(None, reason="it was given over a passage that not all who may read it may read")
-        return keep_generated(
+            return StoredAnswer(None, reason="it was given over a passage that not all who may read it may read")
+        return store_answer(
             self._lm,
             self._store,
             self._prompts,

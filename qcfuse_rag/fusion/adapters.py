@@ -63,17 +63,17 @@ class AdaptedChunk:
 
 
 class Adapter(Protocol):
-    """Chooses the chunk to place."""
+    """Chooses or alters the chunk to place at a position in a prompt."""
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Choose or alter.
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
+        """Return the chunk to place.
 
         Args:
-            place: where the chunk is to stand.
-            found: what the store had under the method's base, or why it had nothing.
+            context: the chunk's position in the prompt.
+            stored: the chunk under the method's base, or why the store has none.
 
         Returns:
-            What to place, or the reason to compute the chunk in full.
+            The chunk to place, or the reason to compute it in full.
         """
         ...
 
@@ -89,10 +89,10 @@ class ReadsBases(Protocol):
     bases: tuple[Base, ...]
 
 
-def follows_system_prefix(place: PlacementContext) -> bool:
+def follows_system_prefix(context: PlacementContext) -> bool:
     """Return whether only the system prefix and chunks stand before a position, as where slots are captured."""
-    before = [span.segment.stored_ids for span in place.prompt.chunks if span.stop <= place.span.start]
-    return place.prompt.ids[: place.span.start] == tuple(itertools.chain(place.prompt.prefix_ids, *before))
+    before = [span.segment.stored_ids for span in context.prompt.chunks if span.stop <= context.span.start]
+    return context.prompt.ids[: context.span.start] == tuple(itertools.chain(context.prompt.prefix_ids, *before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,24 +112,24 @@ class FallbackBases:
     bases: tuple[Base, ...]
     exact_first: bool = False
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return the chunk under the first base that has it."""
-        prefix_ids, before = place.prompt.prefix_ids, place.prompt.ids[: place.span.start]
-        if self.exact_first and not place.base.exact_behind(before, prefix_ids):
+        prefix_ids, before = context.prompt.prefix_ids, context.prompt.ids[: context.span.start]
+        if self.exact_first and not context.base.exact_behind(before, prefix_ids):
             for base in (base for base in self.bases if base.exact_behind(before, prefix_ids)):
-                key = base.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
-                other = place.store.get(key)
+                key = base.key(context.lm.fingerprint, prefix_ids, context.span.segment.stored_ids)
+                other = context.store.get(key)
                 if isinstance(other, ChunkKV):
                     return AdaptedChunk(other, exact=True, key=key)
-        if isinstance(found, ChunkKV):
-            return AdaptedChunk(found, place.base.exact_behind(before, prefix_ids))
+        if isinstance(stored, ChunkKV):
+            return AdaptedChunk(stored, context.base.exact_behind(before, prefix_ids))
         for base in self.bases:
-            key = base.key(place.lm.fingerprint, prefix_ids, place.span.segment.stored_ids)
-            other = place.store.get(key)
+            key = base.key(context.lm.fingerprint, prefix_ids, context.span.segment.stored_ids)
+            other = context.store.get(key)
             if isinstance(other, ChunkKV):
-                note = f"{base.name} instead of {place.base.name}"
+                note = f"{base.name} instead of {context.base.name}"
                 return AdaptedChunk(other, base.exact_behind(before, prefix_ids), note=note, key=key)
-        return found
+        return stored
 
 
 Weighted = tuple[float, ChunkKV]

@@ -1,4 +1,4 @@
-"""Published methods, one small file each, and the table they are found in."""
+"""The published methods, one file each, and the table that names them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qcfuse_rag.methods.full import full
 from qcfuse_rag.methods.fusionrag import fusionrag
 from qcfuse_rag.methods.kamera import kamera
 from qcfuse_rag.methods.kvcomm import kvcomm
-from qcfuse_rag.methods.parameters import checked
+from qcfuse_rag.methods.parameters import check_parameters
 from qcfuse_rag.methods.prophetkv import prophetkv
 from qcfuse_rag.methods.qcfuse import qcfuse
 from qcfuse_rag.methods.random import random
 from qcfuse_rag.methods.relaxkv import relaxkv
-from qcfuse_rag.methods.relaycaching.method import relaycaching
+from qcfuse_rag.methods.relaycaching import relaycaching
 from qcfuse_rag.methods.reuse import reuse
 from qcfuse_rag.store.prefill_base import BASES, BLIND, FRAMED
 
@@ -46,7 +46,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 
 
 def default_method() -> Method:
-    """Return what is used where nobody names a method: our own."""
+    """Return the method that is used if none is named: `auto`."""
     return auto()
 
 
@@ -54,11 +54,10 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     """Build the method a user names in settings or on the command line.
 
     Args:
-        name: a key of `METHODS`; None is the default, our own at 5 %.
-        ratio: share of reused tokens to recompute; None is the method's published one.
+        name: a key of `METHODS`; None is the default, `auto` at 5 %.
+        ratio: share of reused tokens to recompute; None is the method's default, the published one.
         base: a name in `BASES`; None is framed even for methods published with blind caches, because passages are
-            warmed framed, and primed, when nobody says otherwise. Methods that need another one, as FusionRAG does
-            enriched caches, keep it.
+            warmed framed and primed by default. Methods that need another base keep it, as FusionRAG keeps enriched.
 
     Raises:
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
@@ -82,13 +81,13 @@ def make_method(name: str, **parameters: Any) -> Method:
 
     Args:
         name: a key of `METHODS`.
-        **parameters: of the method's function; those that are None are left at their defaults.
+        **parameters: parameters of the method's function; None leaves a parameter at its default.
 
     Raises:
-        UnknownMethod: if there is no such method, or it does not take a parameter or a value of that type.
+        UnknownMethod: if there is no such method, or it does not take a parameter, or a value is of the wrong type.
         ValueError: if a parameter is out of range.
     """
     if name not in METHODS:
         raise UnknownMethod(f"no method {name!r}; there are {', '.join(METHODS)}")
-    given = {key: value for key, value in parameters.items() if value is not None}
-    return METHODS[name](**checked(name, METHODS[name], given))
+    values = {key: value for key, value in parameters.items() if value is not None}
+    return METHODS[name](**check_parameters(name, METHODS[name], values))

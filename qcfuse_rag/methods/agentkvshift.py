@@ -1,4 +1,4 @@
-"""AgentKVShift (arXiv 2607.21604): recompute a few tokens of each chunk, shift the others by what those moved."""
+"""AgentKVShift (arXiv 2607.21604): recompute a few tokens of each chunk, shift the others by their mean residual."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from qcfuse_rag.store.prefill_base import BLIND, Base
 
 @dataclass(frozen=True, slots=True)
 class MeanShift:
-    """Add each chunk's mean residual, layer by layer, to its tokens that are not rows.
+    """Add each chunk's mean residual, layer by layer, to its tokens that are not recomputed.
 
-    AgentKVShift (arXiv 2607.21604): a chunk's residual, fresh minus stored, is a part its tokens share and noise; the
-    recomputed tokens tell the shared part. Keys are compared unrotated, since the same residual turns with the
-    position. The weight of a token is its early deviation, at most 1, taken relative to the mean of the chunk's
-    recomputed tokens.
+    AgentKVShift (arXiv 2607.21604): a token's residual, fresh minus stored, is a part that all tokens of the chunk
+    share, plus noise; the mean over recomputed tokens estimates the shared part. Keys are compared unrotated, since
+    rotation depends on the position. A token's weight is its early deviation relative to the mean of the chunk's
+    recomputed tokens, at most 1.
 
     Attributes:
-        keys, values: which of them to shift.
+        keys: shift keys.
+        values: shift values.
     """
 
     keys: bool = True
@@ -42,32 +43,32 @@ class MeanShift:
         scores: Scores | None,
         budget: int,
     ) -> MeanShiftPass:
-        """Return the correction of one pass."""
+        """Return the hook of one pass."""
         assert scores is not None
         distance = scores.mean.clamp_min(0).sqrt()
         chunks = []
         for placed in candidates:
             span = torch.arange(placed.span.start, placed.span.stop, device=distance.device)
-            own = torch.isin(span, selection.positions)
-            if own.any() and not own.all():
-                usual = distance[span[own]].mean().clamp_min(torch.finfo(torch.float32).tiny)
-                weights = (distance[span[~own]] / usual).clamp_max(1)
-                chunks.append(ShiftedChunk(span[own], span[~own], weights))
+            selected = torch.isin(span, selection.positions)
+            if selected.any() and not selected.all():
+                mean = distance[span[selected]].mean().clamp_min(torch.finfo(torch.float32).tiny)
+                weights = (distance[span[~selected]] / mean).clamp_max(1)
+                chunks.append(ShiftedChunk(span[selected], span[~selected], weights))
         return MeanShiftPass(fused.lm.ropes, chunks, self.keys, self.values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShiftedChunk:
-    """A chunk in parts: `told` recomputed positions, `others` to shift, their `weights` in [0, 1]."""
+    """A chunk's positions: `recomputed`, and `shifted` with their `weights` in [0, 1]."""
 
-    told: Tensor
-    others: Tensor
+    recomputed: Tensor
+    shifted: Tensor
     weights: Tensor
 
 
 @dataclass(slots=True, eq=False)
 class MeanShiftPass:
-    """One pass's correction. Residuals of layer 0 are rounding and are left alone."""
+    """The hook of one pass. Layer 0 is not shifted: its residuals are rounding errors."""
 
     ropes: tuple[LayerRope, ...]
     chunks: list[ShiftedChunk]
@@ -76,26 +77,26 @@ class MeanShiftPass:
     _stored: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Keep all rows; remember what is about to be overwritten."""
-        self._stored = [stored_rows(buffer, layer, chunk.told) for chunk in self.chunks]
+        """Keep all rows; save the stored keys and values that are about to be overwritten."""
+        self._stored = [stored_rows(buffer, layer, chunk.recomputed) for chunk in self.chunks]
         return rows
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Shift the tokens that are no rows, before any row looks at them."""
+        """Shift the tokens that are not recomputed, before any row attends to them."""
         if layer == 0:
             return
         keys, values = buffer.keys[layer], buffer.values[layer]
         for chunk, (old_keys, old_values) in zip(self.chunks, self._stored, strict=True):
             weights = chunk.weights[:, None].to(keys.dtype)
             if self.keys:
-                moved = self._turn(layer, keys[:, :, chunk.told] - old_keys, -chunk.told)
-                mean = moved.mean(2, keepdim=True).expand(-1, -1, len(chunk.others), -1)
-                keys[:, :, chunk.others] += weights * self._turn(layer, mean, chunk.others)
+                residual = self._rotate(layer, keys[:, :, chunk.recomputed] - old_keys, -chunk.recomputed)
+                mean = residual.mean(2, keepdim=True).expand(-1, -1, len(chunk.shifted), -1)
+                keys[:, :, chunk.shifted] += weights * self._rotate(layer, mean, chunk.shifted)
             if self.values:
-                mean = (values[:, :, chunk.told] - old_values).mean(2, keepdim=True)
-                values[:, :, chunk.others] += weights * mean
+                mean = (values[:, :, chunk.recomputed] - old_values).mean(2, keepdim=True)
+                values[:, :, chunk.shifted] += weights * mean
 
-    def _turn(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+    def _rotate(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
         rope = self.ropes[layer]
         if rope.inv_freq is None:
             return keys

@@ -1,4 +1,4 @@
-"""Our own: primed caches, all of the prompt's end asks, the upper layers choose, and a guard; see docs/notes/auto.md."""
+"""Our own: primed caches, a probe by the prompt's suffix in the upper layers, and a guard; see docs/notes/auto.md."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def auto(
     exact_first: bool = True,
     guard: bool = True,
 ) -> Method:
-    """Recompute few tokens over caches that know they are not the first, unless computing all is faster.
+    """Recompute few tokens over primed caches, unless computing the whole prompt is faster.
 
-    Each part can be switched off; what each is worth is in docs/notes/auto.md.
+    Each part can be switched off; docs/notes/auto.md measures each part.
 
     Args:
         ratio: share of the passage tokens to recompute.
         base: which stored caches to start from, see `ingestion.primer`.
-        layers: whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, after which
-            the last quarter of the caches may still be on their way; see `fusion.probes`.
-        rows: what asks: the question, or the `suffix`, all that stands behind the passages.
-        normalized: every layer has as much of a say as the others.
-        exact_first: the prompt's first passage is taken framed, which is exact.
-        guard: compute everything where that is predicted to be faster.
+        layers: layers whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, so that
+            the probe does not wait for the last quarter of the caches; see `fusion.probes`.
+        rows: rows whose attention counts: the `question`, or the `suffix`, which is all text behind the passages.
+        normalized: give every layer the same weight.
+        exact_first: take the framed cache, which is exact, for the prompt's first passage.
+        guard: compute the whole prompt if that is predicted to be faster.
     """
     return Method(
         "auto",

@@ -21,16 +21,16 @@ from qcfuse_rag.store.prefill_base import BLIND, Base
 
 @dataclass(frozen=True, slots=True)
 class GradualFilter:
-    """Recompute all tokens up to `first_layer`, then fewer in every layer, each time those that deviated most.
+    """Recompute all tokens up to `first_layer`, then in every layer fewer: the tokens that deviated most.
 
-    The share of tokens falls linearly from `spread` above the budget's ratio to as much below it, so that its mean over
+    The share of tokens falls linearly from `1 + spread` to `1 - spread` times the budget's ratio, so that its mean over
     the filtered layers is the ratio (CacheBlend, arXiv 2405.16444, section 4.3, which gives the idea and no numbers).
     Near ratio 1 the spread narrows, since no share can exceed 1.
 
     Attributes:
-        first_layer: the last layer computed in full, the first whose deviations are looked at.
-        spread: how far shares stray from the ratio, as a fraction of it.
-        measure: what deviates.
+        first_layer: last layer that computes all tokens, and first layer whose deviations are measured.
+        spread: largest difference of a share from the ratio, as a fraction of the ratio.
+        measure: the deviation of keys, values or both.
     """
 
     first_layer: int = 1
@@ -49,7 +49,7 @@ class GradualFilter:
         scores: Scores | None,
         budget: int,
     ) -> GradualFilterPass:
-        """Return the filter of one pass."""
+        """Return the hook of one pass."""
         positions = candidate_positions(candidates, fused.lm.device)
         layers = range(self.first_layer + 1, fused.lm.n_layers)
         shares = self.shares(budget / len(positions), len(layers))
@@ -66,12 +66,12 @@ class GradualFilter:
 
 @dataclass(slots=True, eq=False)
 class GradualFilterPass:
-    """One pass's filter.
+    """The hook of one pass.
 
     Attributes:
-        candidates: `[N]` positions that may be let go.
-        measure: what deviates.
-        counts: how many of them each layer computes; layers that are not named compute all that are left.
+        candidates: `[N]` positions that may be dropped.
+        measure: the deviation of keys, values or both.
+        counts: number of candidates that each layer computes; other layers compute all that are left.
     """
 
     candidates: Tensor
@@ -81,17 +81,17 @@ class GradualFilterPass:
     _deviations: Tensor | None = field(default=None, repr=False)
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Keep the tokens that deviated most in the layer before, and every row that is no candidate."""
+        """Keep the candidates that deviated most in the layer before, and every other row."""
         if layer in self.counts and self._deviations is not None:
-            free = torch.isin(rows, self.candidates)
-            scored = self._deviations.masked_fill(~free, float("inf"))
-            count = min(self.counts[layer], int(free.sum())) + int((~free).sum())
+            droppable = torch.isin(rows, self.candidates)
+            scored = self._deviations.masked_fill(~droppable, float("inf"))
+            count = min(self.counts[layer], int(droppable.sum())) + int((~droppable).sum())
             rows = rows[scored.topk(count).indices.sort().values]
         self._stored = stored_rows(buffer, layer, rows)
         return rows
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Measure how far this layer's fresh keys and values are from the stored ones."""
+        """Measure the deviation of this layer's fresh keys and values from the stored ones."""
         assert self._stored is not None
         self._deviations = deviation(stored_rows(buffer, layer, rows), self._stored, self.measure)
 
@@ -99,14 +99,14 @@ class GradualFilterPass:
 def cacheblend(
     ratio: float = 0.15, base: Base = BLIND, variant: Literal["paper", "release"] = "paper", layer: int = 1
 ) -> Method:
-    """Recompute the tokens that differ most from what the prompt makes of them, whatever the question.
+    """Recompute the tokens whose stored keys and values deviate most in this prompt, whatever the question.
 
     Args:
-        ratio: share of the passage tokens to recompute; the released code's is 0.16.
+        ratio: share of the passage tokens to recompute; the released code uses 0.16.
         base: which stored caches to start from.
-        variant: `paper` filters gradually: every token up to layer 1, then fewer in every layer. `release` is the
-            published code: one comparison, of values only, and one set for all layers.
-        layer: where deviation is first looked at; layer 0 never deviates.
+        variant: `paper` filters gradually: all tokens up to layer 1, then fewer in every layer. `release` is the
+            published code: one comparison, of values only, and one set of tokens for all layers.
+        layer: the first layer whose deviation is measured; layer 0 never deviates.
     """
     if variant == "paper":
         return Method(

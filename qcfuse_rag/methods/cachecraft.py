@@ -1,4 +1,4 @@
-"""Cache-Craft (Agarwal et al., arXiv 2502.15734): the cache from the closest context, mended where it looked."""
+"""Cache-Craft (Agarwal et al., arXiv 2502.15734): place the cache of the closest context, recompute part of it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 @dataclass(frozen=True, slots=True)
 class InterProbe:
-    """Cache-Craft's (arXiv 2502.15734) score: tokens that looked at earlier chunks are those another context changes.
+    """Score tokens by their stored attention to earlier chunks: Cache-Craft's score (arXiv 2502.15734).
 
-    Does not depend on the question. Of chunks that were not captured the first tokens come first: there a chunk read
-    without a context differs most.
+    Another context changes these tokens most. The score does not depend on the question. In chunks without captured
+    attention the first tokens come first: there a chunk that was prefilled without a context differs most.
     """
 
     def scores(self, fused: FusedPrompt) -> Scores:
@@ -45,21 +45,22 @@ class InterProbe:
 
 @dataclass(frozen=True, slots=True)
 class ClosestVariant:
-    """Place the cache with the smallest fix overhead (CFO): the share of its tokens that ought to be recomputed.
+    """Place the cache with the smallest fix overhead (CFO): the share of its tokens to recompute.
 
-    `CFO = alpha * CCI * (1 - beta')`, where CCI, measured at birth, says how much the chunk looked at those before it;
-    and `beta'`, see `prefix_overlap`, how much of that is before it again. What is before it now and was not then does
-    not count, as published.
+    `CFO = alpha * CCI * (1 - beta')`. The context impact CCI, measured at capture, is how much the chunk attended to
+    earlier chunks; `beta'`, see `prefix_overlap`, is the share of that attention whose chunks precede it now. As
+    published, chunks that precede it now but not at capture do not count.
 
-    A cache born behind the head alone has looked at nobody. The formula would call it free to reuse anywhere; but it
-    misses all that is before it now. Here it counts as one that shares nothing, with the least impact known of the
-    chunk: `alpha * min CCI`, or `alpha / 2` if the chunk was never captured. So it is placed if no captured one shares
-    anything that matters.
+    A cache prefilled behind the system prefix alone attended to no chunk, so its overhead would be 0 anywhere, although
+    it lacks all chunks that precede it now. Here its overlap is 0 and its impact the smallest known of the chunk:
+    `alpha * min CCI`, or `alpha / 2` if the chunk was never captured. So it is placed if no captured cache has a
+    relevant overlap.
 
     Attributes:
-        alpha: fitted to a quality target in the paper, per model; above 1 it makes overheads of 1 possible.
-        slots: variants to try for each chunk.
-        refuse: compute a chunk anew if even its best cache has an overhead of 1.
+        alpha: factor of overheads; the paper fits it to a quality target per model. Overheads reach 1 only if it is
+            above 1.
+        slots: number of variants to try for each chunk.
+        refuse: compute a chunk in full if even its best cache has an overhead of 1.
     """
 
     alpha: float = 1.0
@@ -71,7 +72,7 @@ class ClosestVariant:
             raise ValueError(f"alpha and slots must be above 0, got {self.alpha} and {self.slots}")
 
     def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Choose. What a full prefill of this prompt would give comes first and is exact."""
+        """Return the exact cache if there is one, else the cache with the smallest overhead, or a miss."""
         prompt, ids = context.prompt, context.span.segment.stored_ids
         before = prompt.ids[: context.span.start]
         if isinstance(stored, ChunkKV) and context.base.exact_behind(before, prompt.prefix_ids):
@@ -79,7 +80,7 @@ class ClosestVariant:
         slots = filled_slots(context.store, "variant", self.slots, context.lm.fingerprint, prompt.prefix_ids, ids)
         for overhead, exact, slot in self._ranked(context, slots):
             if overhead >= 1 and self.refuse and (slot is not None or isinstance(stored, ChunkKV)):
-                return Miss(f"fix overhead {overhead:.2f}: no cache of it is worth mending")
+                return Miss(f"fix overhead {overhead:.2f}: every stored cache would be recomputed whole")
             chunk = stored if slot is None else read_checked(context.store, slot)
             if isinstance(chunk, ChunkKV):
                 name, key = (context.base.name, None) if slot is None else (slot.key.base, slot.key)
@@ -88,17 +89,17 @@ class ClosestVariant:
         return stored if isinstance(stored, Miss) else Miss("absent")
 
     def _ranked(self, context: PlacementContext, slots: Sequence[Slot]) -> Iterator[tuple[float, bool, Slot | None]]:
-        """Yield `(overhead, exact, slot)`, the easiest first; the cache under the method's base as slot None."""
-        known = [context_impact(slot.chunk) for slot in slots]
+        """Yield `(overhead, exact, slot)`, the smallest first; slot None is the cache under the method's base."""
+        impacts = [context_impact(slot.chunk) for slot in slots]
         rated: list[tuple[float, bool, Slot | None]] = [
-            (self._overhead(min(known, default=NO_IMPACT), 0.0), False, None)
+            (self._overhead(min(impacts, default=NO_IMPACT), 0.0), False, None)
         ]
-        straight = follows_system_prefix(context)
-        for slot, impact in zip(slots, known, strict=True):
-            exact = straight and slot.context == context.predecessors
+        only_chunks_before = follows_system_prefix(context)
+        for slot, impact in zip(slots, impacts, strict=True):
+            exact = only_chunks_before and slot.context == context.predecessors
             overlap = captured_overlap(slot.chunk, context.predecessors)
             rated.append((0.0 if exact else self._overhead(impact, overlap), exact, slot))
-        yield from sorted(rated, key=lambda one: (not one[1], one[0]))  # stable: of equals the framed cache is first
+        yield from sorted(rated, key=lambda rating: (not rating[1], rating[0]))  # stable: the framed cache wins ties
 
     def _overhead(self, impact: float, overlap: float) -> float:
         return min(1.0, max(0.0, self.alpha * impact * (1 - overlap)))
@@ -106,15 +107,15 @@ class ClosestVariant:
 
 @dataclass(frozen=True, slots=True)
 class FocusedChunks:
-    """While tokens are recomputed, see which chunks the question looks at; after some layers mend only those.
+    """After some layers, stop recomputing tokens of chunks that the question hardly attends to.
 
-    The paper finds that the focused chunks stand out after layers 10 to 15 of 32 for most questions. Here it is decided
-    once, by two numbers of ours.
+    The paper finds that the focused chunks stand out after layers 10 to 15 of 32 for most questions. Here they are
+    chosen once, by two numbers of ours.
 
     Attributes:
-        depth: share of the layers after which it is decided.
-        share: a chunk is focused if the attention it got so far, summed over its tokens, is at least this share of what
-            the most focused chunk got.
+        depth: share of the layers after which the focused chunks are chosen.
+        share: a chunk is focused if its attention so far, summed over its tokens, is at least this share of the
+            attention that the most focused chunk got.
     """
 
     depth: float = 0.4
@@ -132,43 +133,43 @@ class FocusedChunks:
         scores: Scores | None,
         budget: int,
     ) -> FocusedChunksPass:
-        """Return the watch over one pass."""
+        """Return the hook of one pass."""
         last = min(int(self.depth * fused.lm.n_layers), fused.lm.n_layers - 1)
-        asking = fused.probe_rows().to(fused.lm.device, non_blocking=True)
-        return FocusedChunksPass(fused.prompt.chunks, asking, selection.positions, last, self.share)
+        question = fused.probe_rows().to(fused.lm.device, non_blocking=True)
+        return FocusedChunksPass(fused.prompt.chunks, question, selection.positions, last, self.share)
 
 
 @dataclass(slots=True, eq=False)
 class FocusedChunksPass:
-    """One pass's watch.
+    """The hook of one pass.
 
     Attributes:
         chunks: all passages of the prompt.
-        asking: `[Q]` positions of the question's rows.
-        mending: `[S]` positions of reused tokens that are recomputed.
-        last: the last layer that is looked at.
+        question: `[Q]` positions of the question's rows.
+        recomputed: `[S]` positions of reused tokens that are recomputed.
+        last: the last layer whose attention is measured.
         share: see `FocusedChunks`.
-        chosen: None: those that were mended to the end count.
+        chosen: None; the tokens recomputed in the last layer count.
     """
 
     chunks: tuple[Span, ...]
-    asking: Tensor
-    mending: Tensor
+    question: Tensor
+    recomputed: Tensor
     last: int
     share: float
     chosen: Tensor | None = None
-    _looks: dict[int, float] = field(default_factory=dict, repr=False)
+    _attention: dict[int, float] = field(default_factory=dict, repr=False)
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Let go of the mended tokens of unfocused chunks, once."""
-        if layer != self.last + 1 or not self._looks:
+        """Drop the recomputed tokens of unfocused chunks, once."""
+        if layer != self.last + 1 or not self._attention:
             return rows
-        enough = self.share * max(self._looks.values())
+        threshold = self.share * max(self._attention.values())
         unfocused = torch.zeros_like(rows, dtype=torch.bool)
         for span in self.chunks:
-            if self._looks[span.start] < enough:
+            if self._attention[span.start] < threshold:
                 unfocused |= (rows >= span.start) & (rows < span.stop)
-        return rows[~(unfocused & torch.isin(rows, self.mending))]
+        return rows[~(unfocused & torch.isin(rows, self.recomputed))]
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
         """Change nothing."""
@@ -184,14 +185,18 @@ class FocusedChunksPass:
         softcap: float | None,
         window: int | None,
     ) -> None:
-        """Add what each chunk gets from the question's rows, mean over rows and heads."""
+        """Add the attention of the question's rows to each chunk, mean over rows and heads."""
         if layer > self.last:
             return
-        known = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
-        own = query[:, :, torch.searchsorted(rows, self.asking)]
-        weights = attention_weights(own, key, self.asking, known, scaling=scaling, softcap=softcap, window=window)
+        visible = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
+        queries = query[:, :, torch.searchsorted(rows, self.question)]
+        weights = attention_weights(
+            queries, key, self.question, visible, scaling=scaling, softcap=softcap, window=window
+        )
         for span in self.chunks:
-            self._looks[span.start] = self._looks.get(span.start, 0.0) + float(weights[span.start : span.stop].sum())
+            self._attention[span.start] = self._attention.get(span.start, 0.0) + float(
+                weights[span.start : span.stop].sum()
+            )
 
 
 def cachecraft(
@@ -201,15 +206,16 @@ def cachecraft(
     slots: int = 5,
     early_stop: bool | None = None,
 ) -> Method:
-    """Recompute the tokens that looked at other passages when captured, as many as the change of context demands.
+    """Recompute the tokens that attended to other passages at capture, as many as the change of context demands.
 
     Args:
-        ratio: share of all passages' tokens, divided by demand; None recomputes what each passage demands, and a whole
-            passage from a demand of 1 on, as published.
-        base: stored caches beside those captured with `FusionEngine.capture`.
+        ratio: share of all passages' tokens, divided by demand; None recomputes what each passage demands, as
+            published, and computes a passage in full from a demand of 1 on.
+        base: stored caches besides the caches captured with `engine.corpus.capture`.
         alpha: demand per unit of context impact and change; the paper fits it to a quality target.
         slots: captured caches to try for each passage; the paper's example keeps 5.
-        early_stop: after 0.4 of the layers mend only passages that the question looks at; if None, without a ratio.
+        early_stop: after 0.4 of the layers recompute only passages that the question attends to; None does so if no
+            ratio is given.
     """
     published = ratio is None
     return Method(

@@ -1,4 +1,4 @@
-"""EPIC's LegoLink (Hu et al., arXiv 2410.15332): recompute where each chunk grew a sink of its own."""
+"""EPIC's LegoLink (Hu et al., arXiv 2410.15332): recompute the attention sink at the start of each chunk."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from qcfuse_rag.store.prefill_base import BEGUN, BLIND, Base
 
 
 def epic(ratio: float | None = None, base: Base | None = None, n_tokens: int = 16) -> Method:
-    """Recompute the first tokens of every chunk but one that starts the prompt, whatever the question.
+    """Recompute the first tokens of every chunk except a chunk at the start of the prompt, whatever the question.
 
     Args:
         ratio: share of each chunk, for comparison with other methods at equal cost; None for a fixed number of tokens.
-        base: which stored caches to start from; the paper's are blind, and for LegoLink-0 `begun`.
-        n_tokens: LegoLink-k's k; the paper tries 2 to 32. 0 recomputes nothing and relies on how chunks were stored.
-            Used if `ratio` is None.
+        base: which stored caches to start from; the paper uses blind caches, and begun caches for LegoLink-0.
+        n_tokens: LegoLink-k's k, used if `ratio` is None; the paper tries 2 to 32. 0 recomputes nothing.
     """
     if ratio is None:
-        stored = base or (BLIND if n_tokens else BEGUN)
-        return Method("epic", stored, selector=ChunkHeads(n_tokens), budget=None)
+        base = base or (BLIND if n_tokens else BEGUN)
+        return Method("epic", base, selector=ChunkHeads(n_tokens), budget=None)
     return Method("epic", base or BLIND, selector=ChunkHeads(None), budget=FixedRatio(ratio))

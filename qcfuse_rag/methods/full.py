@@ -1,4 +1,4 @@
-"""Full prefill: reuse nothing. The oracle every other method is measured against."""
+"""Full prefill: reuse nothing. All other methods are measured against it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from qcfuse_rag.fusion.method import Method
 
 
 def full() -> Method:
-    """Compute every row, on the same ids and through the same code as every other method."""
+    """Compute every row, on the same ids and through the same code as all other methods."""
     return Method("full", base=None)

@@ -1,4 +1,4 @@
-"""FusionRAG (arXiv 2601.12904): chunks meet their likely neighbours before they are stored; the question picks."""
+"""FusionRAG (arXiv 2601.12904): prefill chunks behind likely neighbours; recompute what the question attends to."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def fusionrag(
 
     Args:
         ratio: share of the passage tokens to recompute.
-        base: which stored caches to start from; the published ones are enriched, see `ingestion.enrichment`.
-        probe: what the question sees on its way to the last layer, on which the paper can be read both ways: the stored
-            chunks, or nothing but itself.
-        alternative: take the framed cache of a chunk that has not been enriched yet, the paper's alternative path.
+        base: which stored caches to start from; the paper uses enriched caches, see `ingestion.enrichment`.
+        probe: what the question sees on its way to the last layer: the stored chunks, or only itself. The paper can be
+            read both ways.
+        alternative: take the framed cache of a chunk that is not enriched yet, the paper's alternative path.
     """
     if probe not in ("question_over_cache", "question_only"):
         raise UnknownMethod(f"no probe {probe!r} of fusionrag; there are question_over_cache and question_only")
-    seen = 1.0 if probe == "question_over_cache" else 0.0
+    anchor_ratio = 1.0 if probe == "question_over_cache" else 0.0
     return Method(
         "fusionrag",
         base,
         adapter=FallbackBases((FRAMED,)) if alternative and base.enriched else None,
-        probe=QuestionProbe(layers="last", anchor_ratio=seen),
+        probe=QuestionProbe(layers="last", anchor_ratio=anchor_ratio),
         selector=TopTokens(),
         budget=FixedRatio(ratio),
     )

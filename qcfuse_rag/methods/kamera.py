@@ -1,4 +1,4 @@
-"""Kamera (arXiv 2606.23581): keep what a context changes as a patch of low rank; add it when the context returns."""
+"""Kamera (arXiv 2606.23581): store what a context changes as a low-rank patch; add it in the same context."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from qcfuse_rag.store.variant_slots import Slot, filled_slots, read_checked
 
 @dataclass(frozen=True, slots=True)
 class StoredPatches:
-    """Add the stored patch whose context fits the chunks in front, if one fits well enough.
+    """Add the stored patch whose context overlaps most with the preceding chunks, if it overlaps enough.
 
-    A patch of another context does harm, so one is added only if enough of what its chunk looked at then is in front
-    of it now. One patch serves all orders of its context; of several that fit alike the one with the fewest strangers
-    in front is taken, then the one whose order agrees most. A whole difference serves as a patch too.
+    A patch of another context does harm. So a patch is added only if enough of what its chunk attended to at capture
+    precedes the chunk now. One patch serves all orders of its context. Ties go to the patch with the fewest chunks
+    that are in only one of the two contexts, then to the closest order. A whole difference serves as a patch too.
 
     Attributes:
-        threshold: least overlap of contexts, by attention (see `store.context_distance`). The paper asks for a threshold and
-            gives none: this number is ours.
-        slots: patches to try for each chunk.
+        threshold: least overlap of contexts, by attention (see `store.context_distance`). The paper asks for a
+            threshold but gives no value: this number is ours.
+        slots: number of patches to try for each chunk.
     """
 
     threshold: float = 0.5
@@ -37,38 +37,40 @@ class StoredPatches:
         if not 0.0 <= self.threshold <= 1.0 or self.slots < 1:
             raise ValueError(f"threshold must be a fraction and slots above 0, got {self.threshold} and {self.slots}")
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Patch what was found; leave it as it is if it is exact, or if no patch fits."""
-        if isinstance(found, Miss):
-            return found
-        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.prefix_ids):
-            return AdaptedChunk(found, exact=True)
-        if not follows_system_prefix(place):
-            return AdaptedChunk(found, note="no patch is for what stands in front")
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
+        """Return the chunk with the best patch added; without one if the chunk is exact or no patch fits."""
+        if isinstance(stored, Miss):
+            return stored
+        if context.base.exact_behind(context.prompt.ids[: context.span.start], context.prompt.prefix_ids):
+            return AdaptedChunk(stored, exact=True)
+        if not follows_system_prefix(context):
+            return AdaptedChunk(stored, note="no patch applies, since text other than passages precedes the chunk")
         best = 0.0
-        for fit, slot in self._ranked(place):
-            best = max(best, fit)
-            if fit < self.threshold:
+        for overlap, slot in self._ranked(context):
+            best = max(best, overlap)
+            if overlap < self.threshold:
                 break
-            patch = read_checked(place.store, slot)
+            patch = read_checked(context.store, slot)
             if patch is not None:
-                exact = slot.key.base.startswith("difference") and slot.context == place.predecessors
-                note = f"{slot.key.base}, overlap {fit:.2f}"
-                return AdaptedChunk(add_differences(found, [(1.0, patch)]), exact, note=note)
-        return AdaptedChunk(found, note=f"no patch fits, best overlap {best:.2f}")
+                exact = slot.key.base.startswith("difference") and slot.context == context.predecessors
+                note = f"{slot.key.base}, overlap {overlap:.2f}"
+                return AdaptedChunk(add_differences(stored, [(1.0, patch)]), exact, note=note)
+        return AdaptedChunk(stored, note=f"no patch fits, best overlap {best:.2f}")
 
-    def _ranked(self, place: PlacementContext) -> list[tuple[float, Slot]]:
-        """Return patches with their overlap, the best first; the same difference whole before its approximation."""
-        now, where = place.predecessors, (place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.stored_ids)
+    def _ranked(self, context: PlacementContext) -> list[tuple[float, Slot]]:
+        """Return patches with their overlap, the best first; a whole difference before its low-rank patch."""
+        now, where = (
+            context.predecessors,
+            (context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids),
+        )
         slots = [
-            slot for kind in ("difference", "patch") for slot in filled_slots(place.store, kind, self.slots, *where)
+            slot for kind in ("difference", "patch") for slot in filled_slots(context.store, kind, self.slots, *where)
         ]
         rated = [(context_overlap(slot, now), slot) for slot in slots]
 
-        def order(one: tuple[float, Slot]) -> tuple[float, int, float]:
-            fit, slot = one
-            strangers = len(set(now) - set(slot.context)) + len(set(slot.context) - set(now))
-            return -fit, strangers, kendall_distance(slot.context, now)
+        def order(rating: tuple[float, Slot]) -> tuple[float, int, float]:
+            overlap, slot = rating
+            return -overlap, len(set(now) ^ set(slot.context)), kendall_distance(slot.context, now)
 
         return sorted(rated, key=order)
 
@@ -77,10 +79,10 @@ def kamera(ratio: float = 0.0, threshold: float = 0.5, slots: int = 5) -> Method
     """Add stored patches to framed caches; `engine.corpus.capture(groups, keep=("patch",), rank=32)` makes them.
 
     Args:
-        ratio: share of the passage tokens to recompute besides, those the question attends to most. The paper
-            recomputes none; this is ours, and its probe ProphetKV's.
-        threshold: least overlap of a patch's context with the passages in front; ours, the paper gives none.
-        slots: patches to try for each passage.
+        ratio: share of the passage tokens to recompute in addition, chosen by ProphetKV's probe. This is ours; the
+            paper recomputes none.
+        threshold: least overlap of a patch's context with the preceding passages; ours, the paper gives no value.
+        slots: number of patches to try for each passage.
     """
     return Method(
         "kamera",

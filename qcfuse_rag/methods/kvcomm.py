@@ -1,4 +1,4 @@
-"""KVCOMM (arXiv 2510.12872): add the average of what other contexts changed, or compute where they disagree."""
+"""KVCOMM (arXiv 2510.12872): add the average of what other contexts changed; compute chunks whose contexts disagree."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ NEGLIGIBLE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class AnchorOffsets:
-    """Add the average of the stored differences, or compute the chunk if it is not clear which of them are near.
+    """Add the weighted average of the stored differences; compute the chunk if no contexts are clearly nearer.
 
-    A difference born in this very context is added alone: that is exact, and no average can be.
+    A difference captured in the same context is added alone, which is exact.
 
     Attributes:
-        gamma: share of the greatest possible entropy of the weights, `log2` of the number of anchors, from which on the
-            chunk is computed in full. A single anchor is always trusted, as published.
-        temperature: of the softmax over negative distances.
-        anchors: most differences to average.
+        gamma: compute the chunk in full if the entropy of the weights exceeds this share of its maximum, `log2` of the
+            number of anchors. A single anchor is always used, as published.
+        temperature: temperature of the softmax over negative distances.
+        anchors: largest number of differences to average.
     """
 
     gamma: float = 0.3
@@ -44,58 +44,60 @@ class AnchorOffsets:
                 f"and {self.anchors}"
             )
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
-        """Correct what was found, leave it if it is exact, or say why it is to be computed."""
-        if isinstance(found, Miss):
-            return found
-        if place.base.exact_behind(place.prompt.ids[: place.span.start], place.prompt.prefix_ids):
-            return AdaptedChunk(found, exact=True)
-        if not follows_system_prefix(place):
-            return Miss("no anchor was born behind what stands in front")
-        where = (place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.stored_ids)
-        slots = filled_slots(place.store, "difference", self.anchors, *where)
-        same = [slot for slot in slots if slot.context == place.predecessors]
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
+        """Return the chunk with the differences added, the chunk itself if exact, or the reason to compute it."""
+        if isinstance(stored, Miss):
+            return stored
+        if context.base.exact_behind(context.prompt.ids[: context.span.start], context.prompt.prefix_ids):
+            return AdaptedChunk(stored, exact=True)
+        if not follows_system_prefix(context):
+            return Miss("no anchor applies, since text other than passages precedes the chunk")
+        where = (context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids)
+        slots = filled_slots(context.store, "difference", self.anchors, *where)
+        same = [slot for slot in slots if slot.context == context.predecessors]
         for slot in same:
-            chunk = read_checked(place.store, slot)
+            chunk = read_checked(context.store, slot)
             if chunk is not None:
                 return AdaptedChunk(
-                    add_differences(found, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base
+                    add_differences(stored, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base
                 )
-        return self._average(place, found, [slot for slot in slots if slot not in same])
+        return self._average(context, stored, [slot for slot in slots if slot not in same])
 
-    def _average(self, place: PlacementContext, found: ChunkKV, slots: list[Slot]) -> AdaptedChunk | Miss:
+    def _average(self, context: PlacementContext, stored: ChunkKV, slots: list[Slot]) -> AdaptedChunk | Miss:
         if not slots:
             return Miss("no anchor")
-        weights = self._weights([context_distance(slot, place.predecessors) for slot in slots])
-        entropy, most = sum(w * math.log2(1 / w) for w in weights if w > 0), math.log2(len(slots))
-        if entropy > self.gamma * most:
-            return Miss(f"anchors disagree: entropy {entropy:.2f} of {most:.2f} bits")
+        weights = self._weights([context_distance(slot, context.predecessors) for slot in slots])
+        entropy, max_entropy = sum(w * math.log2(1 / w) for w in weights if w > 0), math.log2(len(slots))
+        if entropy > self.gamma * max_entropy:
+            return Miss(f"anchors disagree: entropy {entropy:.2f} of {max_entropy:.2f} bits")
         chosen = []
         for weight, slot in zip(weights, slots, strict=True):
             if weight < NEGLIGIBLE:
                 continue
-            chunk = read_checked(place.store, slot)
+            chunk = read_checked(context.store, slot)
             if chunk is None:
                 return Miss(f"{slot.key.base} cannot be read")
             chosen.append((weight, chunk))
         note = f"{len(chosen)} of {len(slots)} anchors, entropy {entropy:.2f} bits"
-        return AdaptedChunk(add_differences(found, chosen, first_layer=1), note=note)
+        return AdaptedChunk(add_differences(stored, chosen, first_layer=1), note=note)
 
     def _weights(self, distances: list[float]) -> list[float]:
         nearest = min(distances)
-        raised = [math.exp((nearest - one) / self.temperature) for one in distances]
-        return [one / sum(raised) for one in raised]
+        factors = [math.exp((nearest - distance) / self.temperature) for distance in distances]
+        return [factor / sum(factors) for factor in factors]
 
 
 def kvcomm(ratio: float = 0.0, gamma: float = 0.3, temperature: float = 1.0, anchors: int = 20) -> Method:
-    """Add stored differences to framed caches; `engine.corpus.capture(groups, keep=("difference",), variants=20)` makes them.
+    """Add stored differences to framed caches; `engine.corpus.capture(groups, keep=("difference",))` makes them.
+
+    Capture with `variants=20` to store as many differences as `anchors` tries.
 
     Args:
-        ratio: share of the passage tokens to recompute besides, those the question attends to most. The paper
-            recomputes none; this is ours, and its probe ProphetKV's.
-        gamma: share of the weights' greatest entropy above which a passage is computed in full.
-        temperature: of the softmax over anchors.
-        anchors: most differences to try for each passage.
+        ratio: share of the passage tokens to recompute in addition, chosen by ProphetKV's probe. This is ours; the
+            paper recomputes none.
+        gamma: share of the weights' largest entropy above which a passage is computed in full.
+        temperature: temperature of the softmax over anchors.
+        anchors: largest number of differences to try for each passage.
     """
     return Method(
         "kvcomm",

@@ -1,4 +1,4 @@
-"""Check the parameters of a method against their types, since they come from command lines and settings too."""
+"""Type checks of method parameters, which also come from command lines and settings."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from qcfuse_rag.errors import UnknownMethod
 NUMBERS = {float: "a finite number", int: "a whole number", bool: "true or false"}
 
 
-def checked(name: str, function: Callable[..., object], given: dict[str, Any]) -> dict[str, Any]:
-    """Return a method's parameters, a whole number alone as a tuple where one is wanted.
+def check_parameters(name: str, function: Callable[..., object], values: dict[str, Any]) -> dict[str, Any]:
+    """Return a method's parameters, with a single whole number as a tuple where the type is a tuple.
 
     Args:
-        name: of the method.
-        function: that makes it, its parameters annotated.
-        given: values by parameter.
+        name: the method's name.
+        function: the method's function, with annotated parameters.
+        values: values by parameter.
 
     Raises:
         UnknownMethod: if the method does not take a parameter, or a value is not of its type.
     """
     accepted = inspect.signature(function).parameters
-    wrong = [key for key in given if key not in accepted]
-    if wrong:
+    unknown = [key for key in values if key not in accepted]
+    if unknown:
         takes = ", ".join(accepted) or "no parameters"
-        raise UnknownMethod(f"method {name!r} does not take {', '.join(wrong)}; it takes {takes}")
+        raise UnknownMethod(f"method {name!r} does not take {', '.join(unknown)}; it takes {takes}")
     hints = get_type_hints(function)
-    found = {}
-    for key, value in given.items():
+    checked = {}
+    for key, value in values.items():
         if type(value) is int and not _fits(value, hints[key]) and _fits((value,), hints[key]):
             value = (value,)
         if not _fits(value, hints[key]):
-            raise UnknownMethod(f"{key} of method {name!r} must be {_words(hints[key])}, got {value!r}")
-        found[key] = value
-    return found
+            raise UnknownMethod(f"{key} of method {name!r} must be {_describe(hints[key])}, got {value!r}")
+        checked[key] = value
+    return checked
 
 
 def _fits(value: object, hint: Any) -> bool:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, one) for one in args)
+        return any(_fits(value, option) for option in args)
     if origin is Literal:
         return value in args
-    if origin is tuple:  # of any length, all of one type
-        return isinstance(value, tuple) and all(_fits(one, args[0]) for one in value)
+    if origin is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_fits(item, args[0]) for item in value)
     if hint is float:
         return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
     if hint in (int, bool):
@@ -55,10 +55,10 @@ def _fits(value: object, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _words(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(_words(one) for one in args if one is not NoneType)
+        return " or ".join(_describe(option) for option in args if option is not NoneType)
     if origin is Literal:
         return " or ".join(map(str, args))
     if origin is tuple:

@@ -1,4 +1,4 @@
-"""ProphetKV (arXiv 2602.02579): let the question choose, over the whole cache and all layers."""
+"""ProphetKV (arXiv 2602.02579): choose by the question's attention over the whole cache and all layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random rows: the control for every method that claims to choose well."""
+"""Random tokens: the control for all methods that choose tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RelaxKV (arXiv 2609.33503): every layer chooses its own tokens, and recomputed tokens see only one another."""
+"""RelaxKV (arXiv 2609.33503): every layer chooses its own tokens, and recomputed tokens see only each other."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def relaxkv(
         base: which stored caches to start from.
         charge: `layer` is as published: sets are nested, so the first layers compute the union of all layers' choices
             and more than `ratio` is computed on average. `average` lowers each layer's choice until the average over
-            layers is the ratio, what other methods pay.
-        context: what recomputed tokens see of the passages: those `selected` with them, or `all`.
+            layers is the ratio, as in other methods.
+        context: which passage tokens the recomputed tokens see: only the tokens `selected` with them, or `all`.
     """
     selector = NestedTokens(charge)
     return Method(

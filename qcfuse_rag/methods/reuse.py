@@ -1,4 +1,4 @@
-"""Full reuse, as in Prompt Cache (Gim et al., arXiv 2311.04934), with keys moved to their place."""
+"""Full reuse, as in Prompt Cache (Gim et al., arXiv 2311.04934), with keys rotated to their positions."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from qcfuse_rag.store.prefill_base import FRAMED, Base
 
 
 def reuse(base: Base = FRAMED) -> Method:
-    """Recompute no passage token: the floor of cost, and on questions over several passages of quality."""
+    """Recompute no passage token: the lowest cost, and the lowest quality on questions over several passages."""
     return Method("reuse", base=base)

@@ -1,4 +1,4 @@
-"""`auto`: every part does what its name says, can be switched off, and no answer depends on those before."""
+"""`auto`: its parts, each of which can be switched off; answers do not depend on earlier requests."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def warmed(llama: LanguageModel) -> FusionEngine:
 
 
 def stored(engine: FusionEngine, text: str) -> ChunkKV:
-    found = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
-    assert isinstance(found, ChunkKV)
-    return found
+    chunk = engine.store.get(engine.corpus.keys(engine.prompts.chunk_ids(text), [PRIMED])[0])
+    assert isinstance(chunk, ChunkKV)
+    return chunk
 
 
 # --- primed caches
 
 
-def test_a_primed_chunk_has_stood_behind_head_and_primer(warmed: FusionEngine) -> None:
+def test_a_primed_chunk_is_prefilled_behind_system_prefix_and_primer(warmed: FusionEngine) -> None:
     prefix_ids, primer = warmed.prompts.prefix_ids, warmed.prompts.chunk_ids(PRIMER)[:PRIMER_TOKENS]
     ids = warmed.prompts.chunk_ids(PASSAGES[1])
     expected = references.alone_at(warmed.lm, ids, len(prefix_ids) + len(primer), before=prefix_ids + primer)
     references.assert_chunk_is(warmed.lm, stored(warmed, PASSAGES[1]), expected, len(prefix_ids) + len(primer))
 
 
-def test_it_does_not_depend_on_what_else_is_stored(llama: LanguageModel, warmed: FusionEngine) -> None:
+def test_a_primed_chunk_does_not_depend_on_other_entries(llama: LanguageModel, warmed: FusionEngine) -> None:
     alone = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
     alone.warm(PASSAGES[2:])
-    one, other = stored(alone, PASSAGES[2]), stored(warmed, PASSAGES[2])
-    for layer in range(one.n_layers):
-        for a, b in zip(one.layer(layer), other.layer(layer), strict=True):
+    first, second = stored(alone, PASSAGES[2]), stored(warmed, PASSAGES[2])
+    for layer in range(first.n_layers):
+        for a, b in zip(first.layer(layer), second.layer(layer), strict=True):
             assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ def test_one_passage_is_answered_as_full_prefill_would(warmed: FusionEngine) -> 
     assert torch.allclose(warmed.prefill(prompt).logits, full.logits, atol=1e-4)
 
 
-def test_what_is_not_primed_yet_is_taken_framed_and_what_is_not_stored_computed(llama: LanguageModel) -> None:
+def test_a_passage_not_primed_yet_is_taken_framed_and_one_not_stored_is_computed(llama: LanguageModel) -> None:
     engine = FusionEngine(llama, MemoryStore(), method=UNGUARDED)
     engine.warm(PASSAGES[:2], bases=(FRAMED,))
     report = engine.prefill(engine.prompt(QUESTION, PASSAGES)).report
@@ -101,14 +101,14 @@ def test_what_is_not_primed_yet_is_taken_framed_and_what_is_not_stored_computed(
 
 
 @pytest.mark.parametrize("rows", ["question", "suffix"])
-def test_who_asks(warmed: FusionEngine, rows: str) -> None:
+def test_the_probe_runs_the_question_or_the_suffix(warmed: FusionEngine, rows: str) -> None:
     prompt = warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(FRAMED)
-    asking = fused.probe_rows(suffix=rows == "suffix").tolist()
-    assert asking[0] == prompt.chunks[-1].stop
+    probe_rows = fused.probe_rows(suffix=rows == "suffix").tolist()
+    assert probe_rows[0] == prompt.chunks[-1].stop
     last = next(span.stop for span in prompt.spans if span.segment.role.value == "question")
-    assert asking[-1] + 1 == (len(prompt) if rows == "suffix" else last)
+    assert probe_rows[-1] + 1 == (len(prompt) if rows == "suffix" else last)
 
 
 def test_the_upper_layers_are_the_second_half(llama: LanguageModel) -> None:
@@ -124,7 +124,7 @@ def test_the_third_quarter_ends_where_the_last_begins(llama: LanguageModel) -> N
 
 
 @pytest.mark.parametrize(("n_layers", "expected"), [(1, (0,)), (2, (1,)), (3, (1,)), (24, tuple(range(12, 18)))])
-def test_it_is_a_layer_at_least(
+def test_the_third_quarter_is_at_least_one_layer(
     n_layers: int, expected: tuple[int, ...], llama: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LanguageModel, "n_layers", n_layers)
@@ -132,20 +132,20 @@ def test_it_is_a_layer_at_least(
 
 
 def test_normalized_layers_weigh_the_same(warmed: FusionEngine) -> None:
-    """By hand: each layer's attention to tokens that may be chosen, over its sum."""
+    """By hand: each layer's attention to the candidates, over its sum."""
     prompt = warmed.prompt(QUESTION, PASSAGES)
-    found = {}
+    scores = {}
     for normalized in (False, True):
         fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
         fused.load(FRAMED)
-        found[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
+        scores[normalized] = QuestionProbe(layers="all", normalized=normalized).scores(fused).by_layer
     counted = candidate_positions(recomputable_chunks(fused))
-    by_hand = found[False][:, counted] / found[False][:, counted].sum(1, keepdim=True)
-    assert torch.allclose(found[True][:, counted], by_hand, atol=1e-6)
-    assert torch.allclose(found[True][:, counted].sum(1), torch.ones(warmed.lm.n_layers))
+    by_hand = scores[False][:, counted] / scores[False][:, counted].sum(1, keepdim=True)
+    assert torch.allclose(scores[True][:, counted], by_hand, atol=1e-6)
+    assert torch.allclose(scores[True][:, counted].sum(1), torch.ones(warmed.lm.n_layers))
 
 
-def test_a_probe_that_cannot_be_is_refused() -> None:
+def test_an_invalid_probe_is_refused() -> None:
     with pytest.raises(ValueError, match="rows must be 'question' or 'suffix'"):
         QuestionProbe(rows="answer")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layers must be one of critical, all, upper, third_quarter, last, or indices"):
@@ -179,12 +179,12 @@ def test_greedy_answers_do_not_depend_on_earlier_requests(llama: LanguageModel, 
 
     answers, written = [], []
     for number in range(5):
-        few = 1 << 16 if number == 4 else 1 << 30  # too little memory to keep what was read
-        with open_store(tmp_path / "kv", memory_bytes=few) as store:
+        memory_bytes = 1 << 16 if number == 4 else 1 << 30  # too little memory to keep chunks
+        with open_store(tmp_path / "kv", memory_bytes=memory_bytes) as store:
             engine = FusionEngine(llama, store, method=method)
             histories(engine, number)
             done = engine.generate(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=16))
             answers.append(done.ids)
             written.append(sum(1 for _ in store.entries()))
     assert len(set(answers)) == 1, answers
-    assert len(set(written)) == 1, "nothing that was fused is stored"
+    assert len(set(written)) == 1, "fused chunks are not stored"

@@ -1,4 +1,4 @@
-"""Cache-Craft: which stored cache is closest, what it takes to mend it, and when mending stops."""
+"""Cache-Craft: which stored cache is closest, which of its tokens are recomputed, and until which layer."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ def slots_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[Slot]:
     return filled_slots(engine.store, "variant", 5, engine.lm.fingerprint, engine.prompts.prefix_ids, ids)
 
 
-def kept_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
+def caches_of(engine: FusionEngine, ids: tuple[int, ...]) -> list[ChunkKV]:
     return [slot.chunk for slot in slots_of(engine, ids)]
 
 
 def overlap_by_hand(chunk: ChunkKV, now: list[str]) -> float:
     """Return beta' from the paper's formulas, one chunk and one pair at a time."""
     then, masses = list(chunk.context or ()), chunk.facts["inter"]
-    beta = sum(mass for one, mass in zip(then, masses, strict=True) if one in now) / sum(masses)
+    beta = sum(mass for chunk_hash, mass in zip(then, masses, strict=True) if chunk_hash in now) / sum(masses)
     common = set(then) & set(now)
     discordant = sum(
-        (then.index(one) < then.index(other)) != (now.index(one) < now.index(other))
-        for one, other in itertools.combinations(sorted(common), 2)
+        (then.index(first) < then.index(second)) != (now.index(first) < now.index(second))
+        for first, second in itertools.combinations(sorted(common), 2)
     )
     return beta * (1 - discordant / math.comb(len(common), 2)) if len(common) > 1 else beta
 
 
 def overheads(engine: FusionEngine, prompt: Prompt) -> list[tuple[float, ChunkKV | None]]:
-    """Return for each passage but the first, which is exact, the least overhead and its cache; None for the framed."""
-    found = []
-    for place, span in enumerate(prompt.chunks):
-        if place == 0:
+    """Return the least overhead and its cache, None for the framed cache, of all passages but the first, exact one."""
+    least = []
+    for index, span in enumerate(prompt.chunks):
+        if index == 0:
             continue
-        now = [hash_ids(before.segment.ids) for before in prompt.chunks[:place]]
-        kept = kept_of(engine, span.segment.ids)
-        rated: list[tuple[float, ChunkKV | None]] = [(min((c.facts["cci"][0] for c in kept), default=0.5), None)]
-        rated += [(chunk.facts["cci"][0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in kept]
-        found.append(min(rated, key=lambda one: one[0]))
-    return found
+        now = [hash_ids(before.segment.ids) for before in prompt.chunks[:index]]
+        caches = caches_of(engine, span.segment.ids)
+        rated: list[tuple[float, ChunkKV | None]] = [(min((c.facts["cci"][0] for c in caches), default=0.5), None)]
+        rated += [(chunk.facts["cci"][0] * (1 - overlap_by_hand(chunk, now)), chunk) for chunk in caches]
+        least.append(min(rated, key=lambda rating: rating[0]))
+    return least
 
 
 def chunk_lookups(report: FusionReport) -> list[Lookup]:
@@ -81,14 +81,14 @@ def chunk_lookups(report: FusionReport) -> list[Lookup]:
 
 
 def table_of(engine: FusionEngine, prompt: Prompt, chosen: list[ChunkKV | None]) -> references.Table:
-    """Assemble a prompt of caches born behind their contexts, by the model's own forward."""
+    """Compute the caches of a prompt, each behind its captured context, by the model's own forward."""
     texts = {hash_ids(ids): ids for ids in map(engine.prompts.chunk_ids, (A, B, C, D))}
     contexts = iter([(), *(() if chunk is None else chunk.context or () for chunk in chosen)])
     tables = []
     for span in prompt.spans:
         before: tuple[int, ...] = ()
         if span.segment.role == "chunk":
-            before = (*prompt.prefix_ids, *itertools.chain(*(texts[one] for one in next(contexts))))
+            before = (*prompt.prefix_ids, *itertools.chain(*(texts[chunk_hash] for chunk_hash in next(contexts))))
         tables.append(references.alone_at(engine.lm, span.segment.ids, span.start, before=before))
     return [
         (torch.cat([t[layer][0] for t in tables], dim=2), torch.cat([t[layer][1] for t in tables], dim=2))
@@ -104,19 +104,19 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     ("then", "masses", "now", "expected"),
     [
         ("ab", (3.0, 1.0), "ab", 1.0),
-        ("ab", (3.0, 1.0), "axb", 1.0),  # what came in between does not count
+        ("ab", (3.0, 1.0), "axb", 1.0),  # chunks in between do not count
         ("ab", (3.0, 1.0), "a", 0.75),
         ("ab", (3.0, 1.0), "b", 0.25),
-        ("ab", (3.0, 1.0), "ba", 0.0),  # the only pair is turned
+        ("ab", (3.0, 1.0), "ba", 0.0),  # the only pair is reversed
         ("abc", (1.0, 1.0, 2.0), "acb", 2 / 3),
         ("abc", (1.0, 1.0, 2.0), "ca", 0.0),
         ("abc", (1.0, 1.0, 2.0), "cxb", 0.0),
         ("ab", (3.0, 1.0), "xy", 0.0),
-        ("ab", (0.0, 0.0), "xy", 1.0),  # looked at none of them
+        ("ab", (0.0, 0.0), "xy", 1.0),  # attended to none of them
         ("ab", (), "ab", 0.0),  # not measured
     ],
 )
-def test_overlap_is_attention_that_is_there_again_less_pairs_that_are_turned(
+def test_overlap_is_attention_to_common_chunks_less_reversed_pairs(
     then: str, masses: tuple[float, ...], now: str, expected: float
 ) -> None:
     assert prefix_overlap(then, masses, now) == pytest.approx(expected)
@@ -131,15 +131,15 @@ def test_the_cache_with_the_least_fix_overhead_is_placed(captured: FusionEngine,
         assert str(lookup.note).startswith("framed" if chunk is None else "variant-")
 
 
-def test_each_passage_has_as_many_tokens_mended_as_it_demands_those_that_looked_back_most(
+def test_each_passage_recomputes_as_many_tokens_as_it_demands_by_stored_attention(
     captured: FusionEngine, prompt: Prompt
 ) -> None:
     done = captured.prefill(prompt, method=make_method("cachecraft", early_stop=False))
     chosen = []
     for span, (overhead, chunk) in zip(prompt.chunks[1:], overheads(captured, prompt), strict=True):
         count = math.ceil(overhead * len(span))
-        looks = [-float(i) for i in range(len(span))] if chunk is None else chunk.blocks["inter"][:, 0].tolist()
-        best = sorted(range(len(span)), key=lambda i: -looks[i])[:count]
+        scores = [-float(i) for i in range(len(span))] if chunk is None else chunk.blocks["inter"][:, 0].tolist()
+        best = sorted(range(len(span)), key=lambda i: -scores[i])[:count]
         chosen += sorted(span.start + i for i in best)
     assert list(done.report.selected) == chosen
     assert 0 < len(chosen) < sum(len(span) for span in prompt.chunks[1:])
@@ -154,7 +154,7 @@ def test_each_passage_has_as_many_tokens_mended_as_it_demands_those_that_looked_
         assert error(done.buffer.values[layer], values) <= TOLERANCE
 
 
-def test_passages_that_meet_as_they_were_captured_are_exact(family: LanguageModel) -> None:
+def test_passages_in_their_captured_context_are_exact(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(FRAMED,))
     engine.corpus.capture([PASSAGES, [C, A]])
@@ -167,9 +167,9 @@ def test_passages_that_meet_as_they_were_captured_are_exact(family: LanguageMode
 
 
 def test_behind_a_conversation_nothing_is_exact(captured: FusionEngine) -> None:
-    talked = captured.prompt(QUESTION, [A, B], history=[("user", "Hello."), ("assistant", "Hello.")])
-    report = captured.prefill(talked, method=make_method("cachecraft", ratio=1.0)).report
-    assert len(report.selected) == sum(len(span) for span in talked.chunks)
+    prompt = captured.prompt(QUESTION, [A, B], history=[("user", "Hello."), ("assistant", "Hello.")])
+    report = captured.prefill(prompt, method=make_method("cachecraft", ratio=1.0)).report
+    assert len(report.selected) == sum(len(span) for span in prompt.chunks)
 
 
 def test_a_passage_never_captured_starts_from_the_framed_cache(engine: FusionEngine) -> None:
@@ -187,9 +187,9 @@ def test_an_overhead_of_one_means_the_whole_passage(captured: FusionEngine, prom
     refused = [10 * overhead >= 1 for overhead, _ in overheads(captured, prompt)]
     assert any(refused)
     assert [not lookup.hit for lookup in chunk_lookups(report)] == [False, *refused]
-    assert "fix overhead 1.00: no cache of it is worth mending" in str(report.fallback)
+    assert "fix overhead 1.00: every stored cache would be recomputed whole" in str(report.fallback)
     with_ratio = captured.prefill(prompt, method=make_method("cachecraft", alpha=10.0, ratio=0.2)).report
-    assert with_ratio.fallback is None, "a ratio says what is recomputed"
+    assert with_ratio.fallback is None, "a ratio decides what is recomputed"
 
 
 def test_a_ratio_is_divided_by_demand(captured: FusionEngine, prompt: Prompt) -> None:
@@ -199,11 +199,11 @@ def test_a_ratio_is_divided_by_demand(captured: FusionEngine, prompt: Prompt) ->
     rated = zip(prompt.chunks[1:], overheads(captured, prompt), strict=True)
     demands = [overhead * len(span) for span, (overhead, _) in rated]
     for span, demand in zip(prompt.chunks[1:], demands, strict=True):
-        own = sum(span.start <= p < span.stop for p in report.selected)
-        assert abs(own - int(0.3 * tokens) * demand / sum(demands)) <= 1
+        count = sum(span.start <= p < span.stop for p in report.selected)
+        assert abs(count - int(0.3 * tokens) * demand / sum(demands)) <= 1
 
 
-def test_a_cache_that_cannot_be_read_gives_way_to_the_next(
+def test_the_next_cache_is_placed_if_one_cannot_be_read(
     captured: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best = captured.prefill(prompt, method=make_method("cachecraft")).report
@@ -219,15 +219,15 @@ def test_a_cache_that_cannot_be_read_gives_way_to_the_next(
     assert report.fallback is None
 
 
-def test_a_slot_written_anew_since_it_was_looked_at_is_not_placed(
+def test_a_slot_rewritten_since_its_lookup_is_not_placed(
     captured: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     get = captured.store.get
 
     def rewritten(key: ChunkKey) -> ChunkKV | Miss:
-        found = get(key)
-        assert isinstance(found, ChunkKV)
-        return replace(found, context=(hash_ids([1]),)) if key.base.startswith("variant") else found
+        chunk = get(key)
+        assert isinstance(chunk, ChunkKV)
+        return replace(chunk, context=(hash_ids([1]),)) if key.base.startswith("variant") else chunk
 
     monkeypatch.setattr(captured.store, "get", rewritten)
     report = captured.prefill(prompt, method=make_method("cachecraft")).report
@@ -235,7 +235,7 @@ def test_a_slot_written_anew_since_it_was_looked_at_is_not_placed(
 
 
 @pytest.mark.parametrize("share", [0.8, 0.9])
-def test_mending_stops_in_passages_that_the_question_does_not_look_at(
+def test_recomputation_stops_in_passages_that_the_question_hardly_attends_to(
     captured: FusionEngine, prompt: Prompt, share: float
 ) -> None:
     lm, layer_hook = captured.lm, FocusedChunks(depth=0.4, share=share)
@@ -247,13 +247,15 @@ def test_mending_stops_in_passages_that_the_question_does_not_look_at(
     passages = range(prompt.chunks[-1].stop)
     reused = [p for p in passages if p not in started]
     first = references.whole_forward(lm, prompt.ids, table, [reused] * lm.n_layers)
-    asking = range(prompt.chunks[-1].stop, prompt.spans[-2].stop)
-    looks = first.attention[:2, :, asking.start : asking.stop].mean((0, 1, 2))  # up to layer int(0.4 * 4)
-    masses = [float(looks[span.start : span.stop].sum()) for span in prompt.chunks]
+    question_rows = range(prompt.chunks[-1].stop, prompt.spans[-2].stop)
+    attention = first.attention[:2, :, question_rows.start : question_rows.stop].mean(
+        (0, 1, 2)
+    )  # up to layer int(0.4 * 4)
+    masses = [float(attention[span.start : span.stop].sum()) for span in prompt.chunks]
     focused = [mass >= share * max(masses) for mass in masses]
-    unfocused = [span for span, one in zip(prompt.chunks, focused, strict=True) if not one]
+    unfocused = [span for span, is_focused in zip(prompt.chunks, focused, strict=True) if not is_focused]
     stopped = [p for p in started if any(span.start <= p < span.stop for span in unfocused)]
-    assert 0 < len(stopped) < len(started), "or this would show nothing"
+    assert 0 < len(stopped) < len(started), "or this test could not fail"
 
     assert set(done.report.selected) == set(started) - set(stopped)
     expected = references.whole_forward(lm, prompt.ids, table, [reused, reused, reused + stopped, reused + stopped])
@@ -265,8 +267,8 @@ def test_mending_stops_in_passages_that_the_question_does_not_look_at(
     assert done.report.row_layers == 4 * (question + len(started)) - 2 * len(stopped)
 
 
-def test_the_cache_whose_uses_save_least_gives_way(captured: FusionEngine) -> None:
-    """In the contexts that were seen, its own included, with uses that count more the less there is to mend."""
+def test_the_cache_whose_uses_save_least_is_evicted(captured: FusionEngine) -> None:
+    """Savings: uses times the share not recomputed, on average over the captured contexts, its own included."""
     slots = slots_of(captured, captured.prompts.chunk_ids(C))
     contexts = [slot.context for slot in slots]
     assert len(slots) == 2

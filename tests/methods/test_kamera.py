@@ -1,4 +1,4 @@
-"""Kamera: what a context changed is added when the context returns, and is left alone when it does not."""
+"""Kamera: a patch is added in the context it was captured in, and in no other context."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 def notes(engine: FusionEngine, prompt: Prompt) -> list[str | None]:
     report = engine.prefill(prompt, method=make_method("kamera")).report
-    return [one.note for one in report.lookups if one.role == "chunk"]
+    return [lookup.note for lookup in report.lookups if lookup.role == "chunk"]
 
 
 def test_published_defaults() -> None:
@@ -48,41 +48,41 @@ def test_published_defaults() -> None:
 # Comparing contexts.
 
 
-def test_overlap_is_the_share_of_the_attention_that_went_to_what_is_there_now() -> None:
-    born = slot((A, B, C), (6.0, 3.0, 1.0))
-    assert context_overlap(born, (A, B, C)) == 1.0
-    assert context_overlap(born, (D, B)) == pytest.approx(0.3)
-    assert context_overlap(born, (C, A)) == pytest.approx(0.7)
-    assert context_overlap(born, ()) == 0.0
+def test_overlap_is_the_share_of_attention_to_chunks_that_are_in_both_contexts() -> None:
+    captured = slot((A, B, C), (6.0, 3.0, 1.0))
+    assert context_overlap(captured, (A, B, C)) == 1.0
+    assert context_overlap(captured, (D, B)) == pytest.approx(0.3)
+    assert context_overlap(captured, (C, A)) == pytest.approx(0.7)
+    assert context_overlap(captured, ()) == 0.0
     assert context_overlap(slot(()), (A,)) == 1.0
 
 
-def test_where_nothing_was_measured_all_chunks_of_a_context_count_alike() -> None:
-    assert attention_mass(slot((A, B))) == (2.5, 2.5), "the five tokens of the chunk, shared out"
+def test_without_measured_attention_all_chunks_of_a_context_have_equal_weight() -> None:
+    assert attention_mass(slot((A, B))) == (2.5, 2.5), "the five tokens of the chunk, divided equally"
     assert context_overlap(slot((A, B)), (B,)) == 0.5
     assert context_overlap(slot((A, B), (0.0, 0.0)), (B,)) == 0.5
 
 
-def test_discordance_is_the_share_of_pairs_turned_round() -> None:
+def test_discordance_is_the_share_of_pairs_in_reverse_order() -> None:
     assert kendall_distance((A, B, C), (A, B, C)) == 0.0
     assert kendall_distance((A, B, C), (C, B, A)) == 1.0
     assert kendall_distance((A, B, C), (B, A, D, C)) == pytest.approx(1 / 3)
     assert kendall_distance((A, B), (B, D)) == 0.0
 
 
-def test_distance_counts_what_is_gone_what_is_new_and_what_changed_places() -> None:
-    born = slot((A, B, C), (6.0, 3.0, 0.6))
-    assert context_distance(born, (A, B, C)) == 0.0
-    assert context_distance(born, (A, B)) == pytest.approx(0.6)
-    assert context_distance(born, (A, B, C, D)) == pytest.approx(3.2)
-    assert context_distance(born, (A, D, C)) == pytest.approx(3.0 + 3.2)
-    assert context_distance(born, (B, A)) == pytest.approx(0.6 + 9.0)
+def test_distance_counts_missing_new_and_reordered_chunks() -> None:
+    captured = slot((A, B, C), (6.0, 3.0, 0.6))
+    assert context_distance(captured, (A, B, C)) == 0.0
+    assert context_distance(captured, (A, B)) == pytest.approx(0.6)
+    assert context_distance(captured, (A, B, C, D)) == pytest.approx(3.2)
+    assert context_distance(captured, (A, D, C)) == pytest.approx(3.0 + 3.2)
+    assert context_distance(captured, (B, A)) == pytest.approx(0.6 + 9.0)
 
 
 # Sums.
 
 
-def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_written_in() -> None:
+def test_a_sum_equals_the_sum_of_its_parts_whole_and_in_ranges_in_every_number_format() -> None:
     for numbers in ("model", "int8"):
         chunk = to_format(example_chunk(1, n_tokens=30), numbers)
         patch = to_format(example_chunk(2, n_tokens=30), "rank4")
@@ -92,9 +92,9 @@ def test_a_sum_is_that_of_its_parts_whole_and_in_ranges_whatever_they_are_writte
         assert torch.equal(total.blocks["ranking"], chunk.blocks["ranking"])
         for layer in range(3):
             parts = zip(chunk.layer(layer), patch.layer(layer), example_chunk(3, n_tokens=30).layer(layer), strict=True)
-            expected = [own + (0.25 * low + 2.0 * high if layer else 0.0) for own, low, high in parts]
-            for found, part, sum_ in zip(total.layer(layer), total.layer(layer, 7, 12), expected, strict=True):
-                assert torch.allclose(found, sum_, atol=1e-6)
+            expected = [base + (0.25 * low + 2.0 * high if layer else 0.0) for base, low, high in parts]
+            for whole, part, sum_ in zip(total.layer(layer), total.layer(layer, 7, 12), expected, strict=True):
+                assert torch.allclose(whole, sum_, atol=1e-6)
                 assert torch.allclose(part, sum_[:, 7:12], atol=1e-6)
 
 
@@ -117,7 +117,7 @@ def test_a_patch_of_full_rank_in_its_own_context_is_full_prefill(family: Languag
     assert error(plain.logits, logits[-1]) > 100 * TOLERANCE, "patches must matter here, or this test could not fail"
 
 
-def test_a_patch_is_the_truncated_singular_value_decomposition_of_what_the_context_changes(
+def test_a_patch_is_the_truncated_singular_value_decomposition_of_the_context_difference(
     engine: FusionEngine,
 ) -> None:
     engine.corpus.capture([PASSAGES], keep=("patch",), rank=4)
@@ -127,17 +127,19 @@ def test_a_patch_is_the_truncated_singular_value_decomposition_of_what_the_conte
     _, exact = references.plain_forward(engine.lm, prompt.ids)
     framed = references.stored_table(engine.lm, prompt, FRAMED)
     for span in prompt.chunks[1:]:
-        own = slice(span.start, span.stop)
+        tokens = slice(span.start, span.stop)
         for layer in range(engine.lm.n_layers):
-            born, canonical = (table[layer][1][0, :, own].transpose(0, 1).flatten(1) for table in (exact, framed))
-            left, singular, right = np.linalg.svd((born - canonical).double().numpy(), full_matrices=False)
+            captured, canonical = (
+                table[layer][1][0, :, tokens].transpose(0, 1).flatten(1) for table in (exact, framed)
+            )
+            left, singular, right = np.linalg.svd((captured - canonical).double().numpy(), full_matrices=False)
             low = torch.from_numpy(left[:, :4] * singular[:4] @ right[:4]).float()
-            placed = done.buffer.values[layer][0, :, own].transpose(0, 1).flatten(1)
+            placed = done.buffer.values[layer][0, :, tokens].transpose(0, 1).flatten(1)
             assert error(placed, canonical + low) <= TOLERANCE
-            assert layer == 0 or error(placed, born) > TOLERANCE
+            assert layer == 0 or error(placed, captured) > TOLERANCE
 
 
-def test_a_patch_of_another_context_is_left_alone(engine: FusionEngine) -> None:
+def test_a_patch_of_another_context_is_not_added(engine: FusionEngine) -> None:
     engine.warm([*PASSAGES, "Something else."])
     engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
     stale = engine.prompt(QUESTION, ["Something else.", PASSAGES[1]])
@@ -147,10 +149,10 @@ def test_a_patch_of_another_context_is_left_alone(engine: FusionEngine) -> None:
     assert notes(engine, engine.prompt(QUESTION, PASSAGES[:2])) == [None, "patch-0, overlap 1.00"]
 
 
-def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: FusionEngine) -> None:
+def test_the_threshold_is_the_least_overlap_of_contexts(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     engine.corpus.capture([PASSAGES], keep=("patch",))
-    [kept] = filled_slots(
+    [patch] = filled_slots(
         engine.store,
         "patch",
         5,
@@ -159,32 +161,32 @@ def test_the_threshold_decides_how_much_of_its_context_must_be_there(engine: Fus
         engine.prompts.chunk_ids(PASSAGES[2]),
     )
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
-    share = context_overlap(kept, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
+    share = context_overlap(patch, (hash_ids(engine.prompts.chunk_ids(PASSAGES[1])),))
     assert 0.0 < share < 1.0
     for threshold, added in ((share - 0.01, True), (share + 0.01, False)):
         report = engine.prefill(prompt, method=make_method("kamera", threshold=threshold)).report
         assert ("patch-0" in (report.lookups[-1].note or "")) == added
 
 
-def test_of_patches_that_fit_alike_the_one_with_the_fewest_strangers_is_taken(engine: FusionEngine) -> None:
+def test_ties_go_to_the_patch_whose_context_differs_in_the_fewest_chunks(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     engine.corpus.capture(
         [[PASSAGES[0], PASSAGES[2]], PASSAGES, [PASSAGES[1], PASSAGES[0], PASSAGES[2]]], keep=("patch",)
     )
     assert notes(engine, engine.prompt(QUESTION, PASSAGES))[-1] == "patch-1, overlap 1.00"
     assert notes(engine, engine.prompt(QUESTION, [PASSAGES[0], PASSAGES[2]]))[-1] == "patch-0, overlap 1.00"
-    turned = engine.prompt(QUESTION, [PASSAGES[1], PASSAGES[0], PASSAGES[2]])
-    assert notes(engine, turned)[-1] == "patch-2, overlap 1.00"
+    reordered = engine.prompt(QUESTION, [PASSAGES[1], PASSAGES[0], PASSAGES[2]])
+    assert notes(engine, reordered)[-1] == "patch-2, overlap 1.00"
 
 
-def test_a_conversation_in_front_is_no_context_a_patch_was_born_in(engine: FusionEngine) -> None:
+def test_no_patch_applies_behind_a_conversation(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     engine.corpus.capture([PASSAGES], keep=("patch",))
     prompt = engine.prompt(QUESTION, PASSAGES, history=[("user", "Hello."), ("assistant", "Hello.")])
-    assert notes(engine, prompt) == ["no patch is for what stands in front"] * 3
+    assert notes(engine, prompt) == ["no patch applies, since text other than passages precedes the chunk"] * 3
 
 
-def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: FusionEngine) -> None:
+def test_a_damaged_patch_is_discarded_and_the_cache_is_used_without_it(engine: FusionEngine) -> None:
     from qcfuse_rag.errors import CorruptEntry
     from qcfuse_rag.store.chunk import Blocks, TensorBlocks
 
@@ -194,7 +196,7 @@ def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: Fusion
 
     engine.warm(PASSAGES)
     engine.corpus.capture([PASSAGES[:2]], keep=("patch",))
-    [kept] = filled_slots(
+    [patch] = filled_slots(
         engine.store,
         "patch",
         5,
@@ -203,12 +205,12 @@ def test_a_damaged_patch_is_discarded_and_the_cache_used_as_it_is(engine: Fusion
         engine.prompts.chunk_ids(PASSAGES[1]),
     )
     blocks: Blocks = Damaged({})
-    engine.store._entries[kept.key.address].chunk = replace(kept.chunk, blocks=blocks)  # type: ignore[attr-defined]
+    engine.store._entries[patch.key.address].chunk = replace(patch.chunk, blocks=blocks)  # type: ignore[attr-defined]
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     patched, plain = (engine.prefill(prompt, method=make_method(name)) for name in ("kamera", "reuse"))
     assert torch.equal(patched.logits, plain.logits)
     assert patched.report.fallback is None
-    assert kept.key not in engine.store
+    assert patch.key not in engine.store
 
 
 def test_wrong_settings_are_refused() -> None:

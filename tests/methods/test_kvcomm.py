@@ -1,4 +1,4 @@
-"""KVCOMM: an average of what other contexts changed, by their distance; and no reuse where that says nothing."""
+"""KVCOMM: the average change by other contexts, weighted by distance; no reuse if all are equally far."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def anchors(engine: FusionEngine, text: str) -> list[Slot]:
-    where = (engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
-    return filled_slots(engine.store, "difference", 20, *where)
+    chunk = (engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
+    return filled_slots(engine.store, "difference", 20, *chunk)
 
 
 def last(engine: FusionEngine, prompt: Prompt, **options: float) -> Lookup:
     lookups = engine.prefill(prompt, method=make_method("kvcomm", **options)).report.lookups
-    return next(one for one in reversed(lookups) if one.role == "chunk")
+    return next(lookup for lookup in reversed(lookups) if lookup.role == "chunk")
 
 
 @pytest.fixture
 def two_anchors(engine: FusionEngine) -> FusionEngine:
-    """Return an engine whose last passage was captured behind two others, and not behind the second of them."""
+    """Return an engine whose last passage was captured twice, each time behind one other passage."""
     engine.warm([*PASSAGES, *OTHERS])
     engine.corpus.capture([[OTHERS[0], PASSAGES[2]], [PASSAGES[0], PASSAGES[2]]], keep=("difference",), variants=20)
     return engine
@@ -50,7 +50,7 @@ def test_published_defaults() -> None:
     assert kvcomm.adapter == AnchorOffsets(gamma=0.3, temperature=1.0, anchors=20)
 
 
-def test_the_difference_of_this_very_context_gives_full_prefill(family: LanguageModel) -> None:
+def test_the_difference_of_the_same_context_gives_full_prefill(family: LanguageModel) -> None:
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
     engine.corpus.capture([PASSAGES, [PASSAGES[0], PASSAGES[2]]], keep=("difference",))
@@ -68,12 +68,16 @@ def test_without_an_anchor_a_passage_is_computed_in_full(engine: FusionEngine) -
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("kvcomm"))
-    assert [one.reason for one in done.report.lookups if one.role == "chunk"] == [None, "no anchor", "no anchor"]
+    assert [lookup.reason for lookup in done.report.lookups if lookup.role == "chunk"] == [
+        None,
+        "no anchor",
+        "no anchor",
+    ]
     logits, _ = references.plain_forward(engine.lm, prompt.ids)
     assert error(done.logits, logits[-1]) <= TOLERANCE
 
 
-def test_a_single_anchor_is_added_wherever_it_was_born(engine: FusionEngine) -> None:
+def test_a_single_anchor_is_added_in_any_context(engine: FusionEngine) -> None:
     engine.warm(PASSAGES)
     engine.corpus.capture([[PASSAGES[0], PASSAGES[2]]], keep=("difference",))
     prompt = engine.prompt(QUESTION, PASSAGES[1:])
@@ -81,13 +85,13 @@ def test_a_single_anchor_is_added_wherever_it_was_born(engine: FusionEngine) -> 
 
 
 def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors: FusionEngine) -> None:
-    """Against differences taken from the model's own forward, values being the same whatever the position."""
+    """The reference takes differences from the model's own forward; values do not depend on the position."""
     engine = two_anchors
     prompt = engine.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
     now = tuple(hash_ids(span.segment.ids) for span in prompt.chunks[:2])
-    far = [context_distance(one, now) for one in anchors(engine, PASSAGES[2])]
-    raised = [math.exp(-one / 15) for one in far]
-    weights = [one / sum(raised) for one in raised]
+    distances = [context_distance(anchor, now) for anchor in anchors(engine, PASSAGES[2])]
+    factors = [math.exp(-distance / 15) for distance in distances]
+    weights = [factor / sum(factors) for factor in factors]
     assert weights[1] > weights[0] > 0.1, "both must matter here"
     done = engine.prefill(prompt, method=make_method("kvcomm", gamma=1.0, temperature=15.0))
     framed = references.stored_table(engine.lm, prompt, FRAMED)
@@ -96,17 +100,17 @@ def test_an_average_weighs_anchors_by_the_distance_of_their_contexts(two_anchors
         canonical = framed[layer][1][:, :, span.start : span.stop]
         expected = canonical.clone()
         for weight, before in zip(weights, (OTHERS[0], PASSAGES[0]), strict=True):
-            born = engine.prompt(QUESTION, [before, PASSAGES[2]])
-            _, table = references.plain_forward(engine.lm, born.ids)
-            expected += weight * (table[layer][1][:, :, born.chunks[1].start : born.chunks[1].stop] - canonical)
+            captured = engine.prompt(QUESTION, [before, PASSAGES[2]])
+            _, table = references.plain_forward(engine.lm, captured.ids)
+            expected += weight * (table[layer][1][:, :, captured.chunks[1].start : captured.chunks[1].stop] - canonical)
         assert error(done.buffer.values[layer][:, :, span.start : span.stop], expected) <= TOLERANCE
 
 
-def test_where_anchors_are_alike_far_a_passage_is_computed(two_anchors: FusionEngine) -> None:
+def test_a_passage_is_computed_if_its_anchors_are_equally_far(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, [OTHERS[1], PASSAGES[2]])
     now = (hash_ids(prompt.chunks[0].segment.ids),)
-    far = [context_distance(one, now) for one in anchors(two_anchors, PASSAGES[2])]
-    first = 1 / (1 + math.exp((far[0] - far[1]) / 50))
+    distances = [context_distance(anchor, now) for anchor in anchors(two_anchors, PASSAGES[2])]
+    first = 1 / (1 + math.exp((distances[0] - distances[1]) / 50))
     entropy = -sum(p * math.log2(p) for p in (first, 1 - first))
     strict, lax = (
         last(two_anchors, prompt, gamma=gamma, temperature=50.0) for gamma in (entropy - 0.01, entropy + 0.01)
@@ -117,17 +121,17 @@ def test_where_anchors_are_alike_far_a_passage_is_computed(two_anchors: FusionEn
     assert lax.note == f"2 of 2 anchors, entropy {entropy:.2f} bits"
 
 
-def test_anchors_of_no_weight_are_not_read(two_anchors: FusionEngine) -> None:
+def test_anchors_with_negligible_weight_are_not_read(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, [PASSAGES[0], OTHERS[1], PASSAGES[2]])
     two_anchors.prefill(prompt, method=make_method("kvcomm", gamma=1.0, temperature=0.05))
     uses = {entry.address: entry.uses or 0.0 for entry in two_anchors.store.entries()}
-    far, near = (uses[one.key.address] for one in anchors(two_anchors, PASSAGES[2]))
+    far, near = (uses[anchor.key.address] for anchor in anchors(two_anchors, PASSAGES[2]))
     assert near > far
 
 
-def test_a_conversation_in_front_is_computed_with_what_follows(two_anchors: FusionEngine) -> None:
+def test_a_passage_behind_a_conversation_is_computed(two_anchors: FusionEngine) -> None:
     prompt = two_anchors.prompt(QUESTION, PASSAGES[2:], history=[("user", "Hello."), ("assistant", "Hello.")])
-    assert last(two_anchors, prompt).reason == "no anchor was born behind what stands in front"
+    assert last(two_anchors, prompt).reason == "no anchor applies, since text other than passages precedes the chunk"
 
 
 def test_wrong_settings_are_refused() -> None:

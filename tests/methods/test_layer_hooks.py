@@ -51,7 +51,7 @@ def squared(fresh: Tensor, stored: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("context", ["selected", "all"])
-def test_relaxkv_recomputes_what_any_later_layer_wants(warmed: FusionEngine, prompt: Prompt, context: str) -> None:
+def test_relaxkv_recomputes_the_choices_of_all_later_layers(warmed: FusionEngine, prompt: Prompt, context: str) -> None:
     lm, tokens = warmed.lm, passage_tokens(prompt)
     done = warmed.prefill(prompt, method=make_method("relaxkv", ratio=0.2, context=context))
     everything = [list(range(prompt.chunks[-1].stop))] * lm.n_layers
@@ -82,7 +82,7 @@ def test_relaxkv_recomputes_what_any_later_layer_wants(warmed: FusionEngine, pro
 
 
 def test_relaxkv_can_charge_the_average(warmed: FusionEngine, prompt: Prompt) -> None:
-    """So that it pays what others pay at the same ratio; published, it pays more."""
+    """Then it costs as much as other methods at the same ratio; as published it costs more."""
     tokens, always = len(passage_tokens(prompt)), len(rest(prompt))
 
     def share(charge: str) -> float:
@@ -104,8 +104,8 @@ def test_cacheblend_filters_by_deviation_from_layer_to_layer(warmed: FusionEngin
             return rows
         assert seen is not None
         far = sum(squared(new, old) for new, old in zip(seen.fresh, seen.stored, strict=True))
-        free = [i for i, row in enumerate(rows) if row in set(tokens)]
-        kept = sorted(free, key=lambda i: -float(far[i]))[: counts[layer]]
+        candidates = [i for i, row in enumerate(rows) if row in set(tokens)]
+        kept = sorted(candidates, key=lambda i: -float(far[i]))[: counts[layer]]
         return sorted([rows[i] for i in kept] + [row for row in rows if row not in set(tokens)])
 
     left: list[int] = []
@@ -149,7 +149,7 @@ def test_cacheblends_release_compares_values_of_layer_1_once(warmed: FusionEngin
     assert selected != top(squared(exact[1][0], table[1][0]), tokens, len(selected)), "keys would choose others here"
     logits, completed = references.sequential_fusion(lm, prompt.ids, selected + rest(prompt), table)
     assert float((done.logits - logits).abs().max()) <= TOLERANCE
-    for layer, (keys, _) in enumerate(completed):  # what the probe computed was put back
+    for layer, (keys, _) in enumerate(completed):  # the stored rows were restored after the probe
         assert float((done.buffer.keys[layer] - keys).abs().max()) <= TOLERANCE
 
 
@@ -162,30 +162,30 @@ def test_agentkvshift_moves_the_others_by_their_chunks_mean_residual(
     _, exact = references.plain_forward(lm, prompt.ids)
     table = references.stored_table(lm, prompt, BLIND)
     distance = squared(exact[1][0], table[1][0]).sqrt()
-    told: list[list[int]] = []
+    recomputed: list[list[int]] = []
     selected = set(done.report.selected)
     for span in prompt.chunks:
-        own = list(range(span.start, span.stop))
-        told.append(sorted(selected & set(own)))
-        assert told[-1] == top(distance, own, len(told[-1]))
-        assert abs(len(told[-1]) - 0.2 * len(own)) <= 1
+        tokens = list(range(span.start, span.stop))
+        recomputed.append(sorted(selected & set(tokens)))
+        assert recomputed[-1] == top(distance, tokens, len(recomputed[-1]))
+        assert abs(len(recomputed[-1]) - 0.2 * len(tokens)) <= 1
     assert len(selected) == int(0.2 * len(passage_tokens(prompt)))
     cos, sin = lm.model.model.rotary_emb(torch.zeros(1), torch.arange(len(prompt))[None])
 
     def correct(layer: int, seen: Observed, table: Table) -> None:
         if layer == 0:
             return
-        for span, own in zip(prompt.chunks, told, strict=True):
-            at = [seen.rows.index(row) for row in own]
+        for span, tokens in zip(prompt.chunks, recomputed, strict=True):
+            at = [seen.rows.index(row) for row in tokens]
             turned = [
-                part[:, :, at] * cos[:, own] - rotate_half(part[:, :, at]) * sin[:, own]
+                part[:, :, at] * cos[:, tokens] - rotate_half(part[:, :, at]) * sin[:, tokens]
                 for part in (seen.fresh[0], seen.stored[0])
             ]
             key_shift = (turned[0] - turned[1]).mean(2)
             value_shift = (seen.fresh[1][:, :, at] - seen.stored[1][:, :, at]).mean(2)
-            usual = float(distance[own].mean())
-            for other in set(range(span.start, span.stop)) - set(own):
-                weight = min(float(distance[other]) / usual, 1.0)
+            mean_distance = float(distance[tokens].mean())
+            for other in set(range(span.start, span.stop)) - set(tokens):
+                weight = min(float(distance[other]) / mean_distance, 1.0)
                 if keys:
                     moved = key_shift * cos[:, other] + rotate_half(key_shift) * sin[:, other]
                     table[layer][0][:, :, other] += weight * moved
@@ -202,7 +202,7 @@ def test_agentkvshift_moves_the_others_by_their_chunks_mean_residual(
         assert float((done.buffer.values[layer] - pair[1]).abs().max()) <= TOLERANCE
 
 
-def test_what_was_paid_is_reported(warmed: FusionEngine, prompt: Prompt) -> None:
+def test_the_report_counts_all_computed_rows(warmed: FusionEngine, prompt: Prompt) -> None:
     layers = warmed.lm.n_layers
     full = warmed.prefill(prompt, method=make_method("full")).report
     reuse = warmed.prefill(prompt, method=make_method("reuse", base=BLIND)).report

@@ -56,7 +56,7 @@ def prompt(warmed: FusionEngine) -> Prompt:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Selects some positions, whatever it is asked."""
+    """A selector of fixed positions."""
 
     positions: Sequence[int]
 
@@ -65,22 +65,22 @@ class Chosen:
 
 
 @pytest.mark.parametrize("wrong", ["twice", "the question's"])
-def test_a_selector_that_does_not_keep_to_its_candidates_is_told(
-    wrong: str, warmed: FusionEngine, prompt: Prompt
-) -> None:
+def test_a_selector_that_leaves_its_candidates_is_refused(wrong: str, warmed: FusionEngine, prompt: Prompt) -> None:
     last = prompt.chunks[-1].stop - 1
-    own = replace(make_method("random", base=FRAMED), selector=Chosen([last, last if wrong == "twice" else last + 1]))
+    method = replace(
+        make_method("random", base=FRAMED), selector=Chosen([last, last if wrong == "twice" else last + 1])
+    )
     with pytest.raises(ValueError, match="selects a token twice, or one that is computed anyway"):
-        warmed.prefill(prompt, method=own)
+        warmed.prefill(prompt, method=method)
     head = prompt.chunks[0].start - 1
-    for chosen, told in (
+    for chosen, message in (
         ([head], "none of the candidates'"),
         (range(prompt.chunks[-1].start, last), "tokens, of which"),
     ):
-        own = replace(make_method("random", ratio=0.05, base=FRAMED), selector=Chosen(chosen))
-        with pytest.raises(ValueError, match=told):
-            warmed.prefill(prompt, method=own)
-    fine = replace(own, selector=Chosen([last, last - 2]))
+        method = replace(make_method("random", ratio=0.05, base=FRAMED), selector=Chosen(chosen))
+        with pytest.raises(ValueError, match=message):
+            warmed.prefill(prompt, method=method)
+    fine = replace(method, selector=Chosen([last, last - 2]))
     assert set(warmed.prefill(prompt, method=fine).report.selected) == {last, last - 2}
 
 
@@ -124,8 +124,8 @@ def attention_of_question(lm: Model, prompt: Prompt, seen: Sequence[Sequence[int
         lm.model.set_attn_implementation("qcfuse")
     total = torch.zeros(len(prompt))
     for layer in layers:
-        query, own = captured[layer]
-        keys = torch.cat([table[layer][0][:, :, : rows[0]], own], 2).repeat_interleave(2, 1)
+        query, row_keys = captured[layer]
+        keys = torch.cat([table[layer][0][:, :, : rows[0]], row_keys], 2).repeat_interleave(2, 1)
         for i, row in enumerate(rows):
             scores = query[0, :, i].unsqueeze(1) @ keys[0, :, : row + 1].transpose(-1, -2) * 16**-0.5
             total[: row + 1] += scores.softmax(-1)[:, 0].mean(0) / len(rows) / len(layers)
@@ -200,12 +200,12 @@ def test_random_is_repeatable_and_changes_with_its_seed(warmed: FusionEngine, pr
 
 def assert_in_budget(report: FusionReport, budget: Budget | None, recomputable: Sequence[Span]) -> None:
     tokens = sum(len(span) for span in recomputable)
-    if budget is None:  # the selector says how many
+    if budget is None:  # the selector decides the number
         assert 0 < len(report.selected) < tokens
         assert report.ratio == len(report.selected) / tokens
-    elif report.method == "cacheblend":  # lets go of rows from layer to layer, and these are left
+    elif report.method == "cacheblend":  # drops rows from layer to layer; these are left
         assert 0 < len(report.selected) < budget.tokens(tokens)
-    elif report.method == "relaxkv":  # its budget is each layer's, and these are all layers' together
+    elif report.method == "relaxkv":  # its budget is per layer; these are all layers' tokens
         assert budget.tokens(tokens) <= len(report.selected) <= report.n_layers * budget.tokens(tokens)
     else:
         assert len(report.selected) == budget.tokens(tokens)
@@ -220,7 +220,7 @@ def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngin
     assert list(report.selected) == sorted(set(report.selected))
     assert report.fallback is None
     if name != "full":
-        first_is_exact = report.base == "framed" or name in ("auto", "fusionrag")  # which read its framed cache
+        first_is_exact = report.base == "framed" or name in ("auto", "fusionrag")  # they read its framed cache
         assert_in_budget(report, make_method(name).budget, prompt.chunks[1 if first_is_exact else 0 :])
     if name != "full":
         per_token = warmed.lm.kv_bytes_per_token
@@ -234,7 +234,7 @@ def test_choosing_by_name() -> None:
     assert choose_method(base="framed").base is FRAMED
     assert choose_method(ratio=0.3).ratio == 0.3
     qcfuse = choose_method("qcfuse")
-    assert (qcfuse.ratio, qcfuse.base) == (0.5, FRAMED), "as published, but over caches as they are warmed"
+    assert (qcfuse.ratio, qcfuse.base) == (0.5, FRAMED), "as published, but over framed caches"
     assert choose_method("reuse", base="blind").base is BLIND
     with pytest.raises(UnknownMethod, match="no method 'qcfuze'; there are auto, full"):
         choose_method("qcfuze")
@@ -276,7 +276,7 @@ def test_a_layer_is_counted_from_the_first(variant: str) -> None:
 @pytest.mark.parametrize(("lengths", "budget"), [([10] * 4, 6), ([50] * 10, 25), ([30] * 20, 90), ([100] * 3, 1)])
 def test_epic_at_a_ratio_computes_as_many_tokens_as_the_others(lengths: list[int], budget: int) -> None:
     stops = list(accumulate(lengths))
-    chunk = Segment(Role.CHUNK, (), "")  # of which only the place counts
+    chunk = Segment(Role.CHUNK, (), "")  # only its position counts
     spans = [Span(stop - length, stop, chunk) for length, stop in zip(lengths, stops, strict=True)]
     candidates = [PlacedChunk(span, cast(ChunkKV, None), exact=False) for span in spans]
     positions = ChunkHeads(None).select(candidates, None, budget).positions

@@ -1,4 +1,4 @@
-"""RelayCaching: what decoding computed is kept if it is exact, and mended where it deviates or matters."""
+"""RelayCaching: exact answers are stored, and recomputed where they deviate or matter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
 from qcfuse_rag.generation.decode import TextStream
-from qcfuse_rag.methods.relaycaching.answer_cache import GENERATED
-from qcfuse_rag.methods.relaycaching.method import RelayLayers, RelayRepair
+from qcfuse_rag.methods.relaycaching import GENERATED, RelayLayers, RelayRecompute
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -32,7 +31,7 @@ Answering = Callable[..., TextStream]
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
-    """Make a model answer what it is told to."""
+    """Make a model give a fixed answer."""
 
     def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
         end = engine.lm.tokenizer.eos_token_id
@@ -47,7 +46,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
 
 @pytest.fixture
 def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, Prompt, Prompt]:
-    """Return an engine that keeps an answer, the prompt it answered, and one in which it is the second passage."""
+    """Return an engine with a stored answer, its prompt, and a prompt in which the answer is the second passage."""
     engine.warm(PASSAGES, bases=(FRAMED,))
     old = engine.prompt(QUESTION, PASSAGES)
     assert engine.corpus.put_generated(answering(engine, old)).reason is None
@@ -55,14 +54,14 @@ def relayed(engine: FusionEngine, answering: Answering) -> tuple[FusionEngine, P
 
 
 def stored(engine: FusionEngine, text: str = ANSWER) -> ChunkKV | None:
-    found = engine.store.get(
+    chunk = engine.store.get(
         GENERATED.key(engine.lm.fingerprint, engine.prompts.prefix_ids, engine.prompts.chunk_ids(text))
     )
-    return found if isinstance(found, ChunkKV) else None
+    return chunk if isinstance(chunk, ChunkKV) else None
 
 
 def table_of(engine: FusionEngine, old: Prompt, prompt: Prompt) -> references.Table:
-    """Assemble what the store has for a prompt, by the model's own forward: the answer behind what it answered."""
+    """Compute the stored caches of a prompt by the model's own forward, the answer behind its prompt."""
     tables = []
     for span in prompt.spans:
         before: tuple[int, ...] = ()
@@ -76,15 +75,15 @@ def table_of(engine: FusionEngine, old: Prompt, prompt: Prompt) -> references.Ta
 
 
 def chosen_by_hand(lm: LanguageModel, prompt: Prompt, table: references.Table, layers: RelayLayers) -> dict[int, float]:
-    """Return how far each candidate is above the thresholds: 1 and more is chosen as published."""
+    """Return each candidate's score relative to the thresholds: as published, 1 and more is chosen."""
     candidates = [p for span in prompt.chunks[1:] for p in range(span.start, span.stop)]
     kept = [list(range(prompt.chunks[0].stop)) + (candidates if i < layers.start else []) for i in range(lm.n_layers)]
     whole = references.whole_forward(lm, prompt.ids, table, kept)
     old, new = table[layers.detect][1][0].numpy(), whole.fresh[layers.detect][1][0].numpy()
     deviation, influence = {}, {}
     for p in candidates:
-        one, other = old[:, p].reshape(-1), new[:, p].reshape(-1)
-        deviation[p] = 1 - one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        a, b = old[:, p].reshape(-1), new[:, p].reshape(-1)
+        deviation[p] = 1 - a @ b / np.linalg.norm(a) / np.linalg.norm(b)
         influence[p] = float(whole.attention[layers.detect, :, -10:, p].mean())
     means = np.mean(list(deviation.values())), np.mean(list(influence.values()))
     return {p: max(deviation[p] / means[0] / 1.5, influence[p] / means[1] / 1.45) for p in candidates}
@@ -94,7 +93,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
-def test_what_is_kept_is_what_the_models_own_forward_makes_behind_the_old_prompt(
+def test_a_stored_answer_equals_the_models_own_forward_behind_its_prompt(
     family: LanguageModel, answering: Answering
 ) -> None:
     engine = make_engine(family, MemoryStore())
@@ -102,8 +101,8 @@ def test_what_is_kept_is_what_the_models_own_forward_makes_behind_the_old_prompt
     kept = engine.corpus.put_generated(answering(engine, old))
     chunk, ids, start = stored(engine), engine.prompts.chunk_ids(ANSWER), 7
     assert chunk is not None
-    assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "nothing of prompt or question"
-    assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "the template's, and no more"
+    assert (kept.tokens, chunk.n_tokens) == (len(ids), len(ids)), "no tokens of the prompt"
+    assert kept.computed == len(ids) - len(family.tokenizer(ANSWER)["input_ids"]), "only the template's tokens"
     assert chunk.context == tuple(hash_ids(span.segment.ids) for span in old.chunks)
     buffer = KVBuffer.allocate(family.shapes, start + len(ids), dtype=family.dtype, device=family.device)
     copy_chunk(buffer, start, chunk)
@@ -113,17 +112,17 @@ def test_what_is_kept_is_what_the_models_own_forward_makes_behind_the_old_prompt
         assert error(buffer.values[layer][:, :, start:], values) <= TOLERANCE
 
 
-def test_only_exact_answers_are_kept(engine: FusionEngine, answering: Answering) -> None:
+def test_only_exact_answers_are_stored(engine: FusionEngine, answering: Answering) -> None:
     engine.warm(PASSAGES)
     old = engine.prompt(QUESTION, PASSAGES)
     for method in ("reuse", "qcfuse", "relaxkv"):
         kept = engine.corpus.put_generated(answering(engine, old, method))
-        assert kept.reason == f"an answer of method {method} need not be exact; ask with method full"
+        assert kept.reason == f"an answer of method {method} may be inexact; generate it with method full"
         assert kept.key is None
     assert stored(engine) is None
 
 
-def test_an_answer_goes_with_any_document_it_was_given_over(engine: FusionEngine, answering: Answering) -> None:
+def test_an_answer_is_removed_with_any_document_of_its_prompt(engine: FusionEngine, answering: Answering) -> None:
     engine.warm(PASSAGES, sources=["ferry", "paint", "mill"])
     assert engine.corpus.put_generated(answering(engine, engine.prompt(QUESTION, PASSAGES[:2]))).key is not None
     engine.forget("mill")
@@ -132,14 +131,14 @@ def test_an_answer_goes_with_any_document_it_was_given_over(engine: FusionEngine
     assert stored(engine) is None
 
 
-def test_an_answer_of_other_tokens_is_not_kept_and_one_that_ends_otherwise_is(
+def test_an_answer_with_other_tokens_is_not_stored_unless_only_its_end_differs(
     engine: FusionEngine, answering: Answering
 ) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
     stream = answering(engine, old)
     assert "0 of" in str(engine.corpus.put_generated(stream, "Somewhere else.").reason)
-    assert "are as generated" in str(engine.corpus.put_generated(stream, ANSWER.replace("old", "new")).reason)
-    assert "are as generated" in str(engine.corpus.put_generated(stream, ANSWER + " It has no roof any more.").reason)
+    assert "match" in str(engine.corpus.put_generated(stream, ANSWER.replace("old", "new")).reason)
+    assert "match" in str(engine.corpus.put_generated(stream, ANSWER + " It has no roof any more.").reason)
     begun = ANSWER[: ANSWER.index(" old") + 2]
     assert engine.corpus.put_generated(stream, begun).reason is None
     chunk, ids = stored(engine, begun), engine.prompts.chunk_ids(begun)
@@ -148,7 +147,7 @@ def test_an_answer_of_other_tokens_is_not_kept_and_one_that_ends_otherwise_is(
     assert error(chunk.layer(engine.lm.n_layers - 1)[1], values[0]) <= TOLERANCE
 
 
-def test_an_answer_that_was_cut_off_is_kept_with_its_last_token_computed(
+def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(
     engine: FusionEngine, answering: Answering
 ) -> None:
     old = engine.prompt(QUESTION, PASSAGES)
@@ -157,27 +156,27 @@ def test_an_answer_that_was_cut_off_is_kept_with_its_last_token_computed(
     ids = stream.generation.ids[:-1]
     short = engine.lm.tokenizer.decode(ids[:6])
     prefilled, tokens = engine.prefill(old, method=make_method("full"), answer_tokens=6), iter(ids)
-    told: Any = lambda logits: next(tokens)  # noqa: E731
-    cut = TextStream(engine.runner, prefilled, SamplingParams(6), sampler=told)
+    sampler: Any = lambda logits: next(tokens)  # noqa: E731
+    cut = TextStream(engine.runner, prefilled, SamplingParams(6), sampler=sampler)
     kept = engine.corpus.put_generated(cut)
     assert cut.result().finish_reason == "length"
     assert kept.computed == len(engine.prompts.chunk_ids(short)) - 5
     assert stored(engine, short) is not None
 
 
-def test_a_kept_answer_is_placed_but_never_called_exact(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
+def test_a_stored_answer_is_placed_but_never_exact(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
     engine, _, prompt = relayed
     report = engine.prefill(prompt, method=make_method("relaycaching", ratio=0.0)).report
     assert [lookup.note for lookup in report.lookups if lookup.role == "chunk"] == [None, "as generated", None]
     first = engine.prompt(OTHER, [ANSWER])
     report = engine.prefill(first, method=make_method("relaycaching", ratio=1.0)).report
-    assert len(report.selected) == len(first.chunks[0]), "right behind the head too"
+    assert len(report.selected) == len(first.chunks[0]), "directly behind the system prefix too"
     engine.warm([ANSWER], bases=(FRAMED,))
     report = engine.prefill(first, method=make_method("relaycaching", ratio=1.0)).report
-    assert report.selected == (), "what is exact there is preferred"
+    assert report.selected == (), "the exact cache is preferred"
 
 
-def test_as_published_the_middle_layers_are_mended_where_values_deviate_or_the_end_looks(
+def test_as_published_middle_layers_recompute_tokens_that_deviate_or_that_the_end_attends_to(
     relayed: tuple[FusionEngine, Prompt, Prompt],
 ) -> None:
     engine, old, prompt = relayed
@@ -200,7 +199,7 @@ def test_as_published_the_middle_layers_are_mended_where_values_deviate_or_the_e
     assert done.report.row_layers == 4 * question + 3 * len(scores)
 
 
-def test_behind_the_detection_only_what_was_chosen_goes_on(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
+def test_only_chosen_tokens_are_computed_after_detection(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
     engine, old, prompt = relayed
     layers = RelayLayers(0, 1, 2)
     done = engine.prefill(prompt, method=make_method("relaycaching", layers=layers))
@@ -215,7 +214,7 @@ def test_behind_the_detection_only_what_was_chosen_goes_on(relayed: tuple[Fusion
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.8])
-def test_a_ratio_takes_the_highest_of_the_same_scores_to_the_last_layer(
+def test_a_ratio_recomputes_the_highest_scores_to_the_last_layer(
     relayed: tuple[FusionEngine, Prompt, Prompt], ratio: float
 ) -> None:
     engine, old, prompt = relayed
@@ -240,7 +239,7 @@ def test_layers_by_depth_are_the_middle_half() -> None:
 
 def test_published_thresholds(relayed: tuple[FusionEngine, Prompt, Prompt]) -> None:
     method = make_method("relaycaching")
-    assert method.layer_hook == RelayRepair(None, deviation=1.5, influence=1.45, suffix=10)
+    assert method.layer_hook == RelayRecompute(None, deviation=1.5, influence=1.45, suffix=10)
     assert (method.base, method.ratio) == (FRAMED, None)
     engine, _, prompt = relayed
     with pytest.raises(ValueError, match="the model has 4 layers, the method asks for layer 9"):

@@ -72,20 +72,17 @@ def variants(
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter that treats primed caches as if they had been stored as differences of a given rank.
-
-    Attributes:
-        inner: the adapter of `auto`.
-        numbers: the format of the differences, see `store.quantization`.
-    """
+    """An adapter that treats primed caches as if they had been stored as differences of a given rank."""
 
     inner: Adapter
     numbers: str
 
-    def adapt(self, place: PlacementContext, found: ChunkKV | Miss) -> AdaptedChunk | Miss:
+    def adapt(self, context: PlacementContext, stored: ChunkKV | Miss) -> AdaptedChunk | Miss:
         """Return framed caches with the difference added as far as the rank goes."""
-        adapted = self.inner.adapt(place, found)
-        framed = place.store.get(FRAMED.key(place.lm.fingerprint, place.prompt.prefix_ids, place.span.segment.ids))
+        adapted = self.inner.adapt(context, stored)
+        framed = context.store.get(
+            FRAMED.key(context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.ids)
+        )
         if isinstance(adapted, Miss) or adapted.exact or isinstance(framed, Miss):
             return adapted
         difference = to_format(difference_of(adapted.chunk, framed), self.numbers)
