@@ -28,9 +28,9 @@ def forward_rows(
     Args:
         lm: the model.
         ids: `[R]` int64 token ids of the rows.
-        plan: the rows and what they see.
-        buffer: must hold keys and values at every position a row sees that is not itself a row.
-        hooked_pass: changes the pass between layers, if given.
+        plan: the rows and the keys they see.
+        buffer: must hold keys and values at every position that a row sees and that is not itself a row.
+        hooked_pass: acts between layers, or None.
 
     Returns:
         `[vocabulary]` float32 logits after the last row.
@@ -42,7 +42,7 @@ def forward_rows(
 
 @torch.inference_mode()
 def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
-    """Compute the plan's rows like `forward_rows`, and return what follows each: `[R, vocabulary]` float32 logits."""
+    """Compute the plan's rows like `forward_rows`; return the `[R, vocabulary]` float32 logits after each row."""
     logits: Tensor = lm.model(**model_inputs(ids, plan, buffer), logits_to_keep=0).logits
     return logits[0].float()
 
@@ -57,15 +57,15 @@ def forward_hidden(
     depth: int,
     hooked_pass: HookedPass | None = None,
 ) -> None:
-    """Compute the plan's rows through the first `depth` layers only, for their keys, values and queries.
+    """Compute the plan's rows through the first `depth` layers only, to get their keys, values and queries.
 
     Args:
         lm: the model.
         ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
-        plan: the rows and what they see.
-        buffer: of as many sequences.
-        depth: layers to run.
-        hooked_pass: changes the pass between layers, if given.
+        plan: the rows and the keys they see.
+        buffer: of the same number of sequences.
+        depth: number of layers to run.
+        hooked_pass: acts between layers, or None.
     """
     decoder = lm.model.get_decoder()
     if hooked_pass is not None or depth < lm.n_layers:
@@ -74,12 +74,12 @@ def forward_hidden(
 
 
 def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
-    """Return what a model is called with to compute the plan's rows over a buffer.
+    """Return the keyword arguments of a model call that computes the plan's rows over a buffer.
 
     Args:
         ids: `[R]` token ids of the rows, or `[B, R]` of the same rows of several sequences.
-        plan: the rows and what they see.
-        buffer: of as many sequences.
+        plan: the rows and the keys they see.
+        buffer: of the same number of sequences.
     """
     sequences = ids if ids.dim() == 2 else ids[None]
     return planned_inputs(sequences, plan.rows[None].expand(len(sequences), -1), buffer.cache(plan), plan)
@@ -88,18 +88,18 @@ def model_inputs(ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any
 def planned_inputs(
     ids: Tensor, positions: Tensor, cache: Cache, plan: RowsPlan | StepPlan | TablePlan
 ) -> dict[str, Any]:
-    """Return what a model is called with to compute the rows of a plan.
+    """Return the keyword arguments of a model call that computes the rows of a plan.
 
     Args:
         ids: `[B, R]` int64 token ids of the rows.
-        positions: `[B, R]` int64, where they stand.
-        cache: through which their keys and values are written.
-        plan: what they see.
+        positions: `[B, R]` int64 positions of the rows.
+        cache: writes their keys and values.
+        plan: the rows and the keys they see, passed on to attention.
     """
     return {
         "input_ids": ids,
         "position_ids": positions,
-        # A 4-D mask is handed through unread, which keeps transformers from building one of its own.
+        # transformers passes a 4-D mask on unread and so does not build a mask itself.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device),
         "past_key_values": cache,
         "use_cache": True,

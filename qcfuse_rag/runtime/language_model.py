@@ -1,4 +1,4 @@
-"""A transformers model made ready for fusion: measured, fingerprinted, with our attention switched on."""
+"""A transformers model prepared for fusion: measured, fingerprinted and switched to the `qcfuse` attention."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 def default_critical_layers(n_layers: int) -> tuple[int, ...]:
-    """Return the three layers around 0.53 of the depth: the guess for a model that was not profiled.
+    """Return the three layers around 0.53 of the depth: the default for a model without a profile.
 
-    Where question-to-evidence attention is sharpest lies between 0.41 and 0.59 of the depth for the Llama, Mistral and
-    Qwen3 8B models that QCFuse (arXiv 2606.05875) publishes lists for. Models of one or two layers get all they have.
+    QCFuse (arXiv 2606.05875) publishes lists for the Llama, Mistral and Qwen3 8B models. There, attention from question
+    to evidence is sharpest between 0.41 and 0.59 of the depth. For a model of one or two layers, return all layers.
     """
     middle = min(max(round(0.53 * n_layers), 1), n_layers - 2)
     return tuple(layer for layer in (middle - 1, middle, middle + 1) if 0 <= layer < n_layers)
 
 
 def grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
-    """Return llguidance's form of a vocabulary, as wide as the model's scores; making it can take seconds.
+    """Convert a vocabulary for llguidance, padded to the width of the model's logits; this can take seconds.
 
     Raises:
         QCFuseError: if llguidance is not installed.
@@ -55,20 +55,20 @@ def grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """What the engine knows about a model.
+    """A model with its tokenizer and its measured properties.
 
     Attributes:
         model: the transformers model, in evaluation mode, with the `qcfuse` attention switched on.
         tokenizer: its fast tokenizer.
-        name: how the user called it; for reports only.
+        name: the user's name for the model; for reports only.
         ropes: each layer's measured rotation.
-        shapes: each layer's cache sizes.
+        shapes: each layer's shape of keys and values.
         sliding: each layer's sliding window in tokens, or None.
-        window: how many tokens fit.
-        fingerprint: identity of everything stored keys and values depend on.
-        stock_attention: transformers' own attention for this model, which ours is checked against.
-        critical_layers: ascending indices of the layers that a question's probe reads. Three by depth until a profile
-            says better; `dataclasses.replace` makes the same model with others.
+        window: the number of tokens that fit.
+        fingerprint: identifies everything that stored keys and values depend on.
+        stock_attention: transformers' own attention for this model, used to check the `qcfuse` attention.
+        critical_layers: ascending indices of the layers that a question's probe reads; three layers chosen by depth
+            unless a profile names others. Use `dataclasses.replace` to change them.
     """
 
     model: PreTrainedModel
@@ -90,13 +90,13 @@ class LanguageModel:
 
     @classmethod
     def wrap(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str = "") -> LanguageModel:
-        """Make an already loaded model ready.
+        """Prepare a loaded model.
 
-        The model's attention is switched to `qcfuse`, which computes what its own did, so that it stays usable for
-        anything else. Later changes to its weights are not noticed: wrap it again after them.
+        This switches the model's attention to `qcfuse`. Outside fused passes it gives the same results as before, so
+        the model stays usable for anything else. Later changes of its weights are not noticed: wrap it again then.
 
         Raises:
-            UnsupportedModel: with the property that makes reuse wrong.
+            UnsupportedModel: if reuse would be wrong for the model; the error names the property.
         """
         window = refuse_unsupported(model)
         refuse_mismatched_tokenizer(model, tokenizer)
@@ -124,28 +124,28 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the embeddings, where prompts start."""
+        """Device of the embeddings, which receive the prompt's ids."""
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that keys and values are computed and stored in."""
+        """Dtype of computed and stored keys and values."""
         dtype: torch.dtype = self.model.dtype
         return dtype
 
     @cached_property
     def grammar_vocabulary(self) -> LLTokenizer:
-        """The vocabulary as grammars need it; made when the first answer has to follow one."""
+        """The vocabulary for grammars; converted at the first answer that must follow a grammar."""
         return grammar_vocabulary(self.model, self.tokenizer)
 
     @property
     def widest_head(self) -> int:
-        """The most channels that keys or values of a head have."""
+        """The largest number of channels of a head's keys or values."""
         return max(max(shape.key_dim, shape.value_dim) for shape in self.shapes)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that the keys and values of one token take, over all layers."""
-        channels = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.shapes)
+        """Bytes of one token's keys and values over all layers."""
+        channels = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in self.shapes)
         return channels * torch.empty(0, dtype=self.dtype).element_size()

@@ -1,7 +1,7 @@
-"""Passes that change from layer to layer: rows that stop early, and corrections to what is not a row.
+"""Hooks that act between the layers of a pass: they drop rows early, and correct keys and values of other positions.
 
-Before each layer, in a view of the model (see `decoder_view`), the rows that have ended are dropped, and what stands
-for them in the layer's arguments.
+Such a pass runs through a view of the model (see `decoder_view`). Before each layer, the rows that have ended are
+dropped from the hidden states and from the layer's arguments.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_i
 
 
 class LayerHook(Protocol):
-    """Watches one pass and changes it between layers. Made anew for every pass."""
+    """Observes and changes one pass between its layers. Every pass gets a new hook."""
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Choose the rows a layer computes, before it runs.
+        """Choose the rows that a layer computes, before it runs.
 
         Args:
             layer: the layer.
             rows: `[R]` int64 ascending positions computed so far.
-            buffer: stored keys and values of this layer are still in place.
+            buffer: the request's buffer; it still has the stored keys and values of this layer.
 
         Returns:
-            Some of `rows`, ascending, the last of them included. A row that is left out is not computed in this layer
-            or any later one; the stored keys and values stay in its place.
+            Some of `rows`, ascending, including the last. A row that is left out is not computed in this layer or any
+            later one; its stored keys and values stay in the buffer.
         """
         ...
 
     def after_write(self, layer: int, rows: Tensor, buffer: KVBuffer, query: Tensor) -> None:
-        """Act when a layer's fresh keys and values are in the buffer, before any row looks at them.
+        """Act after a layer's fresh keys and values are written to the buffer and before any row attends to them.
 
         Args:
             layer: the layer.
-            rows: `[R]` positions computed in it.
-            buffer: keys rotated; positions that are no rows may be changed.
+            rows: `[R]` positions computed in the layer.
+            buffer: the request's buffer, with rotated keys; positions that are not rows may be changed.
             query: `[1, Hq, R, D]` of the rows, rotated.
         """
         ...
@@ -51,11 +51,11 @@ class LayerHook(Protocol):
 
 @runtime_checkable
 class AttentionHook(LayerHook, Protocol):
-    """A steering that looks at the pass's attention too, and says what it recomputed.
+    """A hook that also observes the pass's attention and reports which tokens it recomputed.
 
     Attributes:
         chosen: `[S]` int64 ascending, the reused tokens that count as recomputed, whatever layer they ended in; None
-            for those computed in the last one.
+            for those computed in the last layer.
     """
 
     chosen: Tensor | None
@@ -71,7 +71,7 @@ class AttentionHook(LayerHook, Protocol):
         softcap: float | None,
         window: int | None,
     ) -> None:
-        """See what the rows are about to look at, after `after_write`.
+        """Observe a layer's attention inputs, after `after_write`.
 
         Args:
             layer: the layer.
@@ -87,18 +87,18 @@ class AttentionHook(LayerHook, Protocol):
 
 @dataclass(slots=True, eq=False)
 class NestedRows:
-    """Rows that end at layers known beforehand (RelaxKV, arXiv 2609.33503: sets nested over depth).
+    """A hook that ends rows at layers chosen before the pass (RelaxKV, arXiv 2609.33503: row sets nested over depth).
 
     Attributes:
-        positions: `[S]` int64 ascending, rows that end.
-        until: `[S]` int64, the last layer each is computed in.
+        positions: `[S]` int64 ascending, the rows that end.
+        until: `[S]` int64, the last layer that each is computed in.
     """
 
     positions: Tensor
     until: Tensor
 
     def before_layer(self, layer: int, rows: Tensor, buffer: KVBuffer) -> Tensor:
-        """Drop the rows whose last layer is behind."""
+        """Drop the rows whose last layer is done."""
         ended = self.positions[self.until < layer]
         return rows[~torch.isin(rows, ended)] if len(ended) else rows
 
@@ -107,54 +107,58 @@ class NestedRows:
 
 
 class HookedPass:
-    """The state of one steered pass: which rows are left, and how much was computed.
+    """The state of one pass with a hook; it runs the layers of the decoder (a `LayerRunner`).
 
     Args:
-        plan: rows at the start, and what they see.
-        steering: decides between layers.
-        buffer: of the request.
+        plan: the rows at the start, and the keys they see.
+        hook: acts between layers.
+        buffer: the request's buffer.
+
+    Attributes:
+        plan: the rows that are left.
+        row_layers: rows computed so far, summed over layers.
     """
 
     def __init__(self, plan: RowsPlan, hook: LayerHook, buffer: KVBuffer) -> None:
-        self._first, self._hook, self._buffer = plan, hook, buffer
-        self._start = plan.rows
-        self.plan = self._with(plan.rows)
+        self._initial_plan, self._hook, self._buffer = plan, hook, buffer
+        self.plan = self._with_rows(plan.rows)
         self.row_layers = 0
 
-    def _narrow(self, layer: int) -> tuple[Tensor | None, Tensor]:
-        """Narrow the pass; return which of the present rows go on (None: all), and their indices among the first."""
-        rows = self._hook.before_layer(layer, self.plan.rows, self._buffer)
-        kept = None
-        if len(rows) != len(self.plan.rows):
-            kept = torch.searchsorted(self.plan.rows, rows)
-            self.plan = self._with(rows)
-        self.row_layers += len(rows)
-        return kept, torch.searchsorted(self._start, rows)
-
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer on the rows that are left; `[..., R, H]` to `[..., R', H]`."""
-        kept, among_first = self._narrow(layer)
+        """Run a layer on the rows that are left: `[..., R, H]` to `[..., R', H]`."""
+        kept, initial_indices = self._narrow(layer)
         if kept is not None:
             hidden = hidden.index_select(-2, kept)
-        count = len(self._start)
-        args = tuple(_select(one, among_first) if _is_per_row(one, count) else one for one in args)
-        for name, one in kwargs.items():
-            if name in PER_ROW or _is_per_row(one, count):
-                kwargs[name] = _select(one, among_first)
-        cache = next(one for one in (*kwargs.values(), *args) if isinstance(one, Cache))  # under a name of the model's
+        n_rows = len(self._initial_plan.rows)
+        args = tuple(_select(value, initial_indices) if _is_per_row(value, n_rows) else value for value in args)
+        for name, value in kwargs.items():
+            if name in PER_ROW or _is_per_row(value, n_rows):
+                kwargs[name] = _select(value, initial_indices)
+        # Models differ in the name of the cache's argument.
+        cache = next(value for value in (*kwargs.values(), *args) if isinstance(value, Cache))
         cache.layers[layer].at = self.plan.at
         kwargs["fusion"] = self.plan
         return inner(hidden, *args, **kwargs)
 
+    def _narrow(self, layer: int) -> tuple[Tensor | None, Tensor]:
+        """Ask the hook for a layer's rows; return their indices in the present rows (None: all) and the initial ones."""
+        rows = self._hook.before_layer(layer, self.plan.rows, self._buffer)
+        kept = None
+        if len(rows) != len(self.plan.rows):
+            kept = torch.searchsorted(self.plan.rows, rows)
+            self.plan = self._with_rows(rows)
+        self.row_layers += len(rows)
+        return kept, torch.searchsorted(self._initial_plan.rows, rows)
+
     @property
     def chosen(self) -> Tensor:
-        """`[S]` int64 ascending, the rows that count as recomputed: the last layer's, unless the steering says."""
+        """`[S]` int64 ascending, the rows that count as recomputed: the hook's choice, else those of the last layer."""
         chosen = self._hook.chosen if isinstance(self._hook, AttentionHook) else None
         return self.plan.rows if chosen is None else chosen
 
-    def _with(self, rows: Tensor) -> RowsPlan:
-        # Not `self`, which holds the plan: a ring of references would keep the buffer until it is collected.
-        first, hook, buffer = self._first, self._hook, self._buffer
+    def _with_rows(self, rows: Tensor) -> RowsPlan:
+        # The closure must not hold `self`, which holds the plan: the cycle would keep the buffer until it is collected.
+        initial, hook, buffer = self._initial_plan, self._hook, self._buffer
 
         def observe(
             layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
@@ -162,15 +166,15 @@ class HookedPass:
             hook.after_write(layer, rows, buffer, query)
             if isinstance(hook, AttentionHook):
                 hook.on_attention(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
-            if first.observe is not None:
-                first.observe(layer, query, key, scaling, softcap, window)
+            if initial.observe is not None:
+                initial.observe(layer, query, key, scaling, softcap, window)
 
-        host = first.on_host if len(rows) == len(first.rows) else None
-        return RowsPlan(rows, first.length, first.visible, observe, first.windows, host)
+        host = initial.on_host if len(rows) == len(initial.rows) else None
+        return RowsPlan(rows, initial.length, initial.visible, observe, initial.windows, host)
 
 
 def _is_per_row(value: Any, n_rows: int) -> bool:
-    """Return whether an argument of no known name has an item for each row, as inputs of layers of their own do."""
+    """Return whether an argument holds an item for each row, judged by its shape; models name such inputs freely."""
     if isinstance(value, tuple):
         return len(value) > 0 and all(_is_per_row(part, n_rows) for part in value)
     return isinstance(value, Tensor) and value.dim() > 2 and value.shape[1] == n_rows

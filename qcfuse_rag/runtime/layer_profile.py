@@ -1,4 +1,4 @@
-"""A profile: what was measured of a model's layers, and which of them are taken for critical."""
+"""A layer profile: the measured recall of a model's layers, and the layers chosen as critical."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.atomic_write import write_atomically
 
 FORMAT = "qcfuse-profile-1"
-MAKE_ANEW = "make it anew with `qcfuse profile`"
+MAKE_AGAIN = "make it again with `qcfuse profile`"
 
 Labels = Literal["answers", "leave-one-out"]
-"""What was taken for the evidence: answers that were known, or the passage the model's own answer rests on."""
+"""How the evidence was found: by known answers, or by the passage that the model's own answer depends on."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """Which layers of a model look at the answer.
+    """The layers of a model that attend to the answer.
 
     Attributes:
-        model: how the user called it; for reports only.
-        fingerprint: fields of the model's `Fingerprint`; the profile is of this model alone.
+        model: the user's name for the model; for reports only.
+        fingerprint: fields of the model's `Fingerprint`; the profile is valid for this model only.
         layers: ascending indices of the critical layers.
         recall: for each layer of the model the mean Recall@10 %, 0 to 1; see `evaluation.profile.measure`.
-        labels: what was taken for the evidence.
-        samples: questions the means are over.
-        skipped: questions that could not be used, by reason.
-        depth_penalty: that of `choose_layers` when they were chosen.
+        labels: how the evidence was found.
+        samples: number of questions that the means are over.
+        skipped: number of questions that could not be used, by reason.
+        depth_penalty: the `depth_penalty` of `choose_layers` that the layers were chosen with.
 
     Raises:
-        ValueError: if it cannot be a profile.
+        ValueError: if a field is not valid.
     """
 
     model: str
@@ -49,8 +49,8 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         _check(isinstance(self.model, str), "model must be a string")
-        _check(_maps(self.fingerprint, str), "fingerprint must be an object of strings")
-        _check(_maps(self.skipped, int), "skipped must be an object of numbers")
+        _check(_maps_strings_to(self.fingerprint, str), "fingerprint must be an object of strings")
+        _check(_maps_strings_to(self.skipped, int), "skipped must be an object of numbers")
         _check(self.labels in get_args(Labels), f"labels must be one of {', '.join(get_args(Labels))}")
         _check(type(self.samples) is int and self.samples > 0, "samples must be a number above 0")
         _check(_is_number(self.depth_penalty), "depth_penalty must be a number")
@@ -65,7 +65,7 @@ class LayerProfile:
         )
 
     def mismatch(self, lm: LanguageModel) -> str | None:
-        """Say why this profile is not of a model, or return None if it is."""
+        """Return why this profile does not belong to a model, or None if it does."""
         differing = lm.fingerprint.differences(dict(self.fingerprint))
         if differing:
             return f"it is of another model ({self.model or 'without a name'}): {', '.join(differing)} differ"
@@ -79,63 +79,63 @@ class LayerProfile:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Make a profile of what `to_dict` returned.
+        """Build a profile from the data that `to_dict` returns.
 
         Raises:
-            ValueError: with what is wrong.
+            ValueError: if the data is not a valid profile; the message says why.
         """
         _check(isinstance(data, dict) and data.get("format") == FORMAT, f"its format is not {FORMAT}")
         missing = [field.name for field in fields(cls) if field.name not in data]
         _check(not missing, f"it has no {', '.join(missing)}")
         for name in ("layers", "recall"):
             _check(isinstance(data[name], list), f"{name} must be a list")
-        given = {field.name: data[field.name] for field in fields(cls)}
-        return cls(**{**given, "layers": tuple(given["layers"]), "recall": tuple(given["recall"])})
+        values = {field.name: data[field.name] for field in fields(cls)}
+        return cls(**{**values, "layers": tuple(values["layers"]), "recall": tuple(values["recall"])})
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a profile.
 
         Raises:
-            ProfileError: if there is none or it is damaged.
+            ProfileError: if the file is missing or damaged.
         """
         try:
             return cls.from_dict(json.loads(Path(path).expanduser().read_text("utf-8")))
         except FileNotFoundError as error:
             raise ProfileError(f"no profile at {path}; `qcfuse profile --out {path}` makes one") from error
         except (OSError, ValueError, RecursionError) as error:
-            raise ProfileError(f"cannot read the profile {path} ({error}); {MAKE_ANEW}") from error
+            raise ProfileError(f"cannot read the profile {path} ({error}); {MAKE_AGAIN}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a profile; whoever reads meanwhile sees the old one or the new one, whole.
+        """Write a profile atomically: a concurrent reader gets the complete old or new one.
 
         Raises:
-            ProfileError: if it cannot be written.
+            ProfileError: if the file cannot be written.
         """
         try:
             write_atomically(Path(path).expanduser(), json.dumps(self.to_dict(), indent=2, ensure_ascii=False))
         except OSError as error:
-            raise ProfileError(f"cannot write {path} ({error}); name another place") from error
+            raise ProfileError(f"cannot write {path} ({error}); name another path") from error
 
 
 def choose_layers(recall: Sequence[float], count: int, depth_penalty: float = 0.0) -> tuple[int, ...]:
-    """Return the layers of highest recall, less a penalty for their depth; of equals, the earlier.
+    """Return the layers of highest recall minus a penalty for depth; of equal layers, the earlier.
 
     Args:
-        recall: of each layer, 0 to 1.
-        count: how many.
-        depth_penalty: times a layer's index over the number of layers, it is taken off the layer's recall. A probe
-            runs up to its last layer, so shallow layers are cheaper.
+        recall: each layer's recall, 0 to 1.
+        count: number of layers to choose.
+        depth_penalty: subtracted from a layer's recall after multiplication by the layer's index over the number of
+            layers. A probe runs up to its last layer, so shallow layers are cheaper.
 
     Raises:
-        ValueError: if there are not as many, or the penalty is negative.
+        ValueError: if the model has fewer layers, or the penalty is negative.
     """
     if not 1 <= count <= len(recall):
         raise ValueError(f"the model has {len(recall)} layers; choose 1 to {len(recall)} of them, not {count}")
     if depth_penalty < 0:
         raise ValueError(f"the depth penalty must not be negative, got {depth_penalty}")
-    worth = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
-    best = sorted(range(len(recall)), key=lambda layer: -worth[layer])
+    penalized = [value - depth_penalty * layer / len(recall) for layer, value in enumerate(recall)]
+    best = sorted(range(len(recall)), key=lambda layer: -penalized[layer])
     return tuple(sorted(best[:count]))
 
 
@@ -143,53 +143,53 @@ def _is_number(value: object) -> bool:
     return type(value) in (int, float) and value == value and abs(value) != float("inf")  # type: ignore[arg-type]
 
 
-def _maps(value: object, to: type) -> bool:
-    return isinstance(value, Mapping) and all(type(k) is str and type(v) is to for k, v in value.items())
+def _maps_strings_to(value: object, kind: type) -> bool:
+    return isinstance(value, Mapping) and all(type(k) is str and type(v) is kind for k, v in value.items())
 
 
-def _check(condition: bool, otherwise: str) -> None:
+def _check(condition: bool, problem: str) -> None:
     if not condition:
-        raise ValueError(otherwise)
+        raise ValueError(problem)
 
 
 NAME = "profile.json"
-"""A profile's name in the folder of a store."""
+"""File name of a profile in the folder of a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerProfileLookup:
-    """What came of looking for a profile.
+    """The result of looking for a profile.
 
     Attributes:
-        profile: the one to use, or None.
-        ignored: why one that is there is not used, or None.
+        profile: the profile to use, or None.
+        ignored: why an existing profile is not used, or None.
     """
 
     profile: LayerProfile | None = None
     ignored: str | None = None
 
     def applied(self, lm: LanguageModel) -> LanguageModel:
-        """Return the model with the profile's critical layers, if there is one; weights are shared."""
+        """Return the model with the profile's critical layers, or unchanged without a profile; weights are shared."""
         return lm if self.profile is None else replace(lm, critical_layers=self.profile.layers)
 
 
-def find_profile(lm: LanguageModel, named: str | Path | None, folder: Path | None) -> LayerProfileLookup:
+def find_profile(lm: LanguageModel, path: str | Path | None, folder: Path | None) -> LayerProfileLookup:
     """Find a model's profile.
 
     Args:
         lm: the model.
-        named: a file that has to be this model's profile, or None.
-        folder: of a store, where one may be; if it is not of this model or cannot be read, the model keeps the layers
-            it has and the reason is returned.
+        path: a file that must hold this model's profile, or None.
+        folder: a store's folder, which may hold a profile. If that profile is of another model or cannot be read, the
+            model keeps its layers and the reason is returned.
 
     Raises:
-        ProfileError: if the one that is named is not of this model or cannot be read.
+        ProfileError: if the profile at `path` is of another model or cannot be read.
     """
-    if named is not None:
-        profile = LayerProfile.load(named)
+    if path is not None:
+        profile = LayerProfile.load(path)
         mismatch = profile.mismatch(lm)
         if mismatch is not None:
-            raise ProfileError(f"the profile {named} is not of this model: {mismatch}; {MAKE_ANEW}")
+            raise ProfileError(f"the profile {path} is not of this model: {mismatch}; {MAKE_AGAIN}")
         return LayerProfileLookup(profile)
     if folder is None or not os.path.exists(folder / NAME):
         return LayerProfileLookup()
@@ -199,5 +199,5 @@ def find_profile(lm: LanguageModel, named: str | Path | None, folder: Path | Non
         return LayerProfileLookup(ignored=str(error))
     mismatch = profile.mismatch(lm)
     if mismatch is not None:
-        return LayerProfileLookup(ignored=f"the profile {folder / NAME} is not used: {mismatch}; {MAKE_ANEW}")
+        return LayerProfileLookup(ignored=f"the profile {folder / NAME} is not used: {mismatch}; {MAKE_AGAIN}")
     return LayerProfileLookup(profile)

@@ -1,7 +1,7 @@
-"""A view of a model that shares its weights and runs other layers: how a pass changes what happens between layers.
+"""Views of a model that share its weights and run other layers, so that a pass can act between layers.
 
-transformers' decoders run a list of layers. In a view the list is another one, so that no model code is patched, and
-passes that run the model itself know of none of this.
+transformers' decoders run a list of layers. A view has another list. No model code is patched, and passes that run the
+model itself are not affected.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 class ModuleProxy(nn.Module):
-    """Stands for a module, and answers for it.
+    """A module that stands for another and forwards attribute access to it.
 
     Args:
-        inner: the module.
+        inner: the other module.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -26,7 +26,7 @@ class ModuleProxy(nn.Module):
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the module inside: decoders ask layers for their kind of attention, some models a norm for its weight."""
+        """Look up an attribute on `inner`: decoders read a layer's kind of attention, some models a norm's weight."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -34,38 +34,38 @@ class ModuleProxy(nn.Module):
 
 
 class LayerRunner(Protocol):
-    """What runs instead of a decoder's layers in one pass."""
+    """Runs the layers of a decoder in one pass."""
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a layer.
 
         Args:
-            layer: which.
+            layer: the layer's index.
             inner: the layer itself.
             hidden: `[1, R, H]` hidden states.
-            args: what else the decoder gives its layers.
-            kwargs: the same, by name.
+            args: further positional arguments of the layer.
+            kwargs: keyword arguments of the layer.
 
         Returns:
-            What the decoder expects of a layer.
+            The layer's output in the form that the decoder expects.
         """
         ...
 
 
 class HookedLayer(ModuleProxy):
-    """A decoder layer in a view."""
+    """A decoder layer of a view; a layer runner computes it."""
 
     def __init__(self, inner: nn.Module, index: int, layer_runner: LayerRunner) -> None:
         super().__init__(inner)
         self._index, self._layer_runner = index, layer_runner
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Have the layer runner compute the layer."""
+        """Compute the layer by the layer runner."""
         return self._layer_runner.run(self._index, self.inner, hidden_states, args, kwargs)
 
 
 def decoder_view(decoder: nn.Module, depth: int, layer_runner: LayerRunner | None) -> nn.Module:
-    """Return a decoder with its first `depth` layers, which a layer runner runs if there is one."""
+    """Return a view of a decoder with its first `depth` layers, computed by a layer runner if there is one."""
     layers = decoder._modules["layers"]
     assert isinstance(layers, nn.ModuleList)
     first: Sequence[nn.Module] = list(layers[:depth])
@@ -75,19 +75,19 @@ def decoder_view(decoder: nn.Module, depth: int, layer_runner: LayerRunner | Non
 
 
 def model_view(model: nn.Module, decoder: nn.Module, n_layers: int, layer_runner: LayerRunner) -> nn.Module:
-    """Return a model whose decoder's layers a layer runner runs."""
+    """Return a view of a model whose decoder layers are computed by a layer runner."""
     return with_module(model, decoder_view(decoder, n_layers, layer_runner), instead=decoder)
 
 
 class ViewCache:
-    """Views of a model that are made once, because making one takes as long as launching many kernels.
+    """Views of a model for repeated use, because building a view takes as long as launching many kernels.
 
-    One pass at a time runs through them.
+    Only one pass at a time may run through them.
 
     Args:
         model: the model.
-        decoder: of the model.
-        n_layers: it has.
+        decoder: the model's decoder.
+        n_layers: number of its layers.
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module, n_layers: int) -> None:
@@ -97,16 +97,16 @@ class ViewCache:
 
     @contextmanager
     def model(self, layer_runner: LayerRunner) -> Iterator[nn.Module]:
-        """Have a layer runner run all layers; yields the model."""
-        with self._current.instead(layer_runner):
+        """Yield the model's view, whose layers are computed by a layer runner inside the context."""
+        with self._current.set(layer_runner):
             yield self._model
 
     @contextmanager
     def decoder(self, depth: int, layer_runner: LayerRunner) -> Iterator[nn.Module]:
-        """Have a layer runner run the first `depth` layers; yields the decoder."""
+        """Yield a view of the first `depth` layers, computed by a layer runner inside the context."""
         if depth not in self._decoders:
             self._decoders[depth] = decoder_view(self._decoder, depth, self._current)
-        with self._current.instead(layer_runner):
+        with self._current.set(layer_runner):
             yield self._decoders[depth]
 
 
@@ -117,7 +117,7 @@ class _CurrentRunner:
         self._layer_runner: LayerRunner | None = None
 
     @contextmanager
-    def instead(self, layer_runner: LayerRunner) -> Iterator[None]:
+    def set(self, layer_runner: LayerRunner) -> Iterator[None]:
         self._layer_runner = layer_runner
         try:
             yield
@@ -129,13 +129,13 @@ class _CurrentRunner:
         return self._layer_runner.run(layer, inner, hidden, args, kwargs)
 
 
-def with_module(module: nn.Module, new: nn.Module, *, instead: nn.Module) -> nn.Module:
-    """Return a view of a module that shares its weights and has another module instead of one inside, however deep."""
+def with_module(module: nn.Module, replacement: nn.Module, *, instead: nn.Module) -> nn.Module:
+    """Return a view of a module in which a submodule at any depth is replaced; weights are shared."""
     if module is instead:
-        return new
+        return replacement
     view = copy.copy(module)
     view._modules = dict(module._modules)
     for name, child in module._modules.items():
-        if child is not None and any(one is instead for one in child.modules()):
-            view._modules[name] = with_module(child, new, instead=instead)
+        if child is not None and any(submodule is instead for submodule in child.modules()):
+            view._modules[name] = with_module(child, replacement, instead=instead)
     return view

@@ -1,9 +1,12 @@
-"""Attention step by step in float32: the slow path of unusual models, and the reference that fast paths are tested against."""
+"""Attention step by step in float32: the path of unusual models, and the reference for tests of the fast paths."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+MIN_ROWS = 8
+"""Rows scored at a time, even if that takes more memory than a layer's keys and values; fewer make slow products."""
 
 
 def explicit_attention(
@@ -15,7 +18,7 @@ def explicit_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend step by step in float32: the slow path of unusual models, and the reference the fast path is tested by.
+    """Attend step by step in float32.
 
     Args:
         query: `[1, Hq, R, D]`.
@@ -33,8 +36,8 @@ def explicit_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
-        extra = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, extra], dim=-1).softmax(-1)[..., :-1]
+        sink_scores = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink_scores], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
     batch, heads, rows, keys = weights.shape
@@ -45,15 +48,11 @@ def explicit_attention(
 def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Return `[1, Hq, R, T]` float32 scores before masking and softmax."""
     batch, heads, rows, dim = query.shape
-    folded = query.reshape(batch, key.shape[1], -1, dim).float() * scaling
-    scores = folded @ key.float().transpose(-1, -2)
-    if softcap is not None:  # in place: scores are all a pass has of this size
+    grouped = query.reshape(batch, key.shape[1], -1, dim).float() * scaling
+    scores = grouped @ key.float().transpose(-1, -2)
+    if softcap is not None:  # in place, because scores are the largest tensor of a pass
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     return scores.reshape(batch, heads, rows, key.shape[2])
-
-
-LEAST_ROWS = 8
-"""Rows scored at a time even if they take more than a layer's keys and values; fewer make slow products."""
 
 
 def plain_attention_weights(
@@ -67,21 +66,21 @@ def plain_attention_weights(
     window: int | None = None,
     reduce: str = "mean",
 ) -> Tensor:
-    """Return the same in plain torch, a part of the rows at a time: the way without a GPU, and the reference of it."""
+    """Compute `attention.scores.attention_weights` in plain torch, some rows at a time; used without a GPU."""
     length = key.shape[2]
     positions = torch.arange(length, device=key.device)
     total = torch.zeros(length, dtype=torch.float32, device=key.device)
-    # Scores, weights and masks of some rows: no more than the layer's keys and values themselves.
-    step = max(LEAST_ROWS, 2 * key.nbytes // (3 * 4 * query.shape[1] * length))
+    # The scores, weights and masks of these rows take no more memory than the layer's keys and values.
+    step = max(MIN_ROWS, 2 * key.nbytes // (3 * 4 * query.shape[1] * length))
     for start in range(0, query.shape[2], step):
-        part = rows[start : start + step]
-        distance = part[:, None] - positions[None, :]
+        step_rows = rows[start : start + step]
+        distance = step_rows[:, None] - positions[None, :]
         seen = (distance >= 0) & known[None, :]
         if window is not None:
             seen &= distance < window
         scores = attention_scores(query[:, :, start : start + step], key, scaling, softcap)
-        hidden = int(seen.all(0).long().argmin())  # where keys begin that not every row sees: the question's own
-        scores[..., hidden:].masked_fill_(~seen[:, hidden:], float("-inf"))
+        first_masked = int(seen.all(0).long().argmin())  # every row sees all keys before this one
+        scores[..., first_masked:].masked_fill_(~seen[:, first_masked:], float("-inf"))
         weights = scores.softmax(-1)[0]  # [Hq, r, T]
         if reduce == "max":
             total = torch.maximum(total, weights.amax((0, 1)))

@@ -1,7 +1,7 @@
-"""Rows: the token positions a forward pass computes, against a buffer that holds everybody else's keys and values.
+"""Rows: the token positions that a forward pass computes, over a buffer with the keys and values of all others.
 
-Full prefill is all rows, naive reuse is the question's rows, one decode step is one row. This is the one idea the
-engine rests on; see docs/reference/architecture.md.
+Full prefill computes all rows, naive reuse those of the question, a decode step one row. The whole engine rests on this
+idea; see docs/reference/architecture.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from torch import Tensor
 
 @dataclass(slots=True, eq=False)
 class RowsPlan:
-    """One forward pass: which rows it computes and which keys they may see.
+    """The rows that one forward pass computes, and the keys they may see.
 
-    A row at position p sees the keys at positions <= p, and in a layer with a sliding window of W only those > p - W.
+    A row at position p sees the keys at positions <= p. In a layer with a sliding window of W tokens, it sees only
+    those at positions > p - W.
 
     Attributes:
         rows: `[R]` int64, ascending positions.
-        length: keys at positions >= length do not exist yet.
-        visible: per layer, `[V]` int64 ascending positions that may be seen at all, or None for every position; on the
-            CPU where they are known there.
-        observe: called in every layer before attention, with the layer's queries and keys; a probe's eye.
-        windows: per layer the sliding window in tokens or None, for models that do not say it themselves.
-        on_host: the rows on the CPU, where they are known there: what looks at them would have to wait for a device.
-        derived: values that attention computes from the plan once and shares between layers, by a key of its own.
+        length: number of keys; positions >= length do not exist yet.
+        visible: per layer, `[V]` int64 ascending positions that rows may see at all, or None for every position; on the
+            CPU if the host knows them.
+        observe: called in every layer before attention, with the layer's queries and keys; probes use it.
+        windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
+        on_host: the rows on the CPU, or None if the host does not know them. Reading `rows` waits for the device.
+        derived: values that attention computes once from the plan and shares between layers, by a key.
     """
 
     rows: Tensor
@@ -38,7 +39,7 @@ class RowsPlan:
     windows: Sequence[int | None] | None = None
     on_host: Tensor | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict)
-    _visible: dict[int, Tensor] = field(default_factory=dict)
+    _visible_on_device: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -54,12 +55,12 @@ class RowsPlan:
         Args:
             rows: `[R]` int64; the host waits for them unless they are on the CPU.
             windows: see the attributes.
-            device: where the pass computes; None is where the rows are.
+            device: the device of the pass; None for the device of `rows`.
             visible: see the attributes.
         """
-        there = rows if device is None else rows.to(device, non_blocking=device.type == "cuda")
+        on_device = rows if device is None else rows.to(device, non_blocking=device.type == "cuda")
         host = rows if rows.device.type == "cpu" else None
-        return cls(there, int(rows[-1]) + 1, visible, None, windows, host)
+        return cls(on_device, int(rows[-1]) + 1, visible, None, windows, host)
 
     @classmethod
     def between(
@@ -76,23 +77,23 @@ class RowsPlan:
 
     @property
     def at(self) -> slice | Tensor:
-        """The rows as an index: a slice, which copies faster, where the host knows that they have no gaps."""
+        """The rows as an index: a slice, which copies faster, if the host knows that they have no gaps."""
         first, host = self.length - len(self.rows), self.rows if self.rows.device.type == "cpu" else self.on_host
         return slice(first, self.length) if host is not None and int(host[0]) == first else self.rows
 
     def visible_key(self, layer: int) -> int:
-        """Return a key that is equal for layers that see the same set of keys."""
+        """Return a key that is equal for layers in which rows see the same set of keys."""
         visible = None if self.visible is None else self.visible[layer]
         return 0 if visible is None else id(visible)
 
     def visible_at(self, layer: int) -> Tensor | None:
-        """Return the positions layer `layer` may see, or None for all; on the device of the rows."""
-        given = None if self.visible is None else self.visible[layer]
-        if given is None or given.device == self.rows.device:
-            return given
-        if id(given) not in self._visible:
-            self._visible[id(given)] = given.to(self.rows.device, non_blocking=True)
-        return self._visible[id(given)]
+        """Return the positions that rows may see in a layer, on the rows' device; None for all."""
+        visible = None if self.visible is None else self.visible[layer]
+        if visible is None or visible.device == self.rows.device:
+            return visible
+        if id(visible) not in self._visible_on_device:
+            self._visible_on_device[id(visible)] = visible.to(self.rows.device, non_blocking=True)
+        return self._visible_on_device[id(visible)]
 
 
 Observer = Callable[[int, Tensor, Tensor, float, "float | None", "int | None"], None]

@@ -1,4 +1,4 @@
-"""A model and a store that are ready to run: passes, decode steps, buffers, transfers and costs in one object."""
+"""Run a model over prompts from a store: passes, decode steps, buffers, transfers and costs in one object."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ LOAD_LIMIT_S = 30.0
 
 
 class ModelRunner:
-    """Runs a model over prompts whose chunks a store keeps.
+    """Runs a model over prompts whose chunks are in a store.
 
-    Safe to use from several threads. On a GPU the kernels are compared with their references here, so that no request
-    waits for that.
+    Safe to use from several threads. On a GPU, the constructor compares the kernels with their references, so that no
+    request waits for that.
 
     Args:
         lm: the model.
-        store: where chunks may be found.
-        load_limit_s: most seconds that a request waits for the store, in all; chunks that have not come by then are
-            computed. None waits as long as it takes.
+        store: the store of the chunks.
+        load_limit_s: most seconds that a request waits for the store in total; chunks that have not arrived by then
+            are computed. None sets no limit.
         overlap: load the stored layers while passes compute; False loads all of them before the first pass.
-        spare_bytes: most bytes of host memory to keep for the buffers of coming requests; 0 has torch allocate them.
+        spare_bytes: most bytes of unused host memory to keep for the buffers of later requests; 0 turns the pool off.
 
     Attributes:
         prefills: computes rows of a prompt.
         decodes: computes the next token's row of one or several requests.
-        costs: the measured costs of passes and loading, by which a method's guard decides.
-        pool: where buffers in host memory come from, or None.
+        costs: the measured costs of passes and loading, which a method's guard uses.
+        pool: provides buffers in host memory, or None.
 
     Raises:
         ValueError: if `load_limit_s` is not positive.
@@ -59,36 +59,36 @@ class ModelRunner:
         self.costs = MeasuredCosts(lm, store, self.prefills)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
         self._link: TransferLink | None = None
-        self._opening_link = threading.Lock()
+        self._link_lock = threading.Lock()
         self._runs_kernels()
 
     def with_store(self, store: KVStore) -> ModelRunner:
-        """Return a runner of the same model, sharing all that was recorded and kept, over another store."""
-        other = copy.copy(self)
-        other.store, other.costs = store, MeasuredCosts(self.lm, store, self.prefills)
-        return other
+        """Return a runner of the same model over another store; recorded passes and the pool are shared."""
+        runner = copy.copy(self)
+        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills)
+        return runner
 
     def allocate(self, capacity: int) -> KVBuffer:
-        """Reserve the buffer of a request.
+        """Allocate the buffer of a request.
 
         Args:
-            capacity: tokens of the prompt and its answer.
+            capacity: number of tokens of the prompt and its answer.
         """
         lm = self.lm
         return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
 
     def open_transfer(self) -> HostToDevice | None:
-        """Return what copies one request's chunks to the model's device; None where placement copies them itself."""
+        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
         if not self._runs_kernels():
             return None
-        with self._opening_link:
+        with self._link_lock:
             self._link = self._link or TransferLink(self.lm.device)
         return HostToDevice(self._link)
 
     def compile(self) -> None:
-        """Record passes and decode steps as CUDA graphs where there is a GPU; takes memory and seconds.
+        """Record passes and decode steps as CUDA graphs if there is a GPU; this takes memory and seconds.
 
-        Not while the model is used otherwise: what other threads do on the device can end a recording.
+        Do not use the model meanwhile: work of other threads on the device can end a recording.
         """
         self.prefills.compile()
         self.decodes.compile()

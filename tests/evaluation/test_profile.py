@@ -276,7 +276,7 @@ def test_a_profile_survives_its_file(llama: LanguageModel, tmp_path: Path) -> No
     profile.save(tmp_path / "new" / "p.json")
     assert Profile.load(tmp_path / "new" / "p.json") == profile
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["p.json"], "nothing else is left"
-    with pytest.raises(ProfileError, match=r"cannot write .*name another place"):
+    with pytest.raises(ProfileError, match=r"cannot write .*name another path"):
         profile.save(tmp_path / "new" / "p.json" / "below")
 
 
@@ -303,7 +303,7 @@ def test_a_damaged_profile_says_what_is_wrong(
 ) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**profile_of(llama, (1,)).to_dict(), **change}))
-    with pytest.raises(ProfileError, match=f"cannot read the profile .*{reason}.*make it anew with `qcfuse profile`"):
+    with pytest.raises(ProfileError, match=f"cannot read the profile .*{reason}.*make it again with `qcfuse profile`"):
         Profile.load(path)
 
 
@@ -380,7 +380,7 @@ def test_a_profile_of_another_model_is_ignored_beside_a_store_and_refused_when_n
         assert engine.profile is None
         assert engine.lm.critical_layers == (1, 2, 3)
         reason = str(engine.profile_ignored)
-    assert "is not used: it is of another model (llama): config differ; make it anew with `qcfuse profile`" in reason
+    assert "is not used: it is of another model (llama): config differ; make it again with `qcfuse profile`" in reason
     with pytest.raises(ProfileError, match=r"is not of this model: it is of another model \(llama\): config differ"):
         load(model_folder, None, profile=tmp_path / NAME)
     with pytest.raises(ProfileError, match=r"no profile at .*; `qcfuse profile --out .*` makes one"):
