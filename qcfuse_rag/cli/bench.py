@@ -12,7 +12,7 @@ from rich.table import Table
 from typer import Option
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import OUT, duration, print_json, progress_bar, size, status
+from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, progress_bar, size, status
 from qcfuse_rag.cli.options import Json, ModelOptions, expand_options
 from qcfuse_rag.errors import QCFuseError
 
@@ -122,9 +122,9 @@ def bench_speed(
     if out is not None:
         no_picture = result["about"].get("no_picture")
         endings = (out.suffix, ".md") if no_picture else (out.suffix, ".md", ".png")
-        _print_line(f"written: {', '.join(str(out.with_suffix(ending)) for ending in endings)}")
+        print_line(f"written: {', '.join(str(out.with_suffix(ending)) for ending in endings)}")
         if no_picture:
-            _print_line(f"no picture: {no_picture}")
+            print_line(f"no picture: {no_picture}")
 
 
 @bench_app.command("quality")
@@ -205,7 +205,7 @@ def bench_quality(
         OUT.print(table)
     for line in (LEGEND, *result["about"]["notes"]):
         OUT.print(line, highlight=False, markup=False)
-    _print_line("written: " + ", ".join(map(str, [out, out.with_suffix(".md"), *drawn])))
+    print_line("written: " + ", ".join(map(str, [out, out.with_suffix(".md"), *drawn])))
 
 
 def store_table(result: StoreRates) -> Table:
@@ -234,10 +234,6 @@ def _load(options: ModelOptions) -> LanguageModel:
     from qcfuse_rag.runtime.language_model import LanguageModel
 
     return LanguageModel.load(options.model or default_model(), device=options.device, dtype=options.dtype)
-
-
-def _print_line(text: str) -> None:
-    OUT.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _shares(text: str) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 OUT = Console()
@@ -20,6 +21,25 @@ ERR = Console(stderr=True)
 def print_json(data: Mapping[str, Any]) -> None:
     """Write one JSON object to standard output and nothing else."""
     print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_line(text: str, console: Console = OUT) -> None:
+    """Print plain text without colours, markup or breaks."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_note(label: str, text: str, colour: str = "yellow") -> None:
+    """Print a coloured label and plain text on standard error."""
+    ERR.print(f"[{colour}]{label}[/{colour}] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def print_result(data: Mapping[str, Any], as_json: bool, *lines: str) -> None:
+    """Print one JSON object, or the lines."""
+    if as_json:
+        print_json(data)
+    else:
+        for line in lines:
+            print_line(line)
 
 
 @contextmanager

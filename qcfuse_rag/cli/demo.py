@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from qcfuse_rag.bundled import corpus, default_embedder, default_model
-from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size, status
+from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, size, status
 from qcfuse_rag.cli.open_engine import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -121,11 +121,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
     else:
         OUT.print(to_table(prompt, measured, options.repeats))
         for measurement in measured:
-            OUT.print(
-                f"  {label(measurement.method):12} {' '.join(measurement.answer.split())}",
-                highlight=False,
-                markup=False,
-            )
+            print_line(f"  {label(measurement.method):12} {' '.join(measurement.answer.split())}")
         summary = warmup.summary
         OUT.print(
             f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "

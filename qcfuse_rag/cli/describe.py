@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
-from qcfuse_rag.cli.console import ERR, OUT, size
+from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
@@ -76,7 +75,7 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
 def print_model_check(report: Mapping[str, Any]) -> None:
     """Print what `check_model` returned."""
     if not report["supported"]:
-        ERR.print(f"[red]not supported[/red]: {escape(report['reason'])}", highlight=False)
+        print_note("not supported:", report["reason"], "red")
         return
     check = report["check"]
     OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {report['dtype']}")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from qcfuse_rag.cli.console import OUT, duration, print_json
+from qcfuse_rag.cli.console import duration, print_json, print_line
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk_files import process_has_ended, process_namespace
@@ -123,12 +123,11 @@ def show_status(library: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(data)
         return
-    OUT.print(f"{record.actual_state}: {record.done_tokens:,} of {record.total_tokens:,} tokens", highlight=False)
+    print_line(f"{record.actual_state}: {record.done_tokens:,} of {record.total_tokens:,} tokens")
     if record.actual_state == "running" and record.done_tokens:
         seconds_left = (record.total_tokens - record.done_tokens) / record.tokens_per_s
-        OUT.print(f"{record.tokens_per_s:,.0f} tokens per second, {duration(seconds_left)} left", highlight=False)
+        print_line(f"{record.tokens_per_s:,.0f} tokens per second, {duration(seconds_left)} left")
     if record.error:
-        OUT.print(record.error, highlight=False, markup=False, soft_wrap=True)
+        print_line(record.error)
     if record.actual_state not in ("running", "finished"):
-        command = f"qcfuse warm resume --store {library}"
-        OUT.print(f"continue the job with `{command}`", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"continue the job with `qcfuse warm resume --store {library}`")

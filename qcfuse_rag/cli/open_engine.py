@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
-
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import ERR, status
+from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.options import ModelOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.verdict import find_verdict, verdict_problem
@@ -32,10 +30,10 @@ def print_verdict_note(engine: FusionEngine) -> None:
     """Print a note on standard error if the engine's method has not been verified on its model."""
     problem = verdict_problem(find_verdict(engine.lm, engine.store, engine.method), engine.method)
     if engine.store.folder is not None and problem is not None:
-        ERR.print(f"[yellow]note:[/yellow] {escape(problem)}", highlight=False, soft_wrap=True)
+        print_note("note:", problem)
 
 
 def print_profile_note(engine: FusionEngine) -> None:
     """Print a note on standard error if there is a layer profile beside the store that the engine cannot use."""
     if engine.profile_ignored is not None:
-        ERR.print(f"[yellow]note:[/yellow] {escape(engine.profile_ignored)}", highlight=False, soft_wrap=True)
+        print_note("note:", engine.profile_ignored)

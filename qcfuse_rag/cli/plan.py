@@ -6,7 +6,7 @@ import math
 
 from rich.table import Table
 
-from qcfuse_rag.cli.console import OUT, duration, print_json, size, status
+from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, size, status
 from qcfuse_rag.cli.options import PlanOptions
 from qcfuse_rag.evaluation.capacity import HERE, NUMBERS, CorpusPlan, Sizing, rates_here, rates_of, shape_of, size_up
 
@@ -36,30 +36,25 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
 
 def _print_sizing(sizing: Sizing, options: PlanOptions) -> None:
     warming, per_token = duration(3600 * sizing.warming_hours), sizing.kv_bytes_per_token / 1024
-    OUT.print(
+    print_line(
         f"{options.nodes:,} passages of {options.tokens} tokens, {options.model}, {options.gpu}: "
         f"{size(sizing.corpus_bytes)} ({options.caches} caches of each, {per_token:.0f} KiB per token), "
-        f"{warming} of warming on one machine",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
+        f"{warming} of warming on one machine"
     )
     uses = sizing.break_even_uses
     break_even = "warming never pays off at this ratio"
     if uses < math.inf:
         break_even = f"in computing time, warming a passage pays off after {uses:.1f} retrievals"
-    OUT.print(
+    print_line(
         f"{break_even}; without a store, the first token of a prompt of {options.retrieved} passages takes "
-        f"{_seconds(sizing.full_ttft_s)}",
-        highlight=False,
-        soft_wrap=True,
+        f"{_seconds(sizing.full_ttft_s)}"
     )
     table = Table("tier", "loading", f"computing at {options.ratio:g}", "first token", "times as fast", box=None)
     for name, tier in sizing.tiers.items():
         row = (_seconds(tier.load_s), _seconds(tier.compute_s), _seconds(tier.ttft_s), f"{tier.times_as_fast:.1f}")
         table.add_row(name, *row)
     OUT.print(table)
-    OUT.print(f"rates: {sizing.rates.source}. Lower bounds, with loading and computing in parallel.", highlight=False)
+    print_line(f"rates: {sizing.rates.source}. Lower bounds, with loading and computing in parallel.")
 
 
 def _seconds(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, status
+from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import store_folder
 from qcfuse_rag.cli.options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -57,7 +57,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
             "the profile was not saved; --store FOLDER saves it in a store for the engine, --out FILE in any file"
         )
     for path in written:
-        OUT.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"wrote {path}")
 
 
 def to_table(profile: LayerProfile) -> Table:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import ERR, status
+from qcfuse_rag.cli.console import ERR, print_line, status
 from qcfuse_rag.cli.library import existing_store_folder, is_encrypted, open_library_store, require_extra, store_folder
 from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import ServeOptions
@@ -63,7 +63,7 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
             ("decode steps", engine.runner.decodes.refusal),
         ):
             if engine.lm.device.type == "cuda" and refusal is not None:
-                ERR.print(f"{work} are launched kernel by kernel: {refusal}", highlight=False)
+                print_line(f"{work} are launched kernel by kernel: {refusal}", ERR)
         requests = options.waiting + SchedulerSettings().active
         served = EngineHandle.wrap(engine, SchedulerSettings(waiting=requests))
         backend = EngineBackend(served, name, most_tokens=options.most_tokens, max_requests=requests)
@@ -147,7 +147,7 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 def _print_address(options: ServeOptions, name: str, token: str | None) -> None:
     access = "with the token" if token is not None else "without a token"
-    ERR.print(f"{name} at http://{options.host}:{options.port}/v1, {access}; Ctrl-C ends", highlight=False)
+    print_line(f"{name} at http://{options.host}:{options.port}/v1, {access}; Ctrl-C ends", ERR)
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from qcfuse_rag.cli.console import ERR, OUT, print_json, progress_bar, size
+from qcfuse_rag.cli.console import OUT, print_json, print_line, print_note, print_result, progress_bar, size
 from qcfuse_rag.cli.options import Json, Tenant
 from qcfuse_rag.errors import QCFuseError
 
@@ -38,16 +37,13 @@ def stats(folder: Folder, as_json: Json = False) -> None:
     with open_disk_tier(folder) as store:
         stats, models, settings = store.stats()[0], store.models(), asdict(store.settings)
     settings["encrypted"] = settings.pop("secret") is not None
-    if as_json:
-        print_json({**stats.to_dict(), "settings": settings, "models": list(models.values())})
-        return
-    OUT.print(
+    print_result(
+        {**stats.to_dict(), "settings": settings, "models": list(models.values())},
+        as_json,
         f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
-        markup=False,
+        "  " + ", ".join(f"{name} {settings[name]}" for name in ("numbers", "eviction", "ttl_s", "encrypted")),
+        *(f"  model {name[:12]}: weights {m['weights'][:12]}, dtype {m['dtype']}" for name, m in models.items()),
     )
-    OUT.print("  " + ", ".join(f"{name} {settings[name]}" for name in ("numbers", "eviction", "ttl_s", "encrypted")))
-    for digest, fields in models.items():
-        OUT.print(f"  model {digest[:12]}: weights {fields['weights'][:12]}, dtype {fields['dtype']}")
 
 
 @store_app.command()
@@ -75,7 +71,7 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
         OUT.print("[green]healthy[/green]" if ok else "[red]not healthy[/red]")
         remote_problems = () if remote_report is None else remote_report.problems
         for line in (*health_report.problems, *notes, *remote_problems):
-            OUT.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            print_line(f"  {line}")
     if not ok:
         raise typer.Exit(1)
 
@@ -96,11 +92,9 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
             f"  {report.found} files added to the index, {report.lost} lost, {report.leftovers} leftovers removed"
         )
         for address, reason in report.damaged:
-            line = f"[red]damaged[/red] {address}: {escape(reason)}; moved to quarantine"
-            ERR.print(line, highlight=False, soft_wrap=True)
+            print_note("damaged", f"{address}: {reason}; moved to quarantine", "red")
         for address, reason in report.unread:
-            line = f"[red]not read[/red] {address}: {escape(reason)}; left in place"
-            ERR.print(line, highlight=False, soft_wrap=True)
+            print_note("not read", f"{address}: {reason}; left in place", "red")
     if report.damaged or report.unread:
         raise typer.Exit(1)
 
@@ -115,7 +109,9 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
         unwanted = documents.garbage.collect()
     with open_disk_tier(folder) as store:
         freed = collect_garbage(store)
-    _report({"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted")
+    print_result(
+        {"unwanted": unwanted, "freed_bytes": freed}, as_json, f"{size(freed)} freed, {unwanted} entries unwanted"
+    )
 
 
 @store_app.command()
@@ -131,7 +127,7 @@ def rebuild(folder: Folder, as_json: Json = False) -> None:
     text = f"{entries} entries"
     if moved_to is not None:
         text += f"; the damaged list of documents was moved to {moved_to}: warm the documents again"
-    _report({"entries": entries, "manifest_aside": moved_to and str(moved_to)}, as_json, text)
+    print_result({"entries": entries, "manifest_aside": moved_to and str(moved_to)}, as_json, text)
 
 
 @store_app.command()
@@ -150,7 +146,7 @@ def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     for text_folder in text_folders(folder) if is_library else ():
         with suppress(OSError):  # it contains files that do not belong to the library
             text_folder.rmdir()
-    _report({"files": files}, as_json, f"{files} files overwritten and removed")
+    print_result({"files": files}, as_json, f"{files} files overwritten and removed")
 
 
 @store_app.command()
@@ -161,7 +157,7 @@ def clear(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     _require_yes(yes, "this removes every entry")
     with open_disk_tier(folder) as store:
         entries = store.clear()
-    _report({"entries": entries}, as_json, f"{entries} entries removed")
+    print_result({"entries": entries}, as_json, f"{entries} entries removed")
 
 
 @store_app.command()
@@ -173,12 +169,11 @@ def sources(folder: Folder, tenant: Tenant = None, remote: Remote = None, as_jso
         missing = documents.missing()
         counts = {name: len(documents.addresses(name)) for name in documents.names()}
     chunk_counts = {name: {"chunks": count, "missing": missing.get(name, 0)} for name, count in counts.items()}
-    if as_json:
-        print_json({"sources": chunk_counts})
-        return
-    for name, count in counts.items():
-        not_stored = f", {missing[name]} not stored" if name in missing else ""
-        OUT.print(f"{name}: {count} chunks{not_stored}", highlight=False, markup=False, soft_wrap=True)
+    lines = (
+        f"{name}: {count} chunks" + (f", {missing[name]} not stored" if name in missing else "")
+        for name, count in counts.items()
+    )
+    print_result({"sources": chunk_counts}, as_json, *lines)
 
 
 @store_app.command()
@@ -191,11 +186,8 @@ def lookup(
 
     with open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
         tiers = find_tiers(store, _select(documents, None, source))
-    if as_json:
-        print_json({"source": source, "chunks": tiers})
-        return
-    for address, tier in tiers.items():
-        OUT.print(f"{address}  {tier or 'not stored'}", highlight=False)
+    lines = (f"{address}  {tier or 'not stored'}" for address, tier in tiers.items())
+    print_result({"source": source, "chunks": tiers}, as_json, *lines)
 
 
 @store_app.command()
@@ -213,7 +205,7 @@ def forget(
         if not passages:
             _require_document(documents, source)
         removed, waiting = documents.forget(source), documents.garbage.count()
-    _report(
+    print_result(
         {"source": source, "removed": removed, "passages": passages, "waiting": waiting},
         as_json,
         f"{removed} chunks and {passages} passages removed"
@@ -239,7 +231,7 @@ def pin(
         count = sum(store.pin(address, pinned=not off) for address in selected)
     if not count:
         raise QCFuseError(f"none of the {len(selected)} entries is in the store")
-    _report({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
+    print_result({"entries": count, "pinned": not off}, as_json, f"{count} entries {'no longer ' if off else ''}pinned")
 
 
 @store_app.command()
@@ -259,7 +251,7 @@ def compress(
         with closing(Sources(store)) as documents:
             selected = _select(documents, addresses, source) if addresses or source else None
         report = rewrite(store, numbers, selected, progress=advance)
-    _report(
+    print_result(
         report.to_dict(),
         as_json,
         f"{report.done} entries, {size(report.bytes_before)} before, {size(report.bytes_after)} after",
@@ -292,7 +284,7 @@ def move(
         origin, target = (store, remote) if to is not None else (remote, store)
         with progress_bar("moving", "entries") as advance:
             report = move_entries(origin, target, selected, keep=keep, progress=advance)
-    _report(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be moved")
+    print_result(report.to_dict(), as_json, f"{report.done} entries moved, {len(report.missing)} could not be moved")
 
 
 def _require_document(documents: Sources, source: str) -> None:
@@ -314,10 +306,3 @@ def _select(documents: Sources, addresses: list[str] | None, source: str | None)
 def _require_yes(yes: bool, consequence: str) -> None:
     if not yes:
         raise QCFuseError(f"{consequence}; say --yes if you mean it")
-
-
-def _report(data: dict[str, Any], as_json: bool, text: str) -> None:
-    if as_json:
-        print_json(data)
-    else:
-        OUT.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from qcfuse_rag.cli.console import OUT, print_json, progress_bar
+from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.cli.options import VerifyOptions
@@ -61,4 +61,4 @@ def _print_verdict(verdict: Verdict, saved: Path | None) -> None:
         table.add_row(check.name, f"{check.value:.3g}", bound, state, check.detail)
     OUT.print(table)
     if saved is not None:
-        OUT.print(f"saved in {saved}", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"saved in {saved}")

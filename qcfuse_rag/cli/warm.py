@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 
 from qcfuse_rag.bundled import default_model
-from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size
+from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
 from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
 from qcfuse_rag.cli.job_record import JobRecord, job_lock
 from qcfuse_rag.cli.library import (
@@ -65,10 +64,9 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         counts = {"documents": documents, "passages": len(texts), "unread": unread}
         print_json({**counts, **plan.to_dict(), "disk_free_bytes": free})
         return
-    OUT.print(
+    print_line(
         f"{documents} documents, {len(texts)} passages: {plan.to_warm} caches to prefill ({plan.tokens:,} tokens), "
-        f"{plan.present} there already",
-        soft_wrap=True,
+        f"{plan.present} there already"
     )
     OUT.print(f"would take {size(plan.size_bytes)} of {size(free)} free, and about {duration(plan.seconds or 0.0)}")
     if plan.left_out:
@@ -204,37 +202,32 @@ def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> R
 
 
 def _print_summary(summary: Mapping[str, Any]) -> None:
-    OUT.print(
+    print_line(
         f"{summary['documents']} documents, {summary['passages']} passages: {summary['warmed']} caches prefilled "
         f"({summary['tokens']:,} tokens, {size(summary['size_bytes'])}) in {duration(summary['elapsed_s'])}, "
-        f"{summary['present']} were there already",
-        soft_wrap=True,
+        f"{summary['present']} were there already"
     )
     if summary["refreshed"] or summary["stalest"]:
-        OUT.print(
+        print_line(
             f"{summary['refreshed']} of them prefilled again, because their neighbours changed; "
-            f"the others lack at most {summary['stalest']:.0%} of their neighbours",
-            soft_wrap=True,
+            f"the others lack at most {summary['stalest']:.0%} of their neighbours"
         )
     if summary["left_out"]:
-        ERR.print(
-            f"[yellow]{summary['left_out']} caches left out[/yellow]: they do not fit the store; raise --limit-gb"
-        )
+        print_note(f"{summary['left_out']} caches left out:", "they do not fit the store; raise --limit-gb")
     _print_failed(summary["failed"])
     _print_unread(summary["unread"])
 
 
 def _print_failed(failed: Sequence[tuple[int, str]]) -> None:
     for index, reason in failed:
-        ERR.print(f"[yellow]not stored[/yellow] passage {index}: {escape(reason)}", highlight=False, soft_wrap=True)
+        print_note("not stored", f"passage {index}: {reason}")
 
 
 def _print_unread(unread: Sequence[str]) -> None:
     for reason in unread[:MAX_PRINTED_REASONS]:
-        ERR.print(f"[yellow]passed over:[/yellow] {escape(reason)}", highlight=False, soft_wrap=True)
+        print_note("passed over:", reason)
     if len(unread) > MAX_PRINTED_REASONS:
-        more = len(unread) - MAX_PRINTED_REASONS
-        ERR.print(f"[yellow]and {more:,} more[/yellow]: --json lists all", highlight=False)
+        print_note(f"and {len(unread) - MAX_PRINTED_REASONS:,} more:", "--json lists all")
 
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:

@@ -34,7 +34,6 @@ from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.atomic_write import write_atomically
-from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32
@@ -151,20 +150,6 @@ def unguarded(method: Method) -> Method:
     return replace(method, guard=None)
 
 
-def share_passes(runner: ModelRunner, store: KVStore, *, pooled: bool = True) -> ModelRunner:
-    """Return a runner over another store that uses the recorded passes of `runner`.
-
-    Args:
-        runner: a runner of the same model.
-        store: the other store.
-        pooled: take buffers from the pool of `runner`; else torch allocates them.
-    """
-    other = ModelRunner(runner.lm, store, spare_bytes=0)
-    other.prefills, other.decodes = runner.prefills, runner.decodes
-    other.pool = runner.pool if pooled else None
-    return other
-
-
 @dataclass(slots=True)
 class _Side:
     """One configuration over one tier, and its measurements."""
@@ -193,7 +178,7 @@ def _prefills(
     sides = []
     first = StoreTier("-", LOSSLESS, tiers[0].store)
     for tier, chosen in [(first, FULL), *((tier, chosen) for tier in tiers for chosen in options.methods)]:
-        call = partial(run, share_passes(runner, tier.store), unguarded(chosen.method))
+        call = partial(run, runner.with_store(tier.store), unguarded(chosen.method))
         replayed = runner.prefills.replayed
         sides.append(_Side(tier, chosen, call, call(), runner.prefills.replayed - replayed, []))
     stock_s: list[float] = []
@@ -209,7 +194,8 @@ def _prefills(
     rows = []
     for side in sides:
         # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
-        unpooled = share_passes(runner, side.tier.store, pooled=False)
+        unpooled = runner.with_store(side.tier.store)
+        unpooled.pool = None
         again = partial(prefill, unpooled, prompt, unguarded(side.configuration.method))
         row = _row(side, lm, prompt, full_s, median(stock_s))
         rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})

@@ -13,49 +13,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.runtime.language_model import LanguageModel
 
-QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
-SHAPES: dict[str, dict[str, object]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {
-        **QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        **QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "qwen3-32b": {
-        **QWEN3,
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-    },
-    "llama-3.1-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def _config(family: str, kv_heads: int, *sizes: int, **more: object) -> dict[str, object]:
+    """Return the configuration of a model with these numbers, in the order of `SIZES`."""
+    return {"model_type": family, "num_key_value_heads": kv_heads, **dict(zip(SIZES, sizes, strict=True)), **more}
+
+
+SHAPES = {
+    "smollm2-135m": _config("llama", 3, 49152, 576, 1536, 30, 9, tie_word_embeddings=True),
+    "qwen3-0.6b": _config("qwen3", 8, 151936, 1024, 3072, 28, 16, head_dim=128, tie_word_embeddings=True),
+    "qwen3-8b": _config("qwen3", 8, 151936, 4096, 12288, 36, 32, head_dim=128),
+    "qwen3-32b": _config("qwen3", 8, 151936, 5120, 25600, 64, 64, head_dim=128),
+    "llama-3.1-8b": _config("llama", 8, 128256, 4096, 14336, 32, 32),
 }
 WINDOW = 1 << 17
 
