@@ -7,6 +7,8 @@ import threading
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
+from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
@@ -54,8 +56,8 @@ class ModelRunner:
             raise ValueError(f"the most seconds to wait for a store must be positive or None, got {load_limit_s}")
         self.lm, self.store = lm, store
         self.load_limit_s, self.overlap = load_limit_s, overlap
-        self.prefills = PrefillRunner(lm)
-        self.decodes = DecodeRunner(lm)
+        self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
+        self.decodes = DecodeRunner(lm, candidate_views=leanest_steps)
         self.costs = MeasuredCosts(lm, store, self.prefills)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
         self._link: TransferLink | None = None

@@ -107,7 +107,7 @@ def test_what_waits_for_the_device_is_not_recorded_and_does_no_harm() -> None:
     torch.cuda.empty_cache()
     result, replay = recorder.record(lambda: held * 2)
     held.fill_(3)
-    with recorder.turn():
+    with recorder.exclusive():
         replay()
     assert result.tolist() == [6] * 4
 

@@ -43,8 +43,8 @@ class CountingRecorder:
 
         return result, replay
 
-    def turn(self) -> AbstractContextManager[object]:
-        return self._inner.turn()
+    def exclusive(self) -> AbstractContextManager[object]:
+        return self._inner.exclusive()
 
 
 class AgainAndAgain:
@@ -60,7 +60,7 @@ class AgainAndAgain:
 
         return result, again
 
-    def turn(self) -> AbstractContextManager[object]:
+    def exclusive(self) -> AbstractContextManager[object]:
         return nullcontext()
 
 

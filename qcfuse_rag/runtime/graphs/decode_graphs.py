@@ -1,16 +1,16 @@
 """Decode steps as CUDA graphs.
 
-A recorded step takes its tokens, positions and the places of its requests' buffers from tensors of its own, so one
-serves any requests, of any length, up to so many. Steps are recorded by `compile` only, by the view of the model that
-proves fastest, and each is compared with the step it stands for before it is used; what is not recorded, or came out
-otherwise, is launched kernel by kernel.
+A recorded step reads its tokens, positions and buffer addresses from its own tensors, so that one graph serves any
+requests of any length, up to a number of requests. Only `compile` records steps. It records the fastest view of the
+model and compares each recorded step with the original before it is used. A step without a recording, or whose
+recording gave another result, is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_plan, forward_step
-from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.graphs.recorder import (
     LOOSE,
     STRICT,
@@ -37,9 +36,11 @@ from qcfuse_rag.runtime.table_plan import TablePlan
 
 REQUESTS = (1, 2, 4, 8)
 CHECKED_POSITIONS = (5, 6, 200)
-"""Positions at which a recorded step is compared; it must not have kept the one it was recorded at."""
-TIMED_STEPS, TIMED_ROUNDS = 10, 3
-"""So many steps one after the other are timed so often to find the fastest view."""
+"""Positions at which a recorded step is checked: it must not depend on the position at which it was recorded."""
+TIMED_STEPS = 10
+"""Consecutive steps that are timed together to find the fastest view."""
+TIMED_ROUNDS = 3
+"""Repetitions of that timing; the shortest counts."""
 
 LOG = logging.getLogger(__name__)
 
@@ -49,14 +50,14 @@ class StepGraph:
     """A recorded step.
 
     Attributes:
-        given: `[2, B]` int64, tokens and positions, read by the step.
-        requests: whose buffers are read and written.
-        plan: what was recorded.
+        inputs: `[2, B]` int64 tokens and positions, read by the step.
+        requests: the table of the buffers that the step reads and writes.
+        plan: the plan that was recorded.
         logits: `[B, vocabulary]` float32, written by the step.
         replay: computes the step.
     """
 
-    given: Tensor
+    inputs: Tensor
     requests: RebindableKVTable
     plan: TablePlan
     logits: Tensor
@@ -64,26 +65,32 @@ class StepGraph:
 
 
 class DecodeRunner:
-    """Computes decode steps, by a recorded one where there is one that fits.
+    """Computes decode steps, with a recorded step where one fits.
 
-    Safe to use from several threads; recorded steps take turns.
+    Safe to use from several threads; only one recorded step runs at a time.
 
     Args:
         lm: the model.
-        recorder: a `CudaRecorder` by default.
+        recorder: records the steps; None makes a `CudaRecorder` for each recording.
+        candidate_views: returns the views of a model to choose the fastest from, by name; None uses the model itself.
 
     Attributes:
-        model: or the view of it by which steps are recorded.
-        seconds: what a recorded step takes, by view of the model and number of requests, where there was a choice; see
-            `lean_layer.leanest_steps`.
+        model: the view of the model whose steps are recorded; without recordings the model itself.
+        seconds: seconds of a recorded step by name of the view and number of requests, if there were several views.
         refusal: why no steps are recorded, or None if they are.
     """
 
-    def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
-        self._lm, self._given, self._recorder = lm, recorder, recorder
+    def __init__(
+        self,
+        lm: LanguageModel,
+        recorder: Recorder | None = None,
+        candidate_views: Callable[[PreTrainedModel], Mapping[str, PreTrainedModel]] | None = None,
+    ) -> None:
+        self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
+        self._candidate_views = candidate_views or (lambda model: {"model": model})
         self._graphs: dict[int, StepGraph] = {}
         self.model = lm.model
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.seconds: dict[str, dict[int, float]] = {}
         self.refusal: str | None = "they are recorded by `compile`"
 
@@ -92,89 +99,89 @@ class DecodeRunner:
         """Compute the next row of each request; see `runtime.decode_step.forward_step`."""
         graphs = self._graphs
         fitting = [count for count in graphs if count >= len(tokens)]
-        logits = self._replayed(graphs[min(fitting)], tokens, positions, buffers) if fitting else None
+        logits = self._replay(graphs[min(fitting)], tokens, positions, buffers) if fitting else None
         return forward_step(self._lm, tokens, positions, buffers) if logits is None else logits
 
     def compile(self, requests: Sequence[int] = REQUESTS) -> None:
-        """Record steps of so many requests; takes memory and seconds.
+        """Record decode steps; takes memory and seconds.
 
-        Not while the model is used otherwise: what other threads do on the device can end a recording, and a recording
-        what they do.
+        Do not use the model elsewhere meanwhile: work of other threads on the device can make a recording fail, and a
+        recording can make their work fail.
 
         Args:
-            requests: how many requests steps are recorded for.
+            requests: the numbers of requests to record steps for.
         """
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        for model in self._fastest_first(requests):
+        for model in self._views_by_speed(requests):
             self.refusal = self._record(model, requests)
             if self.refusal is None:
                 return
-            if self._broken:
+            if self._is_broken:
                 break
         self._graphs, self.model, self._recorder = {}, self._lm.model, None
         LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
-    def _fastest_first(self, requests: Sequence[int]) -> list[PreTrainedModel]:
-        """Return views of the model whose steps come out right, by the time they take for the fewest and most requests.
+    def _views_by_speed(self, requests: Sequence[int]) -> list[PreTrainedModel]:
+        """Return the views whose steps are correct, by their time for the fewest and the most requests.
 
-        None of them if trying them has left nothing to record by.
+        The list is empty if a failed recording has broken the recorder.
         """
-        views, self.seconds = leanest_steps(self._lm.model), {}
+        views, self.seconds = self._candidate_views(self._lm.model), {}
         if len(views) == 1 or not requests:
             return list(views.values())
         for name, view in views.items():
-            self.refusal = self._record(view, sorted({min(requests), max(requests)}), timed=name)
-            if self._broken:
+            self.refusal = self._record(view, sorted({min(requests), max(requests)}), timed_as=name)
+            if self._is_broken:
                 return []
         LOG.info("seconds a step, by view of the model and number of requests: %s", self.seconds)
         return [views[name] for name in sorted(self.seconds, key=lambda name: sum(self.seconds[name].values()))]
 
-    def _record(self, model: PreTrainedModel, requests: Sequence[int], *, timed: str | None = None) -> str | None:
-        """Record steps of a view of the model; return why they are not to be used, or None if they are.
+    def _record(self, model: PreTrainedModel, requests: Sequence[int], *, timed_as: str | None = None) -> str | None:
+        """Record and check steps of a view of the model; return why they cannot be used, or None if they can.
 
         Args:
             model: the view.
-            requests: how many each step is for.
-            timed: under what name to note what they take, if they come out right; None does not.
+            requests: the numbers of requests to record steps for.
+            timed_as: the name under which to keep the times of correct steps; None does not time them.
         """
-        self.model, self._recorder = model, self._given  # an earlier one goes with all it has recorded
+        self.model, self._recorder = model, self._fixed_recorder  # frees an earlier recorder with all its graphs
         graphs: dict[int, StepGraph] = {}
 
         def record() -> list[ErrorBound]:
-            recorder = self._recorder = self._given or CudaRecorder(self._lm.device)
-            graphs.update({count: self._recorded(count, recorder) for count in requests})
-            return [one for graph in graphs.values() for one in self._compared(graph)]
+            recorder = self._recorder = self._fixed_recorder or CudaRecorder(self._lm.device)
+            graphs.update({count: self._record_step(count, recorder) for count in requests})
+            return [bound for graph in graphs.values() for bound in self._check(graph)]
 
         def time() -> list[ErrorBound]:
-            self.seconds[str(timed)] = {count: self._seconds(graph) for count, graph in graphs.items()}
+            self.seconds[str(timed_as)] = {count: self._time_step(graph) for count, graph in graphs.items()}
             return []
 
         self._graphs = {}
         refusal = recording_refusal(record)
-        if refusal is None and timed is not None:
+        if refusal is None and timed_as is not None:
             refusal = recording_refusal(time)
         if refusal is None:
             self._graphs = graphs
         return refusal
 
     @property
-    def _broken(self) -> bool:
+    def _is_broken(self) -> bool:
         return self._recorder is not None and self._recorder.broken is not None
 
     @torch.inference_mode()
-    def _seconds(self, graph: StepGraph) -> float:
-        """Return what a recorded step takes on the device."""
+    def _time_step(self, graph: StepGraph) -> float:
+        """Return the seconds that a recorded step takes on the device."""
         assert self._recorder is not None
-        lm, count = self._lm, graph.given.shape[1]
+        lm, count = self._lm, graph.inputs.shape[1]
         last = min(CHECKED_POSITIONS[-1], lm.window.tokens - 1)
         buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in range(count)]
-        for held in (held for buffer in buffers for held in (*buffer.keys, *buffer.values)):
-            held.zero_()
-        self._replayed(graph, [0] * count, [last] * count, buffers)
+        for tensor in (tensor for buffer in buffers for tensor in (*buffer.keys, *buffer.values)):
+            tensor.zero_()
+        self._replay(graph, [0] * count, [last] * count, buffers)
         rounds = []
-        with self._recorder.turn():
+        with self._recorder.exclusive():
             for _ in range(TIMED_ROUNDS):
                 begun = DeviceTimestamp.on(lm.device)
                 for _ in range(TIMED_STEPS):
@@ -185,52 +192,52 @@ class DecodeRunner:
         return min(rounds)
 
     @torch.inference_mode()
-    def _recorded(self, requests: int, recorder: Recorder) -> StepGraph:
+    def _record_step(self, requests: int, recorder: Recorder) -> StepGraph:
         lm = self._lm
-        given = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
+        inputs = torch.zeros(2, requests, dtype=torch.int64, device=lm.device)
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
-        moving = RebindableKVTable(unread, lm.shapes, requests, lm.window.tokens)
-        plan = TablePlan(given[1][:, None], moving.table, lm.sliding)
-        logits, replay = recorder.record(lambda: forward_plan(self.model, given[0], plan))
-        return StepGraph(given, moving, plan, logits, replay)
+        table = RebindableKVTable(unread, lm.shapes, requests, lm.window.tokens)
+        plan = TablePlan(inputs[1][:, None], table.table, lm.sliding)
+        logits, replay = recorder.record(lambda: forward_plan(self.model, inputs[0], plan))
+        return StepGraph(inputs, table, plan, logits, replay)
 
-    def _replayed(
+    def _replay(
         self, graph: StepGraph, tokens: Sequence[int], positions: Sequence[int], buffers: Sequence[KVBuffer]
     ) -> Tensor | None:
-        """Compute a step by a recorded one; None if buffers lie as its kernels do not expect."""
+        """Compute a step with a recorded one; return None if the buffers are not aligned as its kernels expect."""
         assert self._recorder is not None
-        empty = graph.given.shape[1] - len(tokens)
-        given = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
-        with self._turn:
-            with self._recorder.turn():
+        empty = graph.inputs.shape[1] - len(tokens)
+        inputs = torch.tensor([[*tokens, *[0] * empty], [*positions, *[0] * empty]])
+        with self._lock:
+            with self._recorder.exclusive():
                 if not graph.requests.bind(buffers):
                     return None
-                graph.given.copy_(given, non_blocking=True)
+                graph.inputs.copy_(inputs, non_blocking=True)
                 graph.replay()
                 logits = graph.logits[: len(tokens)].clone()
             return record_stream(logits)
 
     @torch.inference_mode()
-    def _compared(self, graph: StepGraph) -> list[ErrorBound]:
-        """Compare a recorded step with the step it stands for, over random keys and values.
+    def _check(self, graph: StepGraph) -> list[ErrorBound]:
+        """Compare a recorded step with the original step over random keys and values.
 
-        Once with a place left empty, where there are several, and with requests of different lengths.
+        Requests have different lengths. If the step is for several requests, one check leaves a request out.
         """
-        lm, found, places = self._lm, [], graph.given.shape[1]
+        lm, bounds, size = self._lm, [], graph.inputs.shape[1]
         generator = torch.Generator(lm.device).manual_seed(0)
-        for round_, last in enumerate(min(at, lm.window.tokens - 1) for at in CHECKED_POSITIONS):
-            positions = [max(0, last - 3 * place) for place in range(max(1, places - round_ % 2))]
+        for round_, last in enumerate(min(position, lm.window.tokens - 1) for position in CHECKED_POSITIONS):
+            positions = [max(0, last - 3 * request) for request in range(max(1, size - round_ % 2))]
             buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in positions]
             for buffer in buffers:
-                for held in (*buffer.keys, *buffer.values):
-                    held.normal_(generator=generator)
-            given = ([1 + place for place in range(len(positions))], positions, buffers)
-            replayed = self._replayed(graph, *given)
+                for tensor in (*buffer.keys, *buffer.values):
+                    tensor.normal_(generator=generator)
+            step = ([1 + request for request in range(len(positions))], positions, buffers)
+            replayed = self._replay(graph, *step)
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            again = forward_plan(self.model, graph.given[0], graph.plan)[: len(positions)]
-            found += [
-                ErrorBound.of(replayed, again, STRICT),
-                ErrorBound.of(replayed, forward_step(lm, *given), LOOSE[lm.dtype]),
+            launched = forward_plan(self.model, graph.inputs[0], graph.plan)[: len(positions)]
+            bounds += [
+                ErrorBound.of(replayed, launched, STRICT),
+                ErrorBound.of(replayed, forward_step(lm, *step), LOOSE[lm.dtype]),
             ]
-        return found
+        return bounds

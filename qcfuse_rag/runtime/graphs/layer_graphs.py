@@ -1,4 +1,4 @@
-"""A pass over so many rows of a prompt, recorded layer by layer, and run again over other rows of other prompts."""
+"""Record a pass over a number of rows layer by layer, and replay it over other rows of other prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from qcfuse_rag.runtime.table_plan import TablePlan
 
 
 class GraphMismatch(Exception):
-    """A pass hands its layers something else than the recorded one did, or has its buffer elsewhere than it may."""
+    """A pass gives its layers other inputs than the recorded one, or its buffer is not aligned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuerySnapshot:
-    """What an observer of a layer is told: its queries `[1, Hq, R, D]`, and how they attend.
+    """The queries of a layer for its observer: `[1, Hq, R, D]`, and the settings of their attention.
 
-    The queries lie where those of the next layer will; who wants to keep them copies them.
+    The next layer overwrites the queries; an observer copies them to keep them.
     """
 
     query: Tensor
@@ -43,13 +43,13 @@ class LayerGraph:
     """A recorded layer.
 
     Attributes:
-        given: what the decoder hands it beside hidden states, read by the layer.
-        look: what it leaves for an observer.
-        replay: computes it.
+        inputs: tensors that the decoder gives the layer besides hidden states, read by the layer.
+        snapshot: the queries that the layer leaves for an observer.
+        replay: computes the layer.
     """
 
-    given: list[Tensor]
-    look: QuerySnapshot
+    inputs: list[Tensor]
+    snapshot: QuerySnapshot
     replay: Callable[[], None]
 
 
@@ -58,12 +58,12 @@ class LayerGraphs:
 
     Args:
         lm: the model.
-        model: what is recorded of it, itself or a view that computes the same.
-        n_rows: how many.
+        model: the model to record: `lm.model` or a view that computes the same.
+        n_rows: the number of rows.
         recorder: records each layer.
-        request: of one place; passes of all numbers of rows share it and the views, as they are never run at once.
-        views: of the model.
-        memory: what passes of fewer rows share with those of more, which are recorded before.
+        request: the table of one request. All graphs share it and the views, because only one runs at a time.
+        views: views of the model.
+        memory: tensors by purpose and shape. Graphs of fewer rows share those of more rows, which are recorded first.
     """
 
     @torch.inference_mode()
@@ -80,61 +80,61 @@ class LayerGraphs:
         self.n_rows = n_rows
         self._lm, self._model, self._request, self._views = lm, model, request, views
         rows = torch.zeros(1, n_rows, dtype=torch.int64, device=lm.device)
-        request.bind([])  # what is recorded writes where nobody reads
-        looks: dict[int, QuerySnapshot] = {}
-        # Nothing here refers to itself: graphs go when nobody holds them, not in the midst of another recording.
-        self._plan = TablePlan(rows, request.table, lm.sliding, partial(_save_query, looks, memory))
-        recording = _LayerRecording(recorder, memory, looks)
+        request.bind([])  # while recording, layers write to a buffer that nothing reads
+        snapshots: dict[int, QuerySnapshot] = {}
+        # No reference cycles: graphs are freed with their last reference, not by a collection during another recording.
+        self._plan = TablePlan(rows, request.table, lm.sliding, partial(_save_query, snapshots, memory))
+        recording = _LayerRecording(recorder, memory, snapshots)
         inputs = planned_inputs(torch.zeros_like(rows), rows, self._plan.cache(), self._plan)
         decoder_view(model.get_decoder(), lm.n_layers, recording)(**inputs)
-        self._layers, self._between = recording.layers, recording.between
+        self._layers, self._hidden = recording.layers, recording.hidden
 
     def logits(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
         """Compute rows through all layers, as `runtime.forward.forward_rows` does.
 
         Raises:
-            NotAsRecorded: if the pass differs from what was recorded.
+            GraphMismatch: if the pass differs from what was recorded.
         """
-        hooked_pass = _LayerReplay(self._layers, self._between, plan, buffer)
+        hooked_pass = _LayerReplay(self._layers, self._hidden, plan, buffer)
         with self._views.model(hooked_pass) as model:
             logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         hooked_pass.check_complete(self._lm.n_layers)
         return logits[0, -1].float()
 
     def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
-        """Compute rows through some layers, as `runtime.forward.forward_hidden` does; return that it was done.
+        """Compute rows through some layers, as `runtime.forward.forward_hidden` does, and return True.
 
         Raises:
-            NotAsRecorded: if the pass differs from what was recorded.
+            GraphMismatch: if the pass differs from what was recorded.
         """
-        hooked_pass = _LayerReplay(self._layers, self._between, plan, buffer)
+        hooked_pass = _LayerReplay(self._layers, self._hidden, plan, buffer)
         with self._views.decoder(depth, hooked_pass) as decoder:
             decoder(**self._inputs(ids, plan, buffer))
         hooked_pass.check_complete(depth)
         return True
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
-        """Compute what `logits` does by the same kernels, launched one by one: what a recording is to be."""
+        """Compute what `logits` does with the same kernels launched one by one, to check the recording."""
         logits: Tensor = self._model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         return logits[0, -1].float()
 
     @property
     def last_query(self) -> Tensor:
-        """`[1, Hq, R, D]`, what the last layer has left for an observer."""
-        return self._layers[-1].look.query
+        """Queries `[1, Hq, R, D]` of the last layer."""
+        return self._layers[-1].snapshot.query
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
-        """Point the recorded layers at a request, and return what its model is called with."""
+        """Bind the recorded layers to a request and return the arguments of its model."""
         if not self._request.bind([buffer]):
             raise GraphMismatch
         repeats = self.n_rows - len(ids)
-        ids, rows = (torch.cat([given, given[-1:].expand(repeats)])[None] for given in (ids, plan.rows))
+        ids, rows = (torch.cat([tensor, tensor[-1:].expand(repeats)])[None] for tensor in (ids, plan.rows))
         self._plan.rows.copy_(rows)
         return planned_inputs(ids, self._plan.rows, self._plan.cache(), self._plan)
 
 
 def _save_query(
-    looks: dict[int, QuerySnapshot],
+    snapshots: dict[int, QuerySnapshot],
     memory: dict[object, Tensor],
     layer: int,
     query: Tensor,
@@ -143,93 +143,94 @@ def _save_query(
     softcap: float | None,
     window: int | None,
 ) -> None:
-    """Have a layer that is being recorded leave its queries where an observer will find them."""
-    if layer not in looks:
-        room = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
-        looks[layer] = QuerySnapshot(room, scaling, softcap, window)
-    looks[layer].query.copy_(query)
+    """Copy the queries of a layer to its snapshot, as part of the recording."""
+    if layer not in snapshots:
+        kept = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
+        snapshots[layer] = QuerySnapshot(kept, scaling, softcap, window)
+    snapshots[layer].query.copy_(query)
 
 
 def _shared_memory(memory: dict[object, Tensor], purpose: str, like: Tensor) -> Tensor:
-    """Return memory for a `[1, R, ..]` tensor, part of what a pass of more rows has for the same purpose."""
-    name = (purpose, like.shape[2:], like.dtype)
-    if name not in memory:
-        memory[name] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    assert like.shape[1] <= memory[name].shape[1], "passes of more rows are recorded first"
-    return memory[name][:, : like.shape[1]]
+    """Return memory for a `[1, R, ..]` tensor, part of the memory of a pass of more rows for the same purpose."""
+    key = (purpose, like.shape[2:], like.dtype)
+    if key not in memory:
+        memory[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    assert like.shape[1] <= memory[key].shape[1], "passes of more rows are recorded first"
+    return memory[key][:, : like.shape[1]]
 
 
 class _LayerRecording:
-    """Records the layers one after the other, each with the hidden states that the one before has left."""
+    """Records the layers one after the other; each reads the hidden states of the layer before."""
 
-    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], looks: dict[int, QuerySnapshot]) -> None:
-        self._recorder, self._memory, self._looks = recorder, memory, looks
+    def __init__(self, recorder: Recorder, memory: dict[object, Tensor], snapshots: dict[int, QuerySnapshot]) -> None:
+        self._recorder, self._memory, self._snapshots = recorder, memory, snapshots
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self.layers: list[LayerGraph] = []
-        self.between: tuple[Tensor, Tensor]
+        self.hidden: tuple[Tensor, Tensor]
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a layer."""
         if layer == 0:
-            self.between = _shared_memory(self._memory, "even", hidden), _shared_memory(self._memory, "odd", hidden)
-            self.between[0].copy_(hidden)
-        before, after = self.between[layer % 2], self.between[1 - layer % 2]
+            self.hidden = _shared_memory(self._memory, "even", hidden), _shared_memory(self._memory, "odd", hidden)
+            self.hidden[0].copy_(hidden)
+        before, after = self.hidden[layer % 2], self.hidden[1 - layer % 2]
         args, kwargs = _map_tensors((args, kwargs), self._copy)
 
         def compute() -> Tensor:
-            found = inner(before, *args, **kwargs)
-            if not isinstance(found, Tensor):
-                raise TypeError(f"a layer returns {type(found).__name__} instead of hidden states")
-            return after.copy_(found)
+            result = inner(before, *args, **kwargs)
+            if not isinstance(result, Tensor):
+                raise TypeError(f"a layer returns {type(result).__name__} instead of hidden states")
+            return after.copy_(result)
 
         _, replay = self._recorder.record(compute)
-        self.layers.append(LayerGraph(list(_tensors((args, kwargs))), self._looks[layer], replay))
+        self.layers.append(LayerGraph(list(_tensors((args, kwargs))), self._snapshots[layer], replay))
         return after
 
-    def _copy(self, given: Tensor) -> Tensor:
-        """Return a copy of what a decoder hands its layers; one for all to whom it hands the same."""
-        if id(given) not in self._copies:
-            self._copies[id(given)] = given, given.clone()
-        return self._copies[id(given)][1]
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of an input of a layer; layers with the same input share the copy."""
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, tensor.clone()
+        return self._copies[id(tensor)][1]
 
 
 class _LayerReplay:
     """Runs recorded layers over a request."""
 
     def __init__(
-        self, layers: list[LayerGraph], between: tuple[Tensor, Tensor], plan: RowsPlan, buffer: KVBuffer
+        self, layers: list[LayerGraph], hidden: tuple[Tensor, Tensor], plan: RowsPlan, buffer: KVBuffer
     ) -> None:
-        self._layers, self._between = layers, between
+        self._layers, self._hidden = layers, hidden
         self._plan, self._buffer = plan, buffer
         self._copied: dict[int, Tensor] = {}
         self._ran = 0
 
     def check_complete(self, depth: int) -> None:
-        """Raise `GraphMismatch` if anything else has run than so many recorded layers."""
+        """Raise `GraphMismatch` if the number of recorded layers that ran is not `depth`."""
         if self._ran != depth:
             raise GraphMismatch
 
     def run(self, layer: int, inner: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a recorded layer, when what is stored of it is there; have the pass's observer look at it."""
+        """Run a recorded layer once its stored keys and values have arrived, then call the observer of the pass."""
         if self._buffer.wait_for_layer is not None:
             self._buffer.wait_for_layer(layer)
         recorded = self._layers[layer]
         if layer == 0:
-            self._between[0].copy_(hidden)
-        given = list(_tensors((args, kwargs)))
-        if [one.shape for one in given] != [one.shape for one in recorded.given]:
+            self._hidden[0].copy_(hidden)
+        inputs = list(_tensors((args, kwargs)))
+        if [tensor.shape for tensor in inputs] != [tensor.shape for tensor in recorded.inputs]:
             raise GraphMismatch
-        for held, new in zip(recorded.given, given, strict=True):
-            if self._copied.get(id(held)) is not new:
-                self._copied[id(held)] = new
-                held.copy_(new)
+        for target, source in zip(recorded.inputs, inputs, strict=True):
+            if self._copied.get(id(target)) is not source:
+                self._copied[id(target)] = source
+                target.copy_(source)
         recorded.replay()
         self._ran += 1
-        observe, look = self._plan.observe, recorded.look
+        observe, snapshot = self._plan.observe, recorded.snapshot
         if observe is not None:
-            query, key = look.query[:, :, : len(self._plan.rows)], self._buffer.keys[layer][:, :, : self._plan.length]
-            observe(layer, query, key, look.scaling, look.softcap, look.window)
-        return self._between[1 - layer % 2]
+            query = snapshot.query[:, :, : len(self._plan.rows)]
+            key = self._buffer.keys[layer][:, :, : self._plan.length]
+            observe(layer, query, key, snapshot.scaling, snapshot.softcap, snapshot.window)
+        return self._hidden[1 - layer % 2]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -243,12 +244,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(list(value.values()))
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a layer's arguments with other tensors in them."""
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a layer's arguments with a function applied to every tensor."""
     if isinstance(value, Tensor):
-        return change(value)
+        return function(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(part, change) for part in value)
+        return type(value)(_map_tensors(part, function) for part in value)
     if isinstance(value, dict):
-        return {name: _map_tensors(part, change) for name, part in value.items()}
+        return {name: _map_tensors(part, function) for name, part in value.items()}
     return value

@@ -1,17 +1,17 @@
-"""Fused passes as CUDA graphs: one for each layer and number of rows.
+"""Fused passes as CUDA graphs: one graph for each layer and number of rows.
 
-A layer at a time, because a pass waits between layers for what its store has not brought yet, and a probe looks at what
-each has found. A recorded layer takes its rows' positions and the place of the request's buffer from tensors of its
-own, so one serves any request, at any length. Where there are fewer rows than were recorded, the last one is computed
-several times. Passes are recorded by `compile` only, and each is compared with the pass it stands for before it is
-used; what is not recorded, or came out otherwise, is launched kernel by kernel.
+Each layer is a graph, because a pass waits between layers for data from its store, and a probe reads the queries of
+each layer. A recorded layer reads the positions of its rows and the address of the request's buffer from its own
+tensors, so that one graph serves any request of any length. With fewer rows than were recorded, the last row is
+computed several times. Only `compile` records passes. It compares each recorded pass with the original before it is
+used. A pass without a recording, or whose recording gave another result, is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
-from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
-from qcfuse_rag.runtime.graphs.layer_graphs import GraphMismatch
-from qcfuse_rag.runtime.graphs.layer_graphs import LayerGraphs
+from qcfuse_rag.runtime.graphs.layer_graphs import GraphMismatch, LayerGraphs
 from qcfuse_rag.runtime.graphs.recorder import (
     LOOSE,
     STRICT,
@@ -41,9 +39,9 @@ from qcfuse_rag.runtime.model_views import ViewCache
 from qcfuse_rag.runtime.rows import RowsPlan
 
 ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-"""Numbers of rows to record. Up to some hundred a layer takes as long as it takes to read its weights, so rows are for
-nothing; from there on there are at most a third too many. With more than the last, computing should take longer than
-launching; neither has been measured."""
+"""Numbers of rows to record. Up to some hundred rows a layer takes as long as reading its weights, so extra rows cost
+nothing; above, there are at most a third too many. With more rows than the last number, computing should take longer
+than launching. Neither has been measured."""
 
 LOG = logging.getLogger(__name__)
 
@@ -51,23 +49,31 @@ T = TypeVar("T")
 
 
 class PrefillRunner:
-    """Computes passes over some rows of a prompt, by recorded layers where there are some that fit.
+    """Computes passes over some rows of a prompt, with recorded layers where they fit.
 
-    Safe to use from several threads: while one of them runs recorded layers, others launch theirs kernel by kernel.
+    Safe to use from several threads: while one thread runs recorded layers, others launch theirs kernel by kernel.
 
     Args:
         lm: the model.
-        recorder: a `CudaRecorder` by default.
+        recorder: records the layers; None makes a `CudaRecorder` for each recording.
+        candidate_views: returns the views of a model to record, in order of preference: the first view whose passes are
+            correct is used. None uses the model itself.
 
     Attributes:
         refusal: why no passes are recorded, or None if some are.
-        replayed: how many passes were run by recorded layers so far.
+        replayed: the number of passes run with recorded layers so far.
     """
 
-    def __init__(self, lm: LanguageModel, recorder: Recorder | None = None) -> None:
-        self._lm, self._given, self._recorder = lm, recorder, recorder
+    def __init__(
+        self,
+        lm: LanguageModel,
+        recorder: Recorder | None = None,
+        candidate_views: Callable[[PreTrainedModel], Iterable[PreTrainedModel]] | None = None,
+    ) -> None:
+        self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
+        self._candidate_views = candidate_views or (lambda model: [model])
         self._graphs: dict[int, LayerGraphs] = {}
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self.refusal: str | None = "they are recorded by `compile`"
         self.replayed = 0
 
@@ -75,10 +81,10 @@ class PrefillRunner:
     def forward_rows(
         self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, hooked_pass: HookedPass | None = None
     ) -> Tensor:
-        """Compute rows through all layers; see `runtime.forward.forward_rows`. A pass that is steered is not recorded."""
+        """Compute rows through all layers; see `runtime.forward.forward_rows`. A hooked pass is never replayed."""
         logits = None
         if hooked_pass is None:
-            logits = self._replayed(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
+            logits = self._replay(ids, plan, lambda graphs: graphs.logits(ids, plan, buffer))
         return forward_rows(self._lm, ids, plan, buffer, hooked_pass) if logits is None else record_stream(logits)
 
     @torch.inference_mode()
@@ -88,34 +94,34 @@ class PrefillRunner:
         """Compute rows through some layers; see `runtime.forward.forward_hidden`."""
         done = None
         if hooked_pass is None:
-            done = self._replayed(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
+            done = self._replay(ids, plan, lambda graphs: graphs.hidden(ids, plan, buffer, depth))
         if not done:
             forward_hidden(self._lm, ids, plan, buffer, depth=depth, hooked_pass=hooked_pass)
 
     def compile(self, rows: Sequence[int] = ROWS) -> None:
-        """Record passes of so many rows; takes memory and seconds.
+        """Record passes; takes memory and seconds.
 
-        Not while the model is used otherwise: what other threads do on the device can end a recording, and a recording
-        what they do.
+        Do not use the model elsewhere meanwhile: work of other threads on the device can make a recording fail, and a
+        recording can make their work fail.
 
         Args:
-            rows: how many rows passes are recorded for, as far as they are fewer than the model's window.
+            rows: the numbers of rows to record passes for; those of the model's window or more are left out.
         """
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        for model in leanest_first(self._lm.model):
-            self._graphs, self._recorder = {}, self._given  # an earlier one goes with all it has recorded
-            self._graphs, refusals = self._recorded(model, rows)
+        for model in self._candidate_views(self._lm.model):
+            self._graphs, self._recorder = {}, self._fixed_recorder  # frees an earlier recorder with all its graphs
+            self._graphs, refusals = self._record(model, rows)
             if not refusals or (self._recorder is not None and self._recorder.broken is not None):
                 break
         if refusals:
-            said = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
-            LOG.warning("passes of some numbers of rows are launched kernel by kernel: %s", said)
+            reasons = "; ".join(f"{size}: {refusal}" for size, refusal in refusals.items())
+            LOG.warning("passes of some numbers of rows are launched kernel by kernel: %s", reasons)
         self.refusal = None if self._graphs else next(iter(refusals.values()), "there are no numbers of rows to record")
 
-    def _recorded(self, model: PreTrainedModel, rows: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
-        """Record a model; return what there is for each number of rows, and why there is nothing for others."""
+    def _record(self, model: PreTrainedModel, rows: Sequence[int]) -> tuple[dict[int, LayerGraphs], dict[int, str]]:
+        """Record and check a model; return graphs by number of rows, and reasons for the numbers without graphs."""
         lm = self._lm
         graphs: dict[int, LayerGraphs] = {}
         unread = KVBuffer.allocate(lm.shapes, 1, dtype=lm.dtype, device=lm.device)
@@ -123,49 +129,49 @@ class PrefillRunner:
         views = ViewCache(model, model.get_decoder(), lm.n_layers)
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
-        # The largest first: the others take a part of its memory.
+        # The largest number first: the others use a part of its memory.
         for size in sorted({size for size in rows if size < lm.window.tokens}, reverse=True):
 
             def record(size: int = size) -> list[ErrorBound]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
                 graphs[size] = LayerGraphs(lm, model, size, recorder, request, views, memory)
-                return self._compared(graphs[size])
+                return self._check(graphs[size])
 
             refusal = recording_refusal(record)
             if refusal is not None:
                 refusals[size] = refusal
-        return {size: one for size, one in graphs.items() if size not in refusals}, refusals
+        return {size: recorded for size, recorded in graphs.items() if size not in refusals}, refusals
 
-    def _replayed(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
-        """Run the smallest recorded pass that fits; None if none does, or somebody else runs one."""
+    def _replay(self, ids: Tensor, plan: RowsPlan, run: Callable[[LayerGraphs], T]) -> T | None:
+        """Run the smallest recorded pass that fits; return None if none fits or another thread runs one."""
         graphs = self._graphs
         fitting = [size for size in graphs if size >= len(plan.rows)]
-        # Of a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
+        # For a whole prompt torch's own attention is faster; sets of visible keys differ in shape with every question.
         if not fitting or ids.dim() != 1 or plan.visible is not None or len(plan.rows) == plan.length:
             return None
-        return self._taking_turns(lambda: run(graphs[min(fitting)]))
+        return self._exclusively(lambda: run(graphs[min(fitting)]))
 
-    def _taking_turns(self, run: Callable[[], T]) -> T | None:
+    def _exclusively(self, run: Callable[[], T]) -> T | None:
         assert self._recorder is not None
-        if not self._turn.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return None
         try:
-            with self._recorder.turn():
+            with self._recorder.exclusive():
                 result = run()
-        except GraphMismatch:  # rows that were computed are computed again, the same
+        except GraphMismatch:  # the caller computes all rows again, with the same result
             return None
         finally:
-            self._turn.release()
+            self._lock.release()
         self.replayed += 1
         return result
 
     @torch.inference_mode()
-    def _compared(self, graphs: LayerGraphs) -> list[ErrorBound]:
-        """Compare a recorded pass with the pass it stands for, over random keys and values that arrive on its way.
+    def _check(self, graphs: LayerGraphs) -> list[ErrorBound]:
+        """Compare a recorded pass with the original over random keys and values that arrive layer by layer.
 
-        Once with as many rows as were recorded, and once with fewer of a longer prompt.
+        One check has the recorded number of rows, the other has fewer rows of a longer prompt.
         """
-        lm, size, found = self._lm, graphs.n_rows, []
+        lm, size, bounds = self._lm, graphs.n_rows, []
         generator = torch.Generator(lm.device).manual_seed(size)
         for n_rows, length in ((size, size + 1), (max(1, size - size // 4), 2 * size)):
             length = min(length, lm.window.tokens)
@@ -173,25 +179,26 @@ class PrefillRunner:
             rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
             ids = torch.arange(len(rows), device=lm.device) % lm.model.get_input_embeddings().num_embeddings
             buffers = [KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device) for _ in range(2)]
-            ours, theirs = buffers
-            for mine, yours in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
-                mine.fill_(torch.nan)
-                yours.normal_(generator=generator)
+            replayed, launched = buffers
+            for tensor in (*replayed.keys, *replayed.values):
+                tensor.fill_(torch.nan)
+            for tensor in (*launched.keys, *launched.values):
+                tensor.normal_(generator=generator)
 
-            def wait_for_layer(layer: int, ours: KVBuffer = ours, theirs: KVBuffer = theirs) -> None:
-                ours.keys[layer].copy_(theirs.keys[layer])
-                ours.values[layer].copy_(theirs.values[layer])
+            def wait_for_layer(layer: int, replayed: KVBuffer = replayed, launched: KVBuffer = launched) -> None:
+                replayed.keys[layer].copy_(launched.keys[layer])
+                replayed.values[layer].copy_(launched.values[layer])
 
             plan = RowsPlan.of(rows, lm.sliding)
-            arriving = replace(ours, wait_for_layer=wait_for_layer)
-            logits = self._taking_turns(lambda: graphs.logits(ids, plan, arriving))  # noqa: B023
+            arriving = replace(replayed, wait_for_layer=wait_for_layer)
+            logits = self._exclusively(lambda: graphs.logits(ids, plan, arriving))  # noqa: B023
             if logits is None:
-                raise RuntimeError("a pass is not as it was recorded")
+                raise RuntimeError("a pass differs from its recording")
             query = graphs.last_query.clone()
-            found.append(ErrorBound.of(logits, graphs.launched(ids, plan, theirs), STRICT))
-            found.append(ErrorBound.of(query, graphs.last_query, STRICT))
+            bounds.append(ErrorBound.of(logits, graphs.launched(ids, plan, launched), STRICT))
+            bounds.append(ErrorBound.of(query, graphs.last_query, STRICT))
             for side in ("keys", "values"):
-                mine, yours = (getattr(buffer, side)[-1][:, :, rows] for buffer in buffers)
-                found.append(ErrorBound.of(mine, yours, STRICT))
-            found.append(ErrorBound.of(logits, forward_rows(lm, ids, plan, theirs), LOOSE[lm.dtype]))
-        return found
+                result, expected = (getattr(buffer, side)[-1][:, :, rows] for buffer in buffers)
+                bounds.append(ErrorBound.of(result, expected, STRICT))
+            bounds.append(ErrorBound.of(logits, forward_rows(lm, ids, plan, launched), LOOSE[lm.dtype]))
+        return bounds

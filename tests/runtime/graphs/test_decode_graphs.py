@@ -1,6 +1,6 @@
-"""Recorded decode steps: the step itself, whoever's turn it is; what cannot be recorded is computed as ever.
+"""Recorded decode steps give the results of the original steps; other steps are launched kernel by kernel.
 
-Where there is no CUDA device, see `tests.support.recorders` for what stands for a recording.
+Without a CUDA device, the recorders of `tests.support.recorders` replace CUDA graphs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ if DEVICE.type == "cpu":  # on a GPU its experts wait for the device, which cann
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams.steps_have_kernels(monkeypatch, lambda *given: True)
-    seams.recorder_has_kernels(monkeypatch, lambda *given: True)
+    seams.steps_have_kernels(monkeypatch, lambda *_: True)
+    seams.recorder_has_kernels(monkeypatch, lambda *_: True)
     seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
     seams.decode_trial_steps(monkeypatch, 1)
-    seams.decode_views(monkeypatch, lambda model: {"model": model})  # the interpreter is slow
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LanguageModel:
@@ -47,44 +46,40 @@ def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -
 
 
 def random_buffers(lm: LanguageModel, capacities: list[int]) -> list[KVBuffer]:
-    buffers = [KVBuffer.allocate(lm.shapes, one, dtype=lm.dtype, device=lm.device) for one in capacities]
+    buffers = [KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for capacity in capacities]
     for buffer in buffers:
-        for held in (*buffer.keys, *buffer.values):
-            held.normal_()
+        for tensor in (*buffer.keys, *buffer.values):
+            tensor.normal_()
     return buffers
 
 
 def copies(buffers: list[KVBuffer]) -> list[KVBuffer]:
     return [
-        KVBuffer(tuple(one.clone() for one in buffer.keys), tuple(one.clone() for one in buffer.values))
+        KVBuffer(tuple(key.clone() for key in buffer.keys), tuple(value.clone() for value in buffer.values))
         for buffer in buffers
     ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_step_is_the_step(
-    family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
-
-    seams.decode_views(monkeypatch, leanest_alone)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    steps = DecodeRunner(lm, recorder)
+    steps = DecodeRunner(lm, recorder, leanest_alone)
     steps.compile(requests=(1, 3) if family == "llama" else (3,))
     assert steps.refusal is None
     for positions in ([40], [70, 0], [50, 3, 20]):
-        theirs = random_buffers(lm, [position + 5 for position in positions])
-        ours, before = copies(theirs), recorder.replayed
+        buffers = random_buffers(lm, [position + 5 for position in positions])
+        expected_buffers, before = copies(buffers), recorder.replayed
         tokens = list(range(7, 7 + len(positions)))
-        expected, found = forward_step(lm, tokens, positions, theirs), steps(tokens, positions, ours)
+        expected, result = forward_step(lm, tokens, positions, expected_buffers), steps(tokens, positions, buffers)
         assert recorder.replayed == before + 1
-        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-        for mine, other in zip(ours, theirs, strict=True):
-            pairs = zip((*mine.keys, *mine.values), (*other.keys, *other.values), strict=True)
-            assert all(torch.allclose(one, two, rtol=1e-4, atol=1e-4) for one, two in pairs)
+        assert torch.allclose(result, expected, rtol=1e-4, atol=1e-4)
+        for buffer, other in zip(buffers, expected_buffers, strict=True):
+            pairs = zip((*buffer.keys, *buffer.values), (*other.keys, *other.values), strict=True)
+            assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in pairs)
 
 
-def test_more_requests_than_were_recorded_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_more_requests_than_were_recorded_are_launched_kernel_by_kernel(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     steps = DecodeRunner(lm, recorder)
     steps.compile(requests=(1,))
@@ -111,7 +106,7 @@ def test_answers_are_the_same_with_recorded_steps(
     assert recorder.replayed > before
 
 
-def test_threads_take_turns(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_threads_share_recorded_steps(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     steps = DecodeRunner(lm, CountingRecorder())
     steps.compile(requests=(1,))
@@ -122,8 +117,8 @@ def test_threads_take_turns(tokenizer: PreTrainedTokenizerFast) -> None:
 
     def ask(at: int) -> None:
         for _ in range(2):
-            found = steps([at], [5 + at], [buffers[at]])
-            right.append(torch.allclose(found, expected[at], rtol=1e-4, atol=1e-4))
+            logits = steps([at], [5 + at], [buffers[at]])
+            right.append(torch.allclose(logits, expected[at], rtol=1e-4, atol=1e-4))
 
     threads = [threading.Thread(target=ask, args=(at,)) for at in range(3)]
     for thread in threads:
@@ -142,7 +137,7 @@ def test_threads_take_turns(tokenizer: PreTrainedTokenizerFast) -> None:
     ],
     ids=["failing", "remembering", "nonsense"],
 )
-def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
+def test_steps_that_cannot_be_recorded_are_launched_and_the_reason_is_logged(
     recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
@@ -159,7 +154,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
+    seams.recorder_has_kernels(monkeypatch, lambda *_: False)
     recorder = CountingRecorder()
     steps = DecodeRunner(model_of("llama", tokenizer), recorder)
     steps.compile()
@@ -167,42 +162,40 @@ def test_without_kernels_nothing_is_recorded(
     assert "there are no kernels" in str(steps.refusal)
 
 
-def test_a_view_that_comes_out_otherwise_is_recorded_without(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_with_other_results_is_not_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    seams.decode_views(monkeypatch, lambda model: {"other": other.model, "model": model})
-    steps = DecodeRunner(lm, CountingRecorder())
+    steps = DecodeRunner(lm, CountingRecorder(), lambda model: {"other": other.model, "model": model})
     steps.compile(requests=(1,))
     assert steps.refusal is None
     assert steps.model is lm.model
 
 
 class Slow(ModuleProxy):
-    """Computes all four times."""
+    """Computes everything four times."""
 
-    def forward(self, **given: Any) -> Any:
+    def forward(self, **kwargs: Any) -> Any:
         for _ in range(3):
-            self.inner(**given)
-        return self.inner(**given)
+            self.inner(**kwargs)
+        return self.inner(**kwargs)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_steps_are_recorded_by_the_view_that_is_fastest(
+def test_steps_of_the_fastest_view_are_recorded(
     reverse: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, recorder = model_of("llama", tokenizer, layers=1), CountingRecorder()
     views = {"slow": Slow(lm.model), "model": lm.model}
     offered = dict(sorted(views.items(), reverse=reverse))
-    seams.decode_views(monkeypatch, lambda model: offered)
     seams.decode_trial_lengths(monkeypatch, (5,))
     seams.decode_trial_rounds(monkeypatch, 1)
-    steps = DecodeRunner(lm, recorder)
+    steps = DecodeRunner(lm, recorder, lambda model: offered)
     steps.compile(requests=(1, 2))
     assert steps.refusal is None
     assert steps.model is lm.model
-    assert recorder.recorded == 2 * 2 + 2, "the fewest and the most of each view, and all of the fastest"
+    assert recorder.recorded == 2 * 2 + 2, (
+        "the fewest and the most requests of each view, and all numbers of the fastest"
+    )
     assert steps.seconds.keys() == {"slow", "model"}
     for count in (1, 2):
         assert steps.seconds["slow"][count] > steps.seconds["model"][count] > 0
@@ -214,13 +207,12 @@ def test_a_view_that_cannot_be_timed_is_not_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = model_of("llama", tokenizer)
-    seams.decode_views(monkeypatch, lambda model: {"one": model, "model": model})
 
     def no_room(*_: object) -> float:
         raise torch.OutOfMemoryError("no room")
 
-    steps = DecodeRunner(lm, CountingRecorder())
-    monkeypatch.setattr(steps, "_seconds", no_room)
+    steps = DecodeRunner(lm, CountingRecorder(), lambda model: {"view": model, "model": model})
+    monkeypatch.setattr(steps, "_time_step", no_room)
     steps.compile(requests=(1,))
     assert "no room" in str(steps.refusal)
     assert steps.model is lm.model
@@ -228,13 +220,9 @@ def test_a_view_that_cannot_be_timed_is_not_recorded(
     assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
 
 
-def test_after_a_recording_that_ended_half_way_none_is_made(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model_of("llama", tokenizer)
-    seams.decode_views(monkeypatch, lambda model: {"one": model, "model": model})
-    recorder = Breaking()
-    steps = DecodeRunner(lm, recorder)
+def test_after_a_recording_that_failed_half_way_nothing_is_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+    lm, recorder = model_of("llama", tokenizer), Breaking()
+    steps = DecodeRunner(lm, recorder, lambda model: {"view": model, "model": model})
     steps.compile(requests=(1, 2))
     assert recorder.asked == 1
     assert "it ended half way" in str(steps.refusal)

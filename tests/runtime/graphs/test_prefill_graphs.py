@@ -1,6 +1,6 @@
-"""Recorded passes: the pass itself, over whatever rows of whatever prompt; what cannot be recorded is computed as ever.
+"""Recorded passes give the results of the original passes; other passes are launched kernel by kernel.
 
-Where there is no CUDA device, see `tests.support.recorders` for what stands for a recording.
+Without a CUDA device, the recorders of `tests.support.recorders` replace CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    seams.recorder_has_kernels(monkeypatch, lambda *given: True)
-    seams.prefill_views(monkeypatch, lambda model: [model])  # the interpreter is slow
+    seams.recorder_has_kernels(monkeypatch, lambda *_: True)
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
@@ -58,16 +57,16 @@ def model_of(family: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
 
 
 def two_buffers(lm: LanguageModel, capacity: int) -> tuple[KVBuffer, KVBuffer]:
-    """The same random keys and values twice."""
-    one, other = (KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for _ in range(2))
-    for mine, yours in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
-        yours.copy_(mine.normal_())
-    return one, other
+    """Two buffers with the same random keys and values."""
+    first, second = (KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device) for _ in range(2))
+    for tensor, copied in zip((*first.keys, *first.values), (*second.keys, *second.values), strict=True):
+        copied.copy_(tensor.normal_())
+    return first, second
 
 
-def agree(one: KVBuffer, other: KVBuffer) -> bool:
-    pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
-    return all(torch.allclose(mine, yours, **CLOSE) for mine, yours in pairs)
+def agree(first: KVBuffer, second: KVBuffer) -> bool:
+    pairs = zip((*first.keys, *first.values), (*second.keys, *second.values), strict=True)
+    return all(torch.allclose(*pair, **CLOSE) for pair in pairs)
 
 
 def on_device(*numbers: int) -> Tensor:
@@ -75,13 +74,10 @@ def on_device(*numbers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_pass_is_the_pass(
-    family: str, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """With as many rows as were recorded and with fewer, anywhere in a prompt of any length, in any buffer."""
-    seams.prefill_views(monkeypatch, leanest_first)
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    passes = PrefillRunner(lm, recorder)
+    passes = PrefillRunner(lm, recorder, leanest_first)
     passes.compile(rows=(4, 8))
     assert passes.refusal is None
     assert recorder.recorded == 2 * lm.n_layers
@@ -98,9 +94,7 @@ def test_a_recorded_pass_is_the_pass(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
-def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
-    family: str, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(8,))
@@ -110,8 +104,8 @@ def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
     for compute, buffer in ((passes.forward_hidden, ours), (None, theirs)):
         seen.append([])
 
-        def observe(layer: int, query: Tensor, key: Tensor, *how: object) -> None:
-            seen[-1].append((layer, query.clone(), key.clone(), *how))
+        def observe(layer: int, query: Tensor, key: Tensor, *settings: object) -> None:
+            seen[-1].append((layer, query.clone(), key.clone(), *settings))
 
         plan = RowsPlan(on_device(20, 40, 41, 42, 43), 44, observe=observe, windows=lm.sliding)
         if compute is None:
@@ -119,26 +113,25 @@ def test_a_probe_sees_of_a_recorded_pass_what_it_sees_of_another(
         else:
             compute(on_device(1, 2, 3, 4, 5), plan, buffer, depth=depth)
     assert recorder.replayed == before + depth
-    assert [look[0] for look in seen[0]] == list(range(depth))
-    for mine, other in zip(*seen, strict=True):
-        assert mine[3:] == other[3:]
-        for one, two in zip(mine[1:3], other[1:3], strict=True):
-            assert isinstance(one, Tensor)
-            assert isinstance(two, Tensor)
-            assert one.shape == two.shape
-            assert torch.allclose(one, two, **CLOSE)
+    assert [layer for layer, *_ in seen[0]] == list(range(depth))
+    for replayed, launched in zip(*seen, strict=True):
+        assert replayed[3:] == launched[3:]
+        for result, expected in zip(replayed[1:3], launched[1:3], strict=True):
+            assert isinstance(result, Tensor)
+            assert isinstance(expected, Tensor)
+            assert result.shape == expected.shape
+            assert torch.allclose(result, expected, **CLOSE)
     assert agree(ours, theirs)
 
 
 @pytest.fixture(scope="module")
 def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, CountingRecorder]:
-    """An engine with recorded passes, and what counts how many of their layers are computed."""
+    """An engine with recorded passes, and a recorder that counts the layers replayed."""
     engine, recorder = make_engine(model_of("llama", tokenizer), MemoryStore()), CountingRecorder()
     engine.warm(PASSAGES, bases=(FRAMED,))
     engine.runner.prefills = PrefillRunner(engine.lm, recorder)
     with pytest.MonkeyPatch.context() as patched:
-        seams.recorder_has_kernels(patched, lambda *given: True)
-        seams.prefill_views(patched, lambda model: [model])
+        seams.recorder_has_kernels(patched, lambda *_: True)
         engine.runner.prefills.compile(rows=(16, 64))
     assert engine.runner.prefills.refusal is None
     return engine, recorder
@@ -148,7 +141,7 @@ def recorded(tokenizer: PreTrainedTokenizerFast) -> tuple[FusionEngine, Counting
 def test_answers_are_the_same_with_recorded_passes(
     method: str, recorded: tuple[FusionEngine, CountingRecorder]
 ) -> None:
-    """Of a method whose probe or pass cannot be recorded, the other one is; of full prefill, nothing."""
+    """If either the probe or the pass cannot be recorded, the other is; for full prefill neither is."""
     engine, recorder = recorded
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
@@ -170,21 +163,21 @@ def test_a_verified_answers_draft_begins_with_recorded_passes(
     assert found.ids == engine.generate(prompt, params, method=make_method("full")).ids
 
 
-def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
     theirs, stored = two_buffers(lm, 30)
     ours = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
-    for held in (*ours.keys, *ours.values):
-        held.fill_(torch.nan)
+    for tensor in (*ours.keys, *ours.values):
+        tensor.fill_(torch.nan)
     before, arrived = recorder.replayed, []
 
     def wait_for_layer(layer: int) -> None:
         assert recorder.replayed == before + layer
         arrived.append(layer)
-        for mine, yours in ((ours.keys, stored.keys), (ours.values, stored.values)):
-            mine[layer].copy_(yours[layer])
+        for target, source in ((ours.keys, stored.keys), (ours.values, stored.values)):
+            target[layer].copy_(source[layer])
 
     plan, ids = RowsPlan.of(on_device(10, 11, 29), lm.sliding), on_device(1, 2, 3)
     found = passes.forward_rows(ids, plan, replace(ours, wait_for_layer=wait_for_layer))
@@ -193,7 +186,7 @@ def test_each_layer_waits_for_what_is_on_its_way_there(tokenizer: PreTrainedToke
     assert agree(ours, theirs)
 
 
-def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
+def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
     recorded: tuple[FusionEngine, CountingRecorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, recorder = recorded
@@ -202,8 +195,8 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
     assert isinstance(chunk, ChunkKV)
 
     broken, get, before = damaged(chunk, "value.1"), engine.store.get, recorder.replayed
-    monkeypatch.setattr(engine.store, "get", lambda one: broken if one == key else get(one))
-    monkeypatch.setattr(engine.store, "discard", lambda one, reason: None)  # others want it whole
+    monkeypatch.setattr(engine.store, "get", lambda wanted: broken if wanted == key else get(wanted))
+    monkeypatch.setattr(engine.store, "discard", lambda key, reason: None)  # other tests share the store
     prompt, method = engine.prompt(QUESTION, PASSAGES[:2]), make_method("reuse", base=FRAMED)
     found = engine.prefill(prompt, method=method)
     assert recorder.replayed > before
@@ -213,15 +206,15 @@ def test_what_turns_out_damaged_in_a_recorded_pass_is_computed(
     assert torch.allclose(found.logits, expected.logits, **CLOSE)
 
 
-def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
-    """One waits for its store between layers; nobody waits for it."""
+def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
+    """A recorded pass waits for its store between layers; other passes do not wait for it."""
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
     waits, goes_on = threading.Event(), threading.Event()
     plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
     (theirs, ours), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
-    slow_other = KVBuffer(tuple(one.clone() for one in slow.keys), tuple(one.clone() for one in slow.values))
+    slow_other = KVBuffer(tuple(key.clone() for key in slow.keys), tuple(value.clone() for value in slow.values))
     found: list[Tensor] = []
 
     def wait_for_layer(layer: int) -> None:
@@ -242,25 +235,25 @@ def test_while_one_pass_runs_recorded_layers_others_are_computed_as_ever(tokeniz
     assert torch.allclose(found[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
 
 
-def test_passes_that_fit_no_recording_are_computed_as_ever(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_passes_that_fit_no_recording_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
     before = recorder.replayed
-    shifted = [torch.empty(held.numel() + 1, device=DEVICE)[1:].view(held.shape) for held in two_buffers(lm, 9)[0].keys]
+    shifted = [torch.empty(key.numel() + 1, device=DEVICE)[1:].view(key.shape) for key in two_buffers(lm, 9)[0].keys]
     cases = {
         "more rows": (on_device(1, 2, 3, 4, 8), {}, None),
         "every row": (on_device(0, 1, 2), {}, None),
         "sets of visible keys": (on_device(5, 8), {"visible": [on_device(0, 5, 8)] * lm.n_layers}, None),
         "a buffer that is not aligned": (on_device(5, 8), {}, shifted),
     }
-    for name, (rows, about, keys) in cases.items():
+    for name, (rows, options, keys) in cases.items():
         theirs, ours = two_buffers(lm, 9)
         if keys is not None:
-            for held, other in zip(keys, ours.keys, strict=True):
-                held.copy_(other)
+            for target, source in zip(keys, ours.keys, strict=True):
+                target.copy_(source)
             ours = KVBuffer(tuple(keys), ours.values)
-        plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **about)  # type: ignore[arg-type]
+        plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **options)  # type: ignore[arg-type]
         found, expected = passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs)
         assert torch.allclose(found, expected, **CLOSE), name
         assert recorder.replayed == before, name
@@ -274,7 +267,7 @@ class Spoiling(AgainAndAgain):
         return compute(), spoil
 
 
-def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
+def test_a_model_that_gives_its_layers_other_inputs_is_launched(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
@@ -286,7 +279,7 @@ def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
     expected = forward_rows(lm, ids, plan, theirs)
     rotary, made = lm.model.get_decoder().rotary_emb, []
 
-    def doubled(module: object, given: object, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+    def doubled(module: object, inputs: object, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
         made.append(result)
         return (*result, result[0]) if len(made) == 1 else None
 
@@ -298,7 +291,7 @@ def test_a_model_that_hands_its_layers_something_else_is_computed_as_ever(
 
 
 class Forgetful(AgainAndAgain):
-    """Records a model's layers, and computes one of them no more."""
+    """Records a model's layers; the replay of the second one does nothing."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -310,7 +303,7 @@ class Forgetful(AgainAndAgain):
 
 
 class FullAt(AgainAndAgain):
-    """Has no room for passes of so many rows."""
+    """Has no memory for passes of this number of rows or more."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -322,7 +315,7 @@ class FullAt(AgainAndAgain):
         return result, again
 
 
-def test_where_there_is_no_room_for_many_rows_fewer_are_recorded(
+def test_without_memory_for_many_rows_fewer_are_recorded(
     tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
@@ -341,20 +334,20 @@ def test_where_there_is_no_room_for_many_rows_fewer_are_recorded(
         compared = passes.replayed
 
 
-def test_without_room_to_try_kernels_nothing_is_recorded_and_said(
+def test_without_memory_to_check_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*given: object) -> str:
+    def full(*_: object) -> str:
         raise torch.OutOfMemoryError("no room")
 
-    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
+    seams.recorder_has_kernels(monkeypatch, lambda *_: False)
     seams.recorder_refusal(monkeypatch, full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
     passes.compile(rows=(4,))
     assert passes.refusal == "there are no kernels: there is no room to try them"
 
 
-def test_what_recorded_passes_take_is_measured_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_recorded_passes_are_timed_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     passes = PrefillRunner(lm, AgainAndAgain())
     measured = MeasuredCosts(lm, MemoryStore(), passes)
@@ -377,7 +370,7 @@ def test_what_recorded_passes_take_is_measured_once_they_are_recorded(tokenizer:
     ],
     ids=["failing", "remembering", "spoiling", "forgetful"],
 )
-def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
+def test_passes_that_cannot_be_recorded_are_launched_and_the_reason_is_logged(
     recorder: Recorder, reason: str, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
     lm = model_of("llama", tokenizer)
@@ -395,7 +388,7 @@ def test_what_cannot_be_recorded_is_computed_as_ever_and_said(
 def test_without_kernels_nothing_is_recorded(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.recorder_has_kernels(monkeypatch, lambda *given: False)
+    seams.recorder_has_kernels(monkeypatch, lambda *_: False)
     recorder = CountingRecorder()
     passes = PrefillRunner(model_of("llama", tokenizer), recorder)
     passes.compile()
@@ -403,22 +396,20 @@ def test_without_kernels_nothing_is_recorded(
     assert "there are no kernels" in str(passes.refusal)
 
 
-def test_few_rows_are_computed_for_nothing() -> None:
+def test_recorded_numbers_of_rows_leave_few_extra_rows() -> None:
     assert list(ROWS) == sorted(ROWS)
     for fewer, more in pairwise(ROWS):
         assert fewer < 128 or more * 3 <= (fewer + 1) * 4
 
 
-def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_of_the_model_are_made_once(tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, made = model_of("llama", tokenizer), []
     passes = PrefillRunner(lm, CountingRecorder())
     passes.compile(rows=(4,))
 
-    def making(*given: Any) -> HookedLayer:
-        made.append(given[1])
-        return HookedLayer(*given)
+    def making(*args: Any) -> HookedLayer:
+        made.append(args[1])
+        return HookedLayer(*args)
 
     seams.hooked_layer(monkeypatch, making)
     buffer, _ = two_buffers(lm, 20)
@@ -428,17 +419,14 @@ def test_a_pass_is_handed_a_view_of_the_model_that_was_made_once(
         passes.forward_rows(ids, plan, buffer)
         passes.forward_hidden(ids, plan, buffer, depth=1)
     assert passes.replayed == before + 6
-    assert made == [0]  # of the first layer alone, for the first pass that ends there
+    assert made == [0]  # only for the first layer, by the first pass that ends after it
 
 
-def test_a_view_that_comes_out_otherwise_is_recorded_without(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_view_with_other_results_is_not_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
     offered = iter([other.model, lm.model])
-    seams.prefill_views(monkeypatch, lambda model: offered)
-    passes = PrefillRunner(lm, CountingRecorder())
+    passes = PrefillRunner(lm, CountingRecorder(), lambda model: offered)
     passes.compile(rows=(8,))
     assert passes.refusal is None
     assert next(offered, None) is None, "both were tried"
