@@ -173,8 +173,7 @@ def bench_quality(
     """Compare the answers of methods with full prefill on the same questions and tokens; a second run continues."""
     from qcfuse_rag.evaluation.quality.configurations import split_names
     from qcfuse_rag.evaluation.quality.measure import QualityOptions, measure_quality
-    from qcfuse_rag.evaluation.quality.plots import draw
-    from qcfuse_rag.evaluation.quality.tables import LEGEND, terminal_tables
+    from qcfuse_rag.evaluation.quality.tables import LEGEND, draw, terminal_tables
 
     quality_options = QualityOptions(
         model=options.model or default_model(),

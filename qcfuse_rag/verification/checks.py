@@ -1,4 +1,4 @@
-"""Verify a method on a model: check its exactness, and compare its answers with full prefill."""
+"""Verify a method on a model: check its exactness, and compare its answers with full prefill on generated cases."""
 
 from __future__ import annotations
 
@@ -15,9 +15,84 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.cases import Case, passage_cases, ruler_cases, string_match
+from qcfuse_rag.verification.ruler import generate
+from qcfuse_rag.verification.samples import Example
+
+PASSAGES_PER_CASE = 4
+"""Passages in a prompt of `passage_cases`."""
+
+OPENING_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A prompt on which a method is compared with full prefill.
+
+    Attributes:
+        question: the question.
+        passages: in the order of the prompt.
+        expected: strings that a right answer contains; empty if only the first token is compared.
+        max_new_tokens: length limit of the answer.
+    """
+
+    question: str
+    passages: tuple[str, ...]
+    expected: tuple[str, ...] = ()
+    max_new_tokens: int = 0
+
+
+def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
+    """Build cases of a RULER-style task, see `verification.ruler`, in prompts of `tokens` tokens with the answer.
+
+    Numbers are hidden in `texts`, by default the demonstration's.
+    """
+    examples = ruler_examples(engine, task, size, tokens, list(texts) or list(corpus().values()))
+    return [Case(each.question, each.passages, each.answers, min(each.max_new_tokens, 64)) for each in examples]
+
+
+def ruler_examples(
+    engine: FusionEngine, task: str, size: int, tokens: int, haystack: Sequence[str], seed: int = 0
+) -> list[Example]:
+    """Generate a RULER-style task for an engine's tokenizer and prompt template, see `verification.ruler`."""
+    tokenizer = engine.lm.tokenizer.backend_tokenizer
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    overhead = len(engine.prompt("", ()))
+    return generate(task, size, tokens=tokens, count=count, haystack=haystack, seed=seed, overhead_tokens=overhead)
+
+
+def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
+    """Build cases of passages that are likely to be retrieved together.
+
+    The question is about the opening words of one of the passages. There is no known answer: the method's first token
+    is compared with full prefill's.
+    """
+    unique = list(dict.fromkeys(texts))
+    vectors = token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in unique])
+    related = nearest_chunks(vectors, PASSAGES_PER_CASE - 1)
+    step = max(1, len(unique) // size)
+    cases = []
+    for index in range(0, len(unique), step)[:size]:
+        opening = " ".join(unique[index].split()[:OPENING_WORDS])
+        passages = [unique[neighbour] for neighbour in reversed(related[index])] + [unique[index]]
+        cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages)))
+    return cases
+
+
+def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
+    """Score an answer by the gold answers that are its substrings; case does not matter.
+
+    With `needs_all` it is the share of gold answers in the answer, RULER's `string_match_all`; else 1 if any of them
+    is.
+    """
+    matches = [text.strip().lower() in answer.lower() for text in gold]
+    return sum(matches) / len(matches) if needs_all else float(any(matches))
+
 
 UNLIMITED = 1 << 50
 

@@ -16,9 +16,15 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method, open_store
 from qcfuse_rag.errors import ProfileError
-from qcfuse_rag.evaluation.profile import labels as proxy
-from qcfuse_rag.evaluation.profile.labels import answer_log_probability, answer_positions, decisive_positions
-from qcfuse_rag.evaluation.profile.measure import attention_by_layer, profile_layers, recall_by_layer
+from qcfuse_rag.evaluation.profile import measure as proxy
+from qcfuse_rag.evaluation.profile.measure import (
+    answer_log_probability,
+    answer_positions,
+    attention_by_layer,
+    decisive_positions,
+    profile_layers,
+    recall_by_layer,
+)
 from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.language_model import default_critical_layers

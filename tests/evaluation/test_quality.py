@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
 from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.quality.measure import on_methods
 from qcfuse_rag.evaluation.quality.offline import prepare
+from qcfuse_rag.evaluation.quality.run import BatchedDecoder
 from qcfuse_rag.evaluation.quality.tables import terminal_tables
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES

@@ -11,14 +11,13 @@ import pytest
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
-from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
 from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
 from qcfuse_rag.evaluation.quality.metrics import exact_match, rouge_l, rouge_scorer, scores, token_f1
 from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, NeighbourPool, OfflineCost, prepare
-from qcfuse_rag.evaluation.quality.summary import summarize
+from qcfuse_rag.evaluation.quality.summary import mean_interval, summarize
 from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
-from qcfuse_rag.verification.cases import string_match
+from qcfuse_rag.verification.checks import string_match
 from qcfuse_rag.verification.ruler import NOISE, TASKS, generate
 from tests.support import seams
 from tests.support.passages import PASSAGES

@@ -18,8 +18,14 @@ from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.evaluation.quality.configurations import configurations
 from qcfuse_rag.evaluation.speed.ceilings import Ceilings, add_floors, row_operations, step_bytes
-from qcfuse_rag.evaluation.speed.decoding import STEPS, stock_step
-from qcfuse_rag.evaluation.speed.measure import SpeedOptions, measure_speed, peak_bytes, random_prompt
+from qcfuse_rag.evaluation.speed.measure import (
+    STEPS,
+    SpeedOptions,
+    measure_speed,
+    peak_bytes,
+    random_prompt,
+    stock_step,
+)
 from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.evaluation.speed.tables import terminal_tables
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.evaluation.quality.batched_decode import BatchedDecoder
+from qcfuse_rag.evaluation.quality.run import BatchedDecoder
 from qcfuse_rag.store.prefill_base import ENRICHED
 from tests.support.engines import make_engine
 

@@ -12,7 +12,7 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.engine.exactness_check import naive_concatenation, stock_attention
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from tests.support import references
+from tests.support import references, seams
 from tests.support.engines import make_engine
 
 pytestmark = pytest.mark.real
@@ -99,7 +99,7 @@ def test_the_demonstration_prints_what_it_promises(
     from qcfuse_rag.cli.app import main
 
     few = {name: text for name, text in corpus().items() if "08" <= name[:2] <= "16"}  # prefilling takes the time
-    monkeypatch.setattr("qcfuse_rag.cli.demo.corpus", lambda: few)
+    seams.demo_corpus(monkeypatch, lambda: few)
     monkeypatch.setattr(sys, "argv", ["qcfuse", "demo", "--json", "--repeats", "1", "--top-k", "4", "--device", "cpu"])
     with pytest.raises(SystemExit) as stop:
         main()

@@ -19,8 +19,7 @@ from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.cases import passage_cases
-from qcfuse_rag.verification.checks import VerifyLimits, verify
+from qcfuse_rag.verification.checks import VerifyLimits, passage_cases, verify
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model

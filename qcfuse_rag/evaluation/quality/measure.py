@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
-from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations, method_name
+from qcfuse_rag.evaluation.quality.configurations import configurations, method_name
 from qcfuse_rag.evaluation.quality.metrics import rouge_scorer
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, preparation_of
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog
@@ -26,11 +28,9 @@ from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.ruler import TASKS, generate
+from qcfuse_rag.verification.checks import UNLIMITED, ruler_examples
+from qcfuse_rag.verification.ruler import TASKS
 from qcfuse_rag.verification.samples import Example
-
-UNLIMITED = 1 << 50
-"""Limit of the store in memory, in bytes; the group of questions bounds it already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,11 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         raise QCFuseError("name a dataset, or several with commas")
     rouge_scorer()
     chosen = configurations(options.methods, options.ratios, options.bases)
-    _refuse_to_cut(options)
+    for name in options.datasets:
+        if name in TASKS and options.top_k is not None and not (options.data_dir / f"{name}.jsonl").exists():
+            raise QCFuseError(
+                f"--top-k would cut away part of what {name} hides; run it apart, its length is --ruler-tokens"
+            )
     store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store)
     with (
         store,
@@ -86,17 +90,19 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
         examples, sources = read_examples(options, engine)
         notes = on_distractors(examples) if options.distractors is not None else []
         conditions = _conditions(options, engine, sources)
-        with RecordLog(partial_path(options.out), conditions) as log:
-            group = options.group if options.store is None else None
-            pool = _pool(options)
+        with closing(RecordLog(options.out.with_suffix(".partial.jsonl"), conditions)) as log:
+            group, pool = conditions["group"], _pool(options)
             notes += run_questions(engine, examples, chosen, log, group=group, pool=pool, progress=progress)
             wanted = {(example.dataset, example.id) for example in examples}
             records = [record for record in log.records.values() if (record["dataset"], record["id"]) in wanted]
             if not records:
                 raise QCFuseError("; ".join(["no question could be measured", *notes]))
             notes += on_log(log, kept=options.store is not None) + on_methods(records)
-            summary = summarize(records, log.offline, _preparations(chosen), seed=options.seed)
-        about = {**_about(options, engine), "conditions": conditions, "notes": notes}
+            needed = {configuration.key: preparation_of(configuration) for configuration in chosen}
+            preparations = {key: preparation and preparation.name for key, preparation in needed.items()}
+            summary = summarize(records, log.offline, preparations, seed=options.seed)
+        written = json.loads(json.dumps(asdict(options), default=str))
+        about = {**about_run(engine.lm, options.model), "options": written, "conditions": conditions, "notes": notes}
     result = {"about": about, "records": records, "summary": summary}
     write_atomically(options.out, json.dumps(result, ensure_ascii=False, indent=1))
     write_atomically(options.out.with_suffix(".md"), markdown(summary, about))
@@ -108,11 +114,6 @@ def _pool(options: QualityOptions) -> NeighbourPool:
     files = [file for path in options.pool for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
     texts = [text for file in files for example in read_dataset(file) for text in example.passages]
     return NeighbourPool(tuple(texts), options.neighbours)
-
-
-def partial_path(out: Path) -> Path:
-    """Return the file of a result's records."""
-    return out.with_suffix(".partial.jsonl")
 
 
 def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[Example], dict[str, str]]:
@@ -136,8 +137,8 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
                     for example in dataset
                 ]
         else:
-            haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or _demo_texts()
-            dataset = _generated(name, options, engine, haystack)
+            haystack = list(dict.fromkeys(passage_texts(options.data_dir))) or list(corpus().values())
+            dataset = ruler_examples(engine, name, options.size, options.ruler_tokens, haystack, options.seed)
             sources[name] = f"generated {options.ruler_tokens} {digest(chr(0).join(haystack).encode())}"
         if options.top_k is not None:
             dataset = [first_passages(example, options.top_k) for example in dataset]
@@ -147,40 +148,6 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
     return examples, sources
 
 
-def _generated(name: str, options: QualityOptions, engine: FusionEngine, haystack: Sequence[str]) -> list[Example]:
-    tokenizer = engine.lm.tokenizer.backend_tokenizer
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    return generate(
-        name,
-        options.size,
-        tokens=options.ruler_tokens,
-        count=count,
-        haystack=haystack,
-        seed=options.seed,
-        overhead_tokens=len(engine.prompt("", ())),
-    )
-
-
-def _refuse_to_cut(options: QualityOptions) -> None:
-    """Refuse `--top-k` for a generated task: it would cut away part of the answer."""
-    generated = [
-        name for name in options.datasets if name in TASKS and not (options.data_dir / f"{name}.jsonl").exists()
-    ]
-    if generated and options.top_k is not None:
-        raise QCFuseError(
-            f"--top-k would cut away part of what {generated[0]} hides; run it apart, its length is --ruler-tokens"
-        )
-
-
-def _demo_texts() -> list[str]:
-    from qcfuse_rag.bundled import corpus
-
-    return list(corpus().values())
-
-
 def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str, str]) -> dict[str, Any]:
     """Return the conditions on which records depend; methods and the number of questions may change."""
     return {
@@ -188,23 +155,11 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
         "device": str(engine.lm.device),
         "critical_layers": engine.lm.critical_layers,
         "datasets": sources,
-        "distractors": options.distractors,
-        "top_k": options.top_k,
-        "seed": options.seed,
-        "max_new_tokens": options.max_new_tokens,
+        **{name: getattr(options, name) for name in ("distractors", "top_k", "seed", "max_new_tokens")},
         "group": options.group if options.store is None else None,
         **({"pool": [path.name for path in options.pool]} if options.pool else {}),
         **({"neighbours": options.neighbours} if options.neighbours != NEIGHBOURS else {}),
     }
-
-
-def _preparations(chosen: Sequence[Configuration]) -> dict[tuple[str, str | None, float | None], str | None]:
-    needed = {configuration.key: preparation_of(configuration) for configuration in chosen}
-    return {key: None if preparation is None else preparation.name for key, preparation in needed.items()}
-
-
-def _about(options: QualityOptions, engine: FusionEngine) -> dict[str, Any]:
-    return {**about_run(engine.lm, options.model), "options": json.loads(json.dumps(asdict(options), default=str))}
 
 
 def on_distractors(examples: Sequence[Example]) -> list[str]:

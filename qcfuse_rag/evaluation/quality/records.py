@@ -7,8 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import Configuration
@@ -123,14 +122,6 @@ class RecordLog:
             raise QCFuseError(
                 f"{self.path} holds records of other conditions ({was}); give another --json or remove it"
             )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def digest_of_passages(passages: Iterable[str]) -> str:

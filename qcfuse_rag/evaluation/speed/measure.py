@@ -17,19 +17,21 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache
 
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
-from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds
-from qcfuse_rag.evaluation.speed.decoding import STEPS, decode_steps
+from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds, step_bytes
 from qcfuse_rag.evaluation.speed.tables import draw, markdown
 from qcfuse_rag.evaluation.speed.tiers import StoreTier, check_tiers, fill, open_tiers
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.fusion.pipeline import Prefilled, prefill
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -246,3 +248,61 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     del result
     events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())), default=0)
+
+
+STEPS = 16
+
+
+def decode_steps(
+    lm: LanguageModel, decodes: DecodeRunner, prefilled: Prefilled, requests: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Time decode steps of a prefilled prompt for each batch size; the first of `STEPS` steps is a warm-up.
+
+    transformers' steps are timed for a single request only: there is memory for one more copy of the keys and values.
+    """
+    token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
+    rows = []
+    for n_requests in requests:
+        buffers = [_clone(prefilled.buffer) for _ in range(n_requests)]
+        stock = stock_step(lm, prefilled.buffer, start, token) if n_requests == 1 else None
+        engine_s: list[float] = []
+        stock_s: list[float] = []
+        for position in range(start, start + STEPS):
+            engine_s.append(
+                seconds(lm, lambda: decodes([token] * n_requests, [position] * n_requests, buffers))  # noqa: B023
+            )
+            if stock is not None:
+                with stock_attention(lm):
+                    stock_s.append(seconds(lm, stock))
+        step_s = median(engine_s[1:])
+        rows.append(
+            {
+                "context": sum(len(span) for span in prefilled.prompt.chunks),
+                "requests": n_requests,
+                "recorded": decodes.refusal is None,
+                "step_s": step_s,
+                "transformers_step_s": median(stock_s[1:]) if stock_s else None,
+                "tokens_per_s": n_requests / step_s,
+                "bytes": step_bytes(lm, start, n_requests),
+            }
+        )
+    return rows
+
+
+def stock_step(lm: LanguageModel, buffer: KVBuffer, length: int, token: int) -> Callable[[], torch.Tensor]:
+    """Return transformers' decode step over the same keys and values, in the default cache of its `generate`."""
+    cache = DynamicCache(config=lm.model.config.get_text_config())
+    for layer, (keys, values) in enumerate(zip(buffer.keys, buffer.values, strict=True)):
+        cache.update(keys[:, :, :length], values[:, :, :length], layer)
+    ids = torch.tensor([[token]], device=lm.device)
+
+    def step() -> torch.Tensor:
+        logits: torch.Tensor = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits
+
+    return step
+
+
+def _clone(buffer: KVBuffer) -> KVBuffer:
+    keys, values = (tuple(layer.clone() for layer in layers) for layers in (buffer.keys, buffer.values))
+    return KVBuffer(keys, values)

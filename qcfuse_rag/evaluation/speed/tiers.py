@@ -24,8 +24,8 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.quantization import LOSSLESS, STORE_FORMATS
+from qcfuse_rag.verification.checks import UNLIMITED
 
-UNLIMITED = 1 << 50
 TIERS = ("memory", "device", "pinned", "disk", "throttled")
 
 

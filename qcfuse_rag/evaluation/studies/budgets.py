@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.studies.questions import DataFiles, difference_cell
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun
+from qcfuse_rag.evaluation.studies.runner import FULL, DataFiles, StudyResult, StudyRun, difference_cell
 from qcfuse_rag.fusion.probes import Probe
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt

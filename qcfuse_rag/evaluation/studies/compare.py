@@ -9,8 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.bootstrap import format_interval, mean_interval
 from qcfuse_rag.evaluation.quality.configurations import FULL, Key
+from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
 from qcfuse_rag.evaluation.quality.tables import markdown_table
 from qcfuse_rag.evaluation.studies.runner import StudyResult
 

@@ -7,15 +7,14 @@ from typing import Any
 
 from rich.table import Table
 
-from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
-from qcfuse_rag.evaluation.studies.questions import demo_questions
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, load_engine
+from qcfuse_rag.evaluation.quality.summary import mean_interval
+from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from qcfuse_rag.verification.cases import string_match
+from qcfuse_rag.verification.checks import string_match
 
 METHODS = [
     FULL,

@@ -8,9 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from qcfuse_rag.bundled import corpus
-from qcfuse_rag.evaluation.quality.bootstrap import mean_interval
-from qcfuse_rag.evaluation.studies.questions import demo_questions
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, load_engine
+from qcfuse_rag.evaluation.quality.summary import mean_interval
+from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from qcfuse_rag.evaluation.speed.measure import random_prompt
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, fill
-from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model, take_turns
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.report import Timings
@@ -22,6 +22,7 @@ from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.verification.checks import UNLIMITED
 
 RATIOS = (0.05, 0.2)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.measure import random_prompt, unguarded
 from qcfuse_rag.evaluation.speed.tiers import fill
-from qcfuse_rag.evaluation.studies.runner import UNLIMITED, StudyResult, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model, take_turns
 from qcfuse_rag.fusion import probes
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method
@@ -27,6 +27,7 @@ from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, supports_c
 from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.verification.checks import UNLIMITED
 
 KINDS: tuple[tuple[str, ModuleType, Callable[..., Any]], ...] = (
     ("attention", functional, functional.scaled_dot_product_attention),

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.studies.questions import DataFiles, difference_cell
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun
+from qcfuse_rag.evaluation.studies.runner import FULL, DataFiles, StudyResult, StudyRun, difference_cell
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.prompts.segments import Prompt

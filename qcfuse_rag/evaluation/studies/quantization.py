@@ -12,8 +12,7 @@ from rich.table import Table
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.questions import read_dataset
-from qcfuse_rag.evaluation.studies.questions import demo_questions
-from qcfuse_rag.evaluation.studies.runner import FULL, UNLIMITED, StudyResult, StudyRun, load_engine
+from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, demo_questions, load_engine
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.decode import TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -22,6 +21,7 @@ from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.store.quantization import STORE_FORMATS
+from qcfuse_rag.verification.checks import UNLIMITED
 from qcfuse_rag.verification.samples import Sample
 
 METHODS = [make_method("reuse", base=FRAMED), make_method("qcfuse", ratio=0.15, base=FRAMED)]

@@ -1,33 +1,39 @@
-"""The shared parts of all studies: options, engines, turns, tables and JSON."""
+"""The shared parts of all studies: options, engines, questions, turns, tables and JSON."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from typer import Option
 
-from qcfuse_rag.bundled import default_model
+from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.environment import about_process
+from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
+from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.methods import make_method
+from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.factory import open_store
+from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.verification.checks import UNLIMITED
+from qcfuse_rag.verification.samples import Example, Sample
 
 T = TypeVar("T")
 PROGRAM = "python -m qcfuse_rag.evaluation.studies"
 PRINT_JSON = "-"
-UNLIMITED = 1 << 50
 FULL = make_method("full")
 JsonFile = Annotated[str | None, Option(metavar="FILE", help="File to write the result to as JSON; - prints it.")]
 
@@ -111,3 +117,50 @@ def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, l
 
 def _to_json(data: Mapping[str, Any]) -> str:
     return json.dumps({"about": about_process(PROGRAM), **data}, indent=1, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The questions of a study over files of JSON lines, and the model that answers them."""
+
+    data: Sequence[Path]
+    model: str | None
+    size: int
+    distractors: int
+    store: Path | None
+    skip: int = 0
+
+    def examples(self) -> list[Example]:
+        """Read the questions of all files."""
+        files = (read_dataset(path, size=self.skip + self.size)[self.skip :] for path in self.data)
+        examples = [example for file in files for example in file]
+        return [example.with_distractors(self.distractors) if example.supporting else example for example in examples]
+
+    def measure(
+        self, run: StudyRun, bases: Iterable[Base], measure: Callable[[FusionEngine, Prompt], T]
+    ) -> Iterator[T]:
+        """Yield a measurement of each question; its passages are warmed first."""
+        bases = tuple(bases)
+        with load_engine(self.model, self.store) as engine:
+            for example in run.track(self.examples()):
+                engine.warm(example.passages, bases=bases)
+                yield measure(engine, engine.prompt(example.question, example.passages))
+
+
+def demo_questions(top_k: int, count: int | None = None) -> list[Sample]:
+    """Return the demonstration's questions, each over the `top_k` documents that MiniLM finds nearest."""
+    from qcfuse_rag.retrieval.embedder import Embedder
+
+    texts = list(corpus().values())
+    embed = Embedder(default_embedder())
+    vectors = embed(texts)
+    samples = []
+    for question in questions()[:count]:
+        nearest = np.argsort(-(vectors @ embed([question.question])[0]), kind="stable")[:top_k]
+        samples.append(Sample(question.question, tuple(texts[i] for i in nearest), question.answers))
+    return samples
+
+
+def difference_cell(values: Sequence[float], reference: Sequence[float]) -> str:
+    """Return the paired mean difference and its interval, for a table."""
+    return format_interval(mean_interval([value - other for value, other in zip(values, reference, strict=True)]))

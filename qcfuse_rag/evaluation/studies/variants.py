@@ -9,8 +9,7 @@ from statistics import fmean
 from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.studies.questions import DataFiles, difference_cell
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun
+from qcfuse_rag.evaluation.studies.runner import FULL, DataFiles, StudyResult, StudyRun, difference_cell
 from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext, add_differences
 from qcfuse_rag.fusion.selectors import NestedTokens
 from qcfuse_rag.fusion.state import FusedPrompt
