@@ -12,7 +12,7 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
-from qcfuse_rag.runtime.attention.dense import dense_attention
+from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.prefill_base import Base
@@ -63,7 +63,7 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
         "context_window_reason": lm.window.reason,
         "kv_bytes_per_token": lm.kv_bytes_per_token,
         "kernels": unavailable_reason(lm.device, lm.dtype, lm.widest_head) or "used",
-        "full_prefill_attention": dense_attention(lm.device, lm.dtype),
+        "full_prefill_attention": dense_attention_name(lm.device, lm.dtype),
         "fingerprint": lm.fingerprint.fields(),
         "check": check.to_dict(),
     }

@@ -141,7 +141,7 @@ class HookedPass:
         return inner(hidden, *args, **kwargs)
 
     def _narrow(self, layer: int) -> tuple[Tensor | None, Tensor]:
-        """Ask the hook for a layer's rows; return their indices in the present rows (None: all) and the initial ones."""
+        """Ask the hook for a layer's rows; return their indices in the present rows (None: all) and in the first."""
         rows = self._hook.before_layer(layer, self.plan.rows, self._buffer)
         kept = None
         if len(rows) != len(self.plan.rows):

@@ -96,7 +96,7 @@ def test_latent_attention_is_refused(tokenizer: PreTrainedTokenizerFast) -> None
 def test_layers_that_lose_what_they_are_called_with_are_refused(llama: LanguageModel) -> None:
     """A pass's own mask says nothing: read as one, it would show every key to every row."""
     key = torch.zeros(1, 2, 9, 4)
-    with pytest.raises(UnsupportedModel, match="do not hand Layer what they are called with"):
+    with pytest.raises(UnsupportedModel, match="do not pass their keyword arguments to Layer"):
         rows_attention(Layer(), key[:, :, :3], key, key, torch.ones(1, 1, 1, 1, dtype=torch.bool))
 
 
@@ -175,7 +175,7 @@ def test_an_attached_adapter_is_refused() -> None:
 
 def test_attention_that_asks_for_more_is_refused_rather_than_ignored(llama: LanguageModel) -> None:
     plan = RowsPlan(torch.arange(2), 2)
-    with pytest.raises(UnsupportedModel, match="attends by position_bias, which is not computed here"):
+    with pytest.raises(UnsupportedModel, match="attends by position_bias, which is not supported"):
         rows_attention(Layer(), *torch.zeros(3, 1, 2, 2, 4), None, fusion=plan, position_bias=torch.zeros(1))
 
 

@@ -49,26 +49,26 @@ def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) ->
     package = ModuleType("flash_attn")
     package.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(dense, "_flash_takes", lambda device, dtype: True)
+    monkeypatch.setattr(dense, "_flash_supports", lambda device, dtype: True)
     query, key, value = operands()
     torchs = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
     assert torch.allclose(dense.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
 
 
 def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_installed", lambda: True)
+    monkeypatch.setattr(dense, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert dense.dense_attention(gpu, torch.bfloat16) == "flash-attn"
+    assert dense.dense_attention_name(gpu, torch.bfloat16) == "flash-attn"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert dense.dense_attention(gpu, torch.bfloat16) == "torch's fused attention"
-    assert dense.dense_attention(gpu, torch.float32) == "torch's fused attention"
-    assert dense.dense_attention(cpu, torch.bfloat16) == "torch's fused attention"
+    assert dense.dense_attention_name(gpu, torch.bfloat16) == "torch's fused attention"
+    assert dense.dense_attention_name(gpu, torch.float32) == "torch's fused attention"
+    assert dense.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
 
 
 def test_a_build_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    dense._installed.cache_clear()
-    assert not dense._installed()
-    dense._installed.cache_clear()
+    dense._is_installed.cache_clear()
+    assert not dense._is_installed()
+    dense._is_installed.cache_clear()

@@ -1,9 +1,10 @@
-"""Attention of rows on a CPU in rectangles: some rows, and a range of keys that all of them see.
+"""Attention of sparse rows on a CPU, in rectangular blocks of rows and keys.
 
-Rows at ascending positions see a staircase of keys. Cut in halves again and again, most of it is rectangles, where
-there are more than `LEAF_ROWS` rows: they need no mask, waste nothing on keys a row does not see, and let all heads
-that share a key have one product with it. What is left is the stairs themselves. A row's rectangles are joined by the
-logarithms of their sums, as split keys are (FlashAttention-2, arXiv 2307.08691, section 2.3; FlashDecoding).
+Rows at ascending positions see a staircase of keys. More than `LEAF_ROWS` rows are halved repeatedly, and most of the
+staircase becomes rectangles in which every row sees every key. These need no mask, compute no score that is masked out,
+and all heads that share a key share one product with it. What is left are small staircases with masks. The blocks of a
+row are merged by the logarithms of their softmax sums, like split keys (FlashAttention-2, arXiv 2307.08691, section
+2.3; FlashDecoding).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch import Tensor
 from qcfuse_rag.runtime.rows import RowsPlan
 
 LEAF_ROWS = 64
-"""Rows whose stairs are not cut further: products of fewer reach less of a processor's rate."""
+"""Rows whose staircase is not split further; products of fewer rows reach less of a processor's throughput."""
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-"""Torch's fused attention, which alone hands out the logarithms of the sums."""
+"""Torch's fused attention; the only one that returns the logarithms of the softmax sums."""
 
-Seen = Literal["all", "stairs", "causal"]
+Seen = Literal["all", "staircase", "causal"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class AttentionBlock:
     Attributes:
         start, stop: the rows' range within the plan.
         first_key, last_key: the keys' range.
-        seen: every row sees `all` keys; or those up to its own, by the `mask` or `causal`, the i-th row i + 1 of them.
+        seen: `all`: every row sees every key; `staircase`: a row sees the keys of the `mask`; `causal`: row i sees the
+            first i + 1 keys.
         mask: `[stop - start, last_key - first_key]`, 0 where a row sees a key, else minus infinity.
     """
 
@@ -47,83 +49,88 @@ class AttentionBlock:
 
 
 def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[AttentionBlock]:
-    """Cut what rows see; the rectangles of one row follow one another in the order of its keys.
+    """Split the keys that rows see into blocks; the blocks of a row follow one another in the order of its keys.
 
     Args:
-        ends: of each row, how many keys it sees, one at least; ascending.
-        leaf_rows: rows whose stairs are not cut further.
+        ends: for each row the number of keys it sees, at least one; ascending.
+        leaf_rows: number of rows whose staircase is not split further.
 
     Raises:
-        ValueError: if the first row sees none.
+        ValueError: if the first row sees no key.
     """
-    found: list[AttentionBlock] = []
+    blocks: list[AttentionBlock] = []
 
-    def cut(start: int, stop: int, first: int) -> None:
-        """Cut what rows see from key `first` on, which all of them see."""
-        own = ends[start:stop]
-        if all(end == first + row + 1 for row, end in enumerate(own)):
-            found.append(AttentionBlock(start, stop, first, own[-1], "causal" if len(own) > 1 else "all"))
-        elif own[0] == own[-1]:
-            found.append(AttentionBlock(start, stop, first, own[-1], "all"))
-        elif len(own) <= leaf_rows:
-            found.append(AttentionBlock(start, stop, first, own[-1], "stairs", _stairs(own, first)))
+    def split(start: int, stop: int, first: int) -> None:
+        """Split the keys from `first` on, all of which the rows see up to their ends."""
+        row_ends = ends[start:stop]
+        if all(end == first + row + 1 for row, end in enumerate(row_ends)):
+            blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "causal" if len(row_ends) > 1 else "all"))
+        elif row_ends[0] == row_ends[-1]:
+            blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "all"))
+        elif len(row_ends) <= leaf_rows:
+            mask = _staircase_mask(row_ends, first)
+            blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "staircase", mask))
         else:
             middle = (start + stop) // 2
-            cut(start, middle, first)
-            cut_shared(middle, stop, first)
+            split(start, middle, first)
+            split_shared(middle, stop, first)
 
-    def cut_shared(start: int, stop: int, first: int) -> None:
-        """Cut off what all rows see but one key, so that no row is left without; then cut what is left."""
+    def split_shared(start: int, stop: int, first: int) -> None:
+        """Cut off the keys that all rows see, except the last of them; then split the rest.
+
+        That key is left so that the rest has a key for every row.
+        """
         shared = ends[start] - 1
         if first < shared < ends[stop - 1] - 1:
-            found.append(AttentionBlock(start, stop, first, shared, "all"))
+            blocks.append(AttentionBlock(start, stop, first, shared, "all"))
             first = shared
-        cut(start, stop, first)
+        split(start, stop, first)
 
     if ends[0] < 1:
         raise ValueError("the first row sees no key at all, not even its own")
-    cut_shared(0, len(ends), 0)
-    return found
+    split_shared(0, len(ends), 0)
+    return blocks
 
 
 def attention_blocks_of(plan: RowsPlan, layer: int) -> list[AttentionBlock]:
-    """Cut what the rows of a plan see in a layer without a window; computed once per set of visible keys."""
-    key = ("rectangles", plan.visible_key(layer))
+    """Return the blocks of a plan in a layer without a window; computed once per set of visible keys."""
+    key = ("attention blocks", plan.visible_key(layer))
     if key not in plan.derived:
         visible = None if plan.visible is None else plan.visible[layer]
         rows = (plan.rows if plan.on_host is None else plan.on_host).tolist()
         keys = None if visible is None else visible.tolist()
         plan.derived[key] = attention_blocks([row + 1 if keys is None else bisect_right(keys, row) for row in rows])
-    cut: list[AttentionBlock] = plan.derived[key]
-    return cut
+    blocks: list[AttentionBlock] = plan.derived[key]
+    return blocks
 
 
 def supports_cpu_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `attend_in_blocks` computes attention of these; others are not faster by it, or not exact.
+    """Return whether `attend_in_blocks` computes attention of these tensors exactly and faster than torch.
 
-    Its logarithms have no gradient, and torch's own function for them, which is not a public one, reads channels side
-    by side whether they are or not.
+    The logarithms that torch returns have no gradient. The private function that returns them assumes contiguous
+    channels without checking.
     """
+    tensors = (query, key, value)
     return (
         query.device.type == "cpu"
         and hasattr(torch.ops.aten, FLASH)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value)))
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
         and query.dtype == key.dtype == value.dtype == torch.float32
         and query.shape[-1] == value.shape[-1]
-        and all(each.stride(-1) == 1 for each in (query, key, value))
+        and all(tensor.stride(-1) == 1 for tensor in tensors)
     )
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, cut: Sequence[AttentionBlock], scaling: float
+    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[AttentionBlock], scaling: float
 ) -> Tensor:
     """Attend with rows to the keys they see.
 
     Args:
-        query: `[B, Hq, R, D]` float32, on a CPU, channels side by side; keys and values likewise.
+        query: `[B, Hq, R, D]` float32, on a CPU, with contiguous channels; keys and values likewise.
         key: `[B, Hkv, T, D]`.
         value: `[B, Hkv, T, D]`.
-        cut: what the rows see, from `attention_blocks`.
+        blocks: the rows' blocks, from `attention_blocks`.
         scaling: factor on scores.
 
     Returns:
@@ -132,35 +139,35 @@ def attend_in_blocks(
     batch, heads, n_rows, dim = query.shape
     kv_heads = key.shape[1]
     grouped = query.view(batch, kv_heads, heads // kv_heads, n_rows, dim)
-    # The order in which a model's layers want it: heads of a row side by side.
+    # The memory layout that a model's layers expect: the heads of a row side by side.
     out = query.new_empty(batch, n_rows, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     logs = query.new_empty(out.shape[:-1])
-    for part in cut:
-        rows, keys = slice(part.start, part.stop), slice(part.first_key, part.last_key)
-        attended, part_logs = _attend(grouped[:, :, :, rows], key[:, :, keys], value[:, :, keys], part, scaling)
-        joined, joined_logs = out[:, :, :, rows], logs[:, :, :, rows]
-        if part.first_key == 0:  # the first that these rows have
-            joined.copy_(attended)
-            joined_logs.copy_(part_logs)
+    for block in blocks:
+        rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
+        block_out, block_logs = _attend(grouped[:, :, :, rows], key[:, :, keys], value[:, :, keys], block, scaling)
+        rows_out, rows_logs = out[:, :, :, rows], logs[:, :, :, rows]
+        if block.first_key == 0:  # the first block of these rows
+            rows_out.copy_(block_out)
+            rows_logs.copy_(block_logs)
         else:
-            joined.lerp_(attended, torch.sigmoid(part_logs - joined_logs)[..., None])
-            torch.logaddexp(joined_logs, part_logs, out=joined_logs)
+            rows_out.lerp_(block_out, torch.sigmoid(block_logs - rows_logs)[..., None])
+            torch.logaddexp(rows_logs, block_logs, out=rows_logs)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, part: AttentionBlock, scaling: float) -> tuple[Tensor, Tensor]:
-    """Return `[B, Hkv, G, R, D]` of one rectangle, and the logarithms of the sums `[B, Hkv, G, R]`."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, block: AttentionBlock, scaling: float) -> tuple[Tensor, Tensor]:
+    """Return the attention of one block `[B, Hkv, G, R, D]` and the logarithms of its softmax sums `[B, Hkv, G, R]`."""
     flash = getattr(torch.ops.aten, FLASH)
     batch, kv_heads, groups, n_rows, dim = query.shape
-    if part.seen == "all":  # the heads of a group become rows, and share a reading
+    if block.seen == "all":  # the heads of a group become rows and share one read of the keys
         out, logs = flash(query.reshape(batch, kv_heads, -1, dim), key, value, 0.0, False, scale=scaling)
-    else:  # key heads take the place of sequences, and keys are the same for a group without being repeated
-        shared = [each.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for each in (key, value)]
-        causal = part.seen == "causal"
-        out, logs = flash(query.flatten(0, 1), *shared, 0.0, causal, attn_mask=part.mask, scale=scaling)
+    else:  # key heads become the batch, and keys are expanded over the heads of a group without a copy
+        expanded = [side.flatten(0, 1)[:, None].expand(-1, groups, -1, -1) for side in (key, value)]
+        causal = block.seen == "causal"
+        out, logs = flash(query.flatten(0, 1), *expanded, 0.0, causal, attn_mask=block.mask, scale=scaling)
     return out.reshape(query.shape), logs.reshape(batch, kv_heads, groups, n_rows)
 
 
-def _stairs(ends: Sequence[int], first: int) -> Tensor:
+def _staircase_mask(ends: Sequence[int], first: int) -> Tensor:
     seen = torch.tensor(ends)[:, None] > torch.arange(first, ends[-1])
     return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))

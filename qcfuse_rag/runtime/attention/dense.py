@@ -1,4 +1,4 @@
-"""Dense attention: every row of a prompt at once, which is full prefill. By the fastest library that is there."""
+"""Dense causal attention of full prefill, by flash-attn if it is installed, else by torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.nn import functional
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
-FLASH_SINCE = (8, 0)
+FLASH_MIN_CAPABILITY = (8, 0)
 
 
-def dense_attention(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what full prefill attends by: `flash-attn` if it is installed and takes the model, else torch's own."""
-    if _flash_takes(device, dtype):
+def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name of the attention that full prefill uses on a device: flash-attn, or torch's own."""
+    if _flash_supports(device, dtype):
         return "flash-attn"
     return "torch's fused attention"
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attend where each of R rows sees the R keys up to itself.
+    """Attend with R rows to R keys; each row sees the keys up to its own position.
 
     Args:
         query: `[B, Hq, R, D]`.
@@ -34,29 +34,29 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
         `[B, Hq, R, Dv]`.
     """
     dims = (query.shape[-1], value.shape[-1])
-    if _flash_takes(query.device, query.dtype) and dims[0] == dims[1] <= FLASH_MAX_DIM:
+    if _flash_supports(query.device, query.dtype) and dims[0] == dims[1] <= FLASH_MAX_DIM:
         from flash_attn import flash_attn_func
 
-        by_token = (one.transpose(1, 2) for one in (query, key, value))
+        by_token = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out: Tensor = flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
         return out.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
 
 
-def _flash_takes(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cuda" or dtype not in FLASH_DTYPES or not _installed():
+def _flash_supports(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda" or dtype not in FLASH_DTYPES or not _is_installed():
         return False
-    return torch.cuda.get_device_capability(device) >= FLASH_SINCE
+    return torch.cuda.get_device_capability(device) >= FLASH_MIN_CAPABILITY
 
 
 @cache
-def _installed() -> bool:
-    """Whether flash-attn can be imported: a build for another torch or CUDA is there and cannot."""
+def _is_installed() -> bool:
+    """Return whether flash-attn can be imported; a build for another torch or CUDA cannot."""
     if find_spec("flash_attn") is None:
         return False
     try:
         import flash_attn  # noqa: F401
-    except Exception:  # whatever a build for something else fails with
+    except Exception:  # a build for another torch or CUDA can raise any error
         return False
     return True

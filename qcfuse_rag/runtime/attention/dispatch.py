@@ -1,7 +1,7 @@
-"""The attention function that transformers models call: sparse rows against the request's keys and values.
+"""The attention function that transformers models call: sparse rows attend to the request's keys and values.
 
-Registered with transformers under the name `qcfuse`. The plan of a pass arrives through the forward's keyword
-arguments, so nothing is kept between calls and requests cannot meet.
+It is registered with transformers under the name `qcfuse`. A pass hands its plan to the model as a keyword argument, so
+nothing is kept between calls and requests cannot mix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, attention_blocks_of, supports_cpu_blocks
 from qcfuse_rag.runtime.attention.dense import causal_attention
-from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, blocks_of
+from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 from qcfuse_rag.runtime.rows import RowsPlan
@@ -28,16 +28,16 @@ from qcfuse_rag.runtime.table_plan import TablePlan
 NAME = "qcfuse"
 
 UNKNOWN = -1
-"""Stands for a sliding window that the model's code does not mention."""
+"""The sliding window of models that do not pass one to attention."""
 
-MEANINGFUL = ("position_bias", "indices", "block_indices")
-"""Keyword arguments of other models' attention that change its result in ways this function does not compute."""
+UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
+"""Keyword arguments of some models that change the result of attention and are not supported here."""
 
 
 def register() -> None:
-    """Make `attn_implementation="qcfuse"` known to transformers; harmless to repeat."""
+    """Register `attn_implementation="qcfuse"` with transformers; safe to repeat."""
     AttentionInterface.register(NAME, rows_attention)
-    # Without a mask function of its own, transformers would hand out no mask and compute wrong results silently.
+    # Without a registered mask function, transformers would pass no mask and silently compute wrong results.
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -55,33 +55,34 @@ def rows_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the rows of a plan; without one, do what transformers' own attention does.
+    """Attend with the rows of a plan; without a plan, compute transformers' own attention.
 
     Args:
         module: the calling attention layer.
-        query: `[1, Hq, R, D]`, rotated.
-        key: `[1, Hkv, length, D]`, rotated, every position of the prompt so far.
-        value: `[1, Hkv, length, Dv]`.
-        attention_mask: unused with a plan, which knows better.
+        query: `[1, Hq, R, D]`, rotated; `[B, Hq, R, D]` for a plan of several requests.
+        key: `[1, Hkv, length, D]`, rotated, of every position of the prompt so far; unused for a plan of several
+            requests, whose keys and values are read from their buffers.
+        value: `[1, Hkv, length, Dv]`; likewise.
+        attention_mask: ignored with a plan.
         scaling: factor on the scores; `D ** -0.5` if None.
-        fusion: the plan of a pass, or of rows of several requests: queries `[B, Hq, R, D]`, keys in their buffers.
-        sliding_window: this layer's window in tokens or None; models that do not pass it leave it to the plan.
+        fusion: the plan of a pass or of a decode step, or None.
+        sliding_window: the layer's window in tokens, or None; the plan's window if the model does not pass one.
         softcap: cap on scores through tanh (Gemma 2).
         s_aux: `[Hq]` sink logits that take part in the softmax only (gpt-oss).
-        **kwargs: whatever else the model passes on.
+        **kwargs: further arguments of the model.
 
     Returns:
         `[1, R, Hq, Dv]`, and None for the weights.
 
     Raises:
-        UnsupportedModel: if the model asks for something that is not computed here.
+        UnsupportedModel: if the model passes an unsupported argument, or does not pass the plan on.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if fusion is None:
         if attention_mask is not None and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
             raise UnsupportedModel(
-                f"the model's layers do not hand {type(module).__name__} what they are called with, so it cannot be "
-                "told which keys a row sees"
+                f"the model's layers do not pass their keyword arguments to {type(module).__name__}, which therefore "
+                "cannot know which keys a row sees"
             )
         if softcap is None and s_aux is None:
             out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -89,11 +90,11 @@ def rows_attention(
         mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
         return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
 
-    asked = [name for name in MEANINGFUL if kwargs.get(name) is not None]
-    if asked:
-        raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(asked)}, which is not computed here")
+    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
+    if unsupported:
+        raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    window = _window_of(fusion, layer) if sliding_window == UNKNOWN else sliding_window
+    window = _planned_window(fusion, layer) if sliding_window == UNKNOWN else sliding_window
     if isinstance(fusion, StepPlan):
         return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
     if fusion.observe is not None:
@@ -108,17 +109,17 @@ def rows_attention(
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
     plain = softcap is None and s_aux is None
-    fewer = len(fusion.rows) < fusion.length
-    if visible is None and fewer and supports_kernels(query, value):
+    sparse = len(fusion.rows) < fusion.length
+    if visible is None and sparse and supports_kernels(query, value):
         from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 
         return sparse_attention(
             query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
         ), None
-    if plain and fewer and (window is None or window >= fusion.length) and supports_cpu_blocks(query, key, value):
+    if plain and sparse and (window is None or window >= fusion.length) and supports_cpu_blocks(query, key, value):
         return attend_in_blocks(query, key, value, attention_blocks_of(fusion, layer), scaling), None
     outputs = []
-    for block in blocks_of(fusion, layer, window):
+    for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
         if plain:
@@ -126,10 +127,10 @@ def rows_attention(
         else:
             outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return out.transpose(1, 2).contiguous(), None  # some models view what is returned
+    return out.transpose(1, 2).contiguous(), None  # some models call `view` on the result
 
 
-def _window_of(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | None:
+def _planned_window(plan: RowsPlan | StepPlan | TablePlan, layer: int) -> int | None:
     return None if plan.windows is None else plan.windows[layer]
 
 
@@ -142,37 +143,37 @@ def _step_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend with one row of each request, to the keys in its own buffer; return `[B, 1, Hq, Dv]`."""
+    """Attend with one row of each request to the keys in its buffer; return `[B, 1, Hq, Dv]`."""
     outputs = []
     for index, (buffer, position) in enumerate(zip(plan.buffers, plan.positions, strict=True)):
         last = position + 1
         first = 0 if window is None else max(0, last - window)
-        own = query[index : index + 1]
-        key, value = (held[layer][:, :, first:last] for held in (buffer.keys, buffer.values))
+        row_query = query[index : index + 1]
+        key, value = (side[layer][:, :, first:last] for side in (buffer.keys, buffer.values))
         if softcap is None and sinks is None:
             block = RowBlock(0, 1, first, last, mask=None, causal=False)
-            outputs.append(_fast_attention(own, key, value, block, scaling).transpose(1, 2))
+            outputs.append(_fast_attention(row_query, key, value, block, scaling).transpose(1, 2))
         else:
-            outputs.append(explicit_attention(own, key, value, None, scaling, softcap, sinks).transpose(1, 2))
+            outputs.append(explicit_attention(row_query, key, value, None, scaling, softcap, sinks).transpose(1, 2))
     return torch.cat(outputs).contiguous()
 
 
 def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, scaling: float) -> Tensor:
-    """Run torch's fused attention on one block, without repeating keys over the heads of a group."""
+    """Run fused attention on one block, without repeating keys over the heads of a group."""
     if block.causal:
         return causal_attention(query, key, value, scaling)
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
-    if block.mask is None:  # a row that sees every key: the query heads of a group become its rows, and share a reading
+    if block.mask is None:  # every row sees every key: a group's query heads become rows and share one read of the keys
         folded = query.reshape(batch, kv_heads, -1, dim)
         out = functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
         return out.reshape(batch, heads, rows, value.shape[-1])
     groups = heads // kv_heads
-    # Key heads take the place of sequences, and keys are the same for the heads of a group without being repeated:
-    # fused kernels take no mask together with grouping.
+    # Fused kernels accept no mask together with grouped heads. So key heads become the batch, and keys are expanded
+    # over the heads of a group without a copy.
     grouped_query = query.reshape(batch * kv_heads, groups, rows, dim)
     shared_key, shared_value = (
-        one.reshape(batch * kv_heads, 1, keys, one.shape[3]).expand(-1, groups, -1, -1) for one in (key, value)
+        side.reshape(batch * kv_heads, 1, keys, side.shape[3]).expand(-1, groups, -1, -1) for side in (key, value)
     )
     mask = block.additive(query.dtype)
     out = functional.scaled_dot_product_attention(
@@ -190,15 +191,15 @@ def _explicit_block(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> list[Tensor]:
-    """Run the slow path on one block, a part of full prefill's rows at a time to bound its memory."""
+    """Run the slow path on one block; the rows of full prefill go in parts, to bound memory."""
     if not block.causal:
         return [explicit_attention(query, key, value, block.mask, scaling, softcap, sinks)]
     outputs = []
     for start in range(0, query.shape[2], ROWS_PER_BLOCK):
-        part = query[:, :, start : start + ROWS_PER_BLOCK]
-        stop = start + part.shape[2]
+        part_query = query[:, :, start : start + ROWS_PER_BLOCK]
+        stop = start + part_query.shape[2]
         k, v = key[:, :, :stop], value[:, :, :stop]
-        outputs.append(explicit_attention(part, k, v, _causal(part, k), scaling, softcap, sinks))
+        outputs.append(explicit_attention(part_query, k, v, _causal(part_query, k), scaling, softcap, sinks))
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Blocks of neighbouring rows that share one masked attention call."""
+"""Blocks of neighbouring rows; one block is one masked attention call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qcfuse_rag.runtime.rows import RowsPlan
 
 ROWS_PER_BLOCK = 128
 
-KEPT_MASK_BYTES = 4 << 20
+MAX_CACHED_MASK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class RowBlock:
 
     Attributes:
         start, stop: the rows' range within the plan.
-        first_key, last_key: range of key positions (or of indices into the visible keys) any of the rows may see.
+        first_key, last_key: range of key positions (or of indices into the visible keys) that the rows may see.
         mask: `[stop - start, last_key - first_key]` bool, True where a row sees a key; None if every row sees every
-            key of the range, or if `causal` says it all.
-        causal: the rows are the last of the range and each sees the keys up to itself.
+            key of the range, or if `causal` is True.
+        causal: True if the rows are the last positions of the range and each sees the keys up to its own position.
     """
 
     start: int
@@ -36,18 +36,18 @@ class RowBlock:
     _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, compare=False)
 
     def additive(self, dtype: torch.dtype) -> Tensor:
-        """Return the mask, of a block that has one, as fused kernels want it: 0 or minus infinity.
+        """Return the block's mask in the form of fused kernels: 0 where a row sees a key, else minus infinity.
 
-        Torch would make this of a boolean one in every layer anew. Kept for the next layer unless it is large.
+        Torch would convert a boolean mask in every layer. The result is cached for later layers unless it is large.
         """
         assert self.mask is not None
         if dtype in self._additive:
             return self._additive[dtype]
-        made = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
-        made.masked_fill_(~self.mask, float("-inf"))
-        if made.nbytes <= KEPT_MASK_BYTES:
-            self._additive[dtype] = made
-        return made
+        additive = torch.zeros(self.mask.shape, dtype=dtype, device=self.mask.device)
+        additive.masked_fill_(~self.mask, float("-inf"))
+        if additive.nbytes <= MAX_CACHED_MASK_BYTES:
+            self._additive[dtype] = additive
+        return additive
 
 
 def split_rows(
@@ -58,33 +58,34 @@ def split_rows(
     rows_on_host: Tensor | None = None,
     visible_on_host: Tensor | None = None,
 ) -> list[RowBlock]:
-    """Cut rows into blocks so that no block reads keys beyond its last row's position.
+    """Split rows into blocks; no block reads keys after the position of its last row.
 
     Args:
         rows: `[R]` int64 ascending positions.
         length: number of keys.
-        visible: `[V]` int64 ascending positions of the keys if only some may be seen; key ranges then index into it.
+        visible: `[V]` int64 ascending positions of the keys that may be seen, which key ranges then index into; None
+            for all keys.
         window: sliding window in tokens, or None.
-        rows_on_host: the rows on the CPU; the host waits for them if None.
-        visible_on_host: likewise.
+        rows_on_host: the rows on the CPU; None copies them, and the host waits for the device.
+        visible_on_host: the visible positions on the CPU; likewise.
     """
     if window is not None and window >= length:
         window = None
     if visible is None and window is None and len(rows) == length:
         return [RowBlock(0, length, 0, length, mask=None, causal=True)]
-    listed = (rows if rows_on_host is None else rows_on_host).tolist()
+    host_rows = (rows if rows_on_host is None else rows_on_host).tolist()
     keys = range(length) if visible is None else (visible if visible_on_host is None else visible_on_host).tolist()
     positions = torch.arange(length, device=rows.device) if visible is None else visible
     blocks = []
-    for start in range(0, len(listed), ROWS_PER_BLOCK):
-        stop = min(start + ROWS_PER_BLOCK, len(listed))
-        first_row, last_row = listed[start], listed[stop - 1]
+    for start in range(0, len(host_rows), ROWS_PER_BLOCK):
+        stop = min(start + ROWS_PER_BLOCK, len(host_rows))
+        first_row, last_row = host_rows[start], host_rows[stop - 1]
         last_key = bisect_right(keys, last_row)
         first_key = 0 if window is None else bisect_right(keys, first_row - window)
-        all_before = keys[last_key - 1] <= first_row
-        all_near = window is None or last_row - keys[first_key] < window
+        all_seen = keys[last_key - 1] <= first_row
+        all_in_window = window is None or last_row - keys[first_key] < window
         mask = None
-        if not all_before or not all_near:
+        if not all_seen or not all_in_window:
             mask = _mask(rows[start:stop], positions[first_key:last_key], window)
         blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=False))
     return blocks
@@ -98,8 +99,8 @@ def _mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
     return mask
 
 
-def blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
-    """Split the rows of a plan for attention; computed once per set of visible keys and window, then shared by layers.
+def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
+    """Split the rows of a plan; computed once per set of visible keys and window, then shared by layers.
 
     Args:
         plan: the pass.

@@ -1,4 +1,4 @@
-"""How much attention a pass's rows pay to each key: the raw material of every query-aware method."""
+"""The attention that each key receives from the rows of a pass: the basis of every query-aware method."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """How important every position of a prompt is.
+    """The importance of every position of a prompt, by layer.
 
     Attributes:
-        by_layer: `[n, T]` float32, higher is more important; positions that are not reused tokens mean nothing.
-        layers: the layer of each row, ascending.
+        by_layer: `[n, T]` float32, higher is more important; undefined for positions that are not reused tokens.
+        layers: the layer of each of the n rows, ascending.
     """
 
     by_layer: Tensor
@@ -41,19 +41,19 @@ def attention_weights(
     window: int | None = None,
     reduce: str = "mean",
 ) -> Tensor:
-    """Return the attention each key gets, pooled over rows and heads.
+    """Return the attention that each key receives, pooled over rows and heads.
 
-    The softmax runs over everything a row can see (head, passages and its own segment), so a weight says what share of
-    the row's whole attention a key got.
+    The softmax runs over all keys that a row can see (system prefix, passages and the row's own segment), so a weight
+    is a key's share of the row's whole attention.
 
     Args:
         query: `[1, Hq, R, D]`, rotated.
-        key: `[1, Hkv, T, D]`, rotated; positions that are not `known` may hold anything.
+        key: `[1, Hkv, T, D]`, rotated; undefined at positions that are not `known`.
         rows: `[R]` int64 positions of the queries.
         known: `[T]` bool, positions that hold a key.
         scaling: the layer's factor on scores.
-        softcap: its cap on scores, or None.
-        window: its sliding window in tokens, or None.
+        softcap: the layer's cap on scores, or None.
+        window: the layer's sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
 
     Returns:
