@@ -59,13 +59,10 @@ class StoredPatches:
 
     def _ranked(self, context: PlacementContext) -> list[tuple[float, Slot]]:
         """Return patches with their overlap, the best first; a whole difference before its low-rank patch."""
-        now, where = (
-            context.predecessors,
-            (context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids),
-        )
-        slots = [
-            slot for kind in ("difference", "patch") for slot in filled_slots(context.store, kind, self.slots, *where)
-        ]
+        now = context.predecessors
+        chunk_id = context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids
+        slots = filled_slots(context.store, "difference", self.slots, *chunk_id)
+        slots += filled_slots(context.store, "patch", self.slots, *chunk_id)
         rated = [(context_overlap(slot, now), slot) for slot in slots]
 
         def order(rating: tuple[float, Slot]) -> tuple[float, int, float]:

@@ -40,7 +40,7 @@ class AnchorOffsets:
     def __post_init__(self) -> None:
         if self.gamma < 0 or self.temperature <= 0 or self.anchors < 1:
             raise ValueError(
-                f"gamma must be at least 0, temperature and anchors above it, got {self.gamma}, {self.temperature} "
+                f"gamma must be at least 0, temperature and anchors above 0, got {self.gamma}, {self.temperature} "
                 f"and {self.anchors}"
             )
 
@@ -52,15 +52,14 @@ class AnchorOffsets:
             return AdaptedChunk(stored, exact=True)
         if not follows_system_prefix(context):
             return Miss("no anchor applies, since text other than passages precedes the chunk")
-        where = (context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids)
-        slots = filled_slots(context.store, "difference", self.anchors, *where)
+        chunk_id = context.lm.fingerprint, context.prompt.prefix_ids, context.span.segment.stored_ids
+        slots = filled_slots(context.store, "difference", self.anchors, *chunk_id)
         same = [slot for slot in slots if slot.context == context.predecessors]
         for slot in same:
             chunk = read_checked(context.store, slot)
             if chunk is not None:
-                return AdaptedChunk(
-                    add_differences(stored, [(1.0, chunk)], first_layer=1), exact=True, note=slot.key.base
-                )
+                corrected = add_differences(stored, [(1.0, chunk)], first_layer=1)
+                return AdaptedChunk(corrected, exact=True, note=slot.key.base)
         return self._average(context, stored, [slot for slot in slots if slot not in same])
 
     def _average(self, context: PlacementContext, stored: ChunkKV, slots: list[Slot]) -> AdaptedChunk | Miss:

@@ -135,5 +135,5 @@ def test_a_passage_behind_a_conversation_is_computed(two_anchors: FusionEngine) 
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="temperature and anchors above it"):
+    with pytest.raises(ValueError, match="temperature and anchors above 0"):
         make_method("kvcomm", temperature=0.0)
