@@ -123,12 +123,11 @@ class Corpus:
         for source, chunk in zip(chunk_sources or (), chunks, strict=False):
             if source is not None:
                 keys_by_source.setdefault(source, []).extend(self.keys(chunk, with_prerequisites(bases)))
-        manifest = self.open_sources()
         for source, tag in (settings.get("access") or {}).items():
-            manifest.restrict(source, tag)
+            self.open_sources().restrict(source, tag)
         # Before the job: it may be killed, and access tags decide which passages may be neighbours.
         for source, keys in keys_by_source.items():
-            manifest.add(source, keys)
+            self.open_sources().add(source, keys)
         job = self.warm_job(
             chunks,
             others=[self._prompts.chunk_ids(text) for text in settings.get("others", ())],
@@ -142,9 +141,9 @@ class Corpus:
         summary = job.run(settings.get("progress"), settings.get("workers"))
         for source, keys in keys_by_source.items():
             if settings.get("replace", True):
-                manifest.replace(source, keys)
+                self.open_sources().replace(source, keys)
             else:
-                manifest.add(source, keys)
+                self.open_sources().add(source, keys)
         self._note_signatures(texts, chunks, bases[0], warmed=summary.warmed > 0)
         return summary
 
