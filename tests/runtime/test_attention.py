@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 def plain_mask(rows: Tensor, length: int, visible: Tensor | None, window: int | None) -> Tensor:
-    """Write down which row sees which key, one by one."""
+    """Return which row sees which key, pair by pair."""
     allowed = set(range(length) if visible is None else visible.tolist())
     mask = torch.zeros(len(rows), length, dtype=torch.bool)
     for i, row in enumerate(rows.tolist()):
@@ -52,7 +52,7 @@ def test_blocks_show_every_row_exactly_what_it_may_see(
         patch.setattr(rows_module, "ROWS_PER_BLOCK", size)
         blocks = split_rows(rows, length, visible, window)
     positions = torch.arange(length) if visible is None else visible
-    found = torch.zeros(len(rows), length, dtype=torch.bool)
+    seen = torch.zeros(len(rows), length, dtype=torch.bool)
     for block in blocks:
         keys = positions[block.first_key : block.last_key]
         shown = torch.ones(block.stop - block.start, len(keys), dtype=torch.bool)
@@ -60,8 +60,8 @@ def test_blocks_show_every_row_exactly_what_it_may_see(
             shown = shown.tril(len(keys) - (block.stop - block.start))
         elif block.mask is not None:
             shown = block.mask
-        found[block.start : block.stop, keys] = shown
-    assert torch.equal(found, plain_mask(rows, length, visible, window))
+        seen[block.start : block.stop, keys] = shown
+    assert torch.equal(seen, plain_mask(rows, length, visible, window))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
@@ -125,7 +125,7 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
     key = torch.randn(1, 2, length, 8, generator=generator)
     key[:, :, ~known] = torch.nan
     seams.reference_least_rows(monkeypatch, 1)  # two rows, then one
-    found = attention_weights(query, key, rows, known, scaling=0.5, window=window, reduce=reduce)
+    weights = attention_weights(query, key, rows, known, scaling=0.5, window=window, reduce=reduce)
     per_row = torch.zeros(4, 3, length)
     for head in range(4):
         for i, row in enumerate(rows.tolist()):
@@ -133,4 +133,4 @@ def test_attention_weights_are_those_of_one_softmax_per_row(
             scores = torch.stack([0.5 * query[0, head, i] @ key[0, head // 2, p] for p in keys])
             per_row[head, i, keys] = scores.softmax(0)
     expected = per_row.mean((0, 1)) if reduce == "mean" else per_row.amax((0, 1))
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(weights, expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Memory of buffers, used again: never while somebody holds a tensor in it, and never more kept than was said."""
+"""Reuse of buffer memory: never while a tensor uses it, and never more spare memory than the limit."""
 
 from __future__ import annotations
 
@@ -22,75 +22,75 @@ SHAPES = (KVShape(2, 8, 8), KVShape(1, 4, 6))
 MIB = 1 << 20
 
 
-def test_memory_that_nobody_holds_is_handed_out_again() -> None:
+def test_unused_memory_is_reused() -> None:
     pool = BufferPool()
     first = pool.allocate(MIB)
-    place = first.data_ptr()
-    assert place % ALIGNMENT == 0
+    address = first.data_ptr()
+    assert address % ALIGNMENT == 0
     assert len(first) == MIB
     del first
-    assert pool.allocate(MIB - 1000).data_ptr() == place
+    assert pool.allocate(MIB - 1000).data_ptr() == address
 
 
 def test_a_view_of_a_view_keeps_its_memory() -> None:
     pool = BufferPool()
-    held = pool.allocate(MIB).view(torch.float32).view(512, -1)[3]
-    held.fill_(7)
+    view = pool.allocate(MIB).view(torch.float32).view(512, -1)[3]
+    view.fill_(7)
     for _ in range(3):
         pool.allocate(MIB).fill_(0)
-    assert bool((held == 7).all())
+    assert bool((view == 7).all())
 
 
-def test_what_is_kept_is_bounded_and_what_came_back_first_goes() -> None:
+def test_spare_memory_is_bounded_and_the_oldest_block_is_freed() -> None:
     pool = BufferPool(spare_bytes=4 * MIB)
-    held = [pool.allocate(MIB) for _ in range(8)]
-    last = held[-1].data_ptr()
-    while held:
-        held.pop(0)
+    tensors = [pool.allocate(MIB) for _ in range(8)]
+    last = tensors[-1].data_ptr()
+    while tensors:
+        tensors.pop(0)
     assert 3 * MIB < pool.spare_bytes <= 4 * MIB
     again = [pool.allocate(MIB).fill_(0) for _ in range(3)]
-    assert last in [one.data_ptr() for one in again]
+    assert last in [tensor.data_ptr() for tensor in again]
     assert pool.spare_bytes == 0
     huge = pool.allocate(16 * MIB)
     del huge
     assert pool.spare_bytes == 0
 
 
-def test_of_equal_blocks_the_one_that_came_back_last_is_next() -> None:
+def test_of_equal_blocks_the_one_returned_last_is_next() -> None:
     pool = BufferPool()
-    one, other = pool.allocate(MIB), pool.allocate(MIB)
-    place = one.data_ptr()
-    del other, one
-    assert pool.allocate(MIB).data_ptr() == place
+    first, second = pool.allocate(MIB), pool.allocate(MIB)
+    address = first.data_ptr()
+    del second, first
+    assert pool.allocate(MIB).data_ptr() == address
 
 
-def test_a_short_request_does_not_hold_a_long_ones_memory() -> None:
+def test_a_short_request_does_not_occupy_a_long_ones_memory() -> None:
     pool = BufferPool()
     long = pool.allocate(16 * MIB)
-    place = long.data_ptr()
+    address = long.data_ptr()
     del long
-    assert pool.allocate(MIB).data_ptr() != place
-    assert pool.allocate(9 * MIB).data_ptr() == place
+    assert pool.allocate(MIB).data_ptr() != address
+    assert pool.allocate(9 * MIB).data_ptr() == address
 
 
 @given(st.lists(st.tuples(st.integers(1, 300_000), st.integers(0, 5)), max_size=40))
 @settings(max_examples=50)
 def test_no_two_tensors_share_memory(orders: list[tuple[int, int]]) -> None:
-    pool, held = BufferPool(MIB), []
+    pool, tensors = BufferPool(MIB), []
     for number, (nbytes, released) in enumerate(orders):
-        held.append((number % 251, pool.allocate(nbytes).fill_(number % 251)))
-        if released < len(held):
-            held.pop(released)
-        assert all(bool((tensor == mark).all()) for mark, tensor in held)
+        tensors.append((number % 251, pool.allocate(nbytes).fill_(number % 251)))
+        if released < len(tensors):
+            tensors.pop(released)
+        assert all(bool((tensor == mark).all()) for mark, tensor in tensors)
 
 
-def test_threads_never_meet() -> None:
+def test_threads_never_share_memory() -> None:
     pool, wrong = BufferPool(), []
 
     def work(mark: int) -> None:
         for _ in range(200):
-            own = pool.allocate(20_000 + mark).fill_(mark)
-            if not bool((own == mark).all()):
+            tensor = pool.allocate(20_000 + mark).fill_(mark)
+            if not bool((tensor == mark).all()):
                 wrong.append(mark)
 
     threads = [threading.Thread(target=work, args=(mark,)) for mark in range(8)]
@@ -102,44 +102,44 @@ def test_threads_never_meet() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_buffer_in_it_is_laid_out_as_any(dtype: torch.dtype) -> None:
+def test_a_pooled_buffer_has_the_usual_layout(dtype: torch.dtype) -> None:
     device = torch.device("cpu")
     plain, pooled = (
         KVBuffer.allocate(SHAPES, 10, dtype=dtype, device=device, batch=3, pool=pool) for pool in (None, BufferPool())
     )
     for side in ("keys", "values"):
-        for one, other in zip(getattr(plain, side), getattr(pooled, side), strict=True):
-            assert one.shape == other.shape
-            assert one.stride() == other.stride()
-            assert one.dtype == other.dtype
+        for expected, tensor in zip(getattr(plain, side), getattr(pooled, side), strict=True):
+            assert tensor.shape == expected.shape
+            assert tensor.stride() == expected.stride()
+            assert tensor.dtype == expected.dtype
     for number, tensor in enumerate((*pooled.keys, *pooled.values)):
         tensor.fill_(number)
     assert [float(tensor.float().mean()) for tensor in (*pooled.keys, *pooled.values)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["full", "qcfuse", "prophetkv", "cacheblend"])
-def test_answers_in_memory_full_of_others_are_the_same_to_the_last_bit(name: str, engine: FusionEngine) -> None:
+def test_answers_in_reused_memory_are_identical(name: str, engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt, runner = engine.prompt(QUESTION, PASSAGES), ModelRunner(engine.lm, engine.store)
     method = make_method(name) if name == "full" else make_method(name, ratio=0.3, base=FRAMED)
     expected = prefill(loading_first(engine.lm, engine.store), prompt, method).logits
     before = prefill(runner, prompt, method)
-    place = before.buffer.keys[0].data_ptr()
+    address = before.buffer.keys[0].data_ptr()
     with torch.inference_mode():
-        for held in (*before.buffer.keys, *before.buffer.values):
-            held.fill_(torch.nan)
-    del before, held
+        for tensor in (*before.buffer.keys, *before.buffer.values):
+            tensor.fill_(torch.nan)
+    del before, tensor
     after = prefill(runner, prompt, method)
-    assert after.buffer.keys[0].data_ptr() == place
+    assert after.buffer.keys[0].data_ptr() == address
     assert torch.equal(after.logits, expected)
 
 
-def test_an_engine_uses_the_memory_of_the_request_before(engine: FusionEngine) -> None:
+def test_an_engine_reuses_the_memory_of_an_earlier_request(engine: FusionEngine) -> None:
     engine.warm(PASSAGES, bases=(FRAMED,))
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt)
-    place = done.buffer.keys[0].data_ptr()
-    beside = engine.prefill(prompt)
-    assert beside.buffer.keys[0].data_ptr() != place
+    address = done.buffer.keys[0].data_ptr()
+    concurrent = engine.prefill(prompt)
+    assert concurrent.buffer.keys[0].data_ptr() != address
     del done
-    assert engine.prefill(prompt).buffer.keys[0].data_ptr() == place
+    assert engine.prefill(prompt).buffer.keys[0].data_ptr() == address

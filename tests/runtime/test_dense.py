@@ -1,4 +1,4 @@
-"""Dense attention by whichever library is there: the same numbers, and the layout each library wants."""
+"""Dense attention by each library: the same results, in the layout that the library expects."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return explicit_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool).tril(), 0.3)
 
 
-def test_torchs_own() -> None:
-    given = operands()
-    found = dense.causal_attention(*given, 0.3)
-    assert torch.allclose(found, expected(*given), atol=1e-5)
+def test_torch_equals_explicit_attention() -> None:
+    query, key, value = operands()
+    out = dense.causal_attention(query, key, value, 0.3)
+    assert torch.allclose(out, expected(query, key, value), atol=1e-5)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -55,7 +55,7 @@ def test_flash_attn_gets_tokens_before_heads(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.allclose(dense.causal_attention(query, key, value, 0.3), torchs, atol=1e-5)
 
 
-def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_library_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "_is_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, device.index))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
@@ -66,7 +66,7 @@ def test_what_is_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense.dense_attention_name(cpu, torch.bfloat16) == "torch's fused attention"
 
 
-def test_a_build_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_cannot_be_imported_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     dense._is_installed.cache_clear()

@@ -36,7 +36,7 @@ Watch = Callable[[str], None]
 
 
 class WatchedBlocks(Blocks):
-    """Calls somebody before each block is read."""
+    """Blocks that call a function before each read."""
 
     def __init__(self, inner: Blocks, before: Watch) -> None:
         self._inner, self._before = inner, before
@@ -57,7 +57,7 @@ class WatchedBlocks(Blocks):
 
 
 class WatchedStore(MemoryStore):
-    """Hands out chunks whose blocks are watched; `seek` is called before a chunk is looked up."""
+    """A store of chunks with watched blocks; `seek` is called before a chunk is looked up."""
 
     def __init__(self) -> None:
         super().__init__(1 << 30)
@@ -66,10 +66,10 @@ class WatchedStore(MemoryStore):
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         self.seek()
-        found = super().get(key)
-        if isinstance(found, Miss) or self.before is None:
-            return found
-        return replace(found, blocks=WatchedBlocks(found.blocks, self.before))
+        chunk = super().get(key)
+        if isinstance(chunk, Miss) or self.before is None:
+            return chunk
+        return replace(chunk, blocks=WatchedBlocks(chunk.blocks, self.before))
 
 
 @pytest.fixture
@@ -101,10 +101,10 @@ def test_loading_while_computing_gives_what_loading_first_gives(llama: LanguageM
     assert torch.equal(first.logits, during.logits)
     assert first.report.selected == during.report.selected
     assert first.report.lookups == during.report.lookups
-    for mine, yours in zip(
+    for expected, tensor in zip(
         first.buffer.keys + first.buffer.values, during.buffer.keys + during.buffer.values, strict=True
     ):
-        assert torch.equal(mine, yours)
+        assert torch.equal(tensor, expected)
     assert during.report.bytes_loaded > 0
 
 
@@ -117,16 +117,16 @@ def test_every_family_fuses_while_loading(family: LanguageModel) -> None:
 
 
 def test_a_probe_that_ends_early_does_not_wait_for_later_layers(engine: FusionEngine, store: WatchedStore) -> None:
-    """Its tokens are chosen while the last layer is still being read, which then waits for that here."""
+    """Tokens are chosen while the last layer is being read; here the read waits for the choice."""
     chosen, came_first = threading.Event(), []
 
-    class Telling(TopTokens):
-        def select(self, *given: Any) -> Selection:
+    class SignallingSelector(TopTokens):
+        def select(self, *args: Any) -> Selection:
             chosen.set()
-            return super().select(*given)
+            return super().select(*args)
 
     prompt = engine.prompt(QUESTION, PASSAGES)
-    method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=Telling())
+    method = replace(make_method("auto", ratio=0.3, guard=False, layers="third_quarter"), selector=SignallingSelector())
     expected = prefill(loading_first(engine.lm, store), prompt, method)
     chosen.clear()
     last = f"key.{engine.lm.n_layers - 1}"
@@ -164,13 +164,13 @@ def test_waiting_counts_as_loading_wherever_it_happens(engine: FusionEngine, sto
     prompt = engine.prompt(QUESTION, PASSAGES)
     store.before = lambda name: time.sleep(0.1 if name.startswith("value") else 0.0)
     timings = engine.prefill(prompt, method=make_method("prophetkv", base=FRAMED)).report.timings
-    slept = 0.1 * engine.lm.n_layers * 4  # the head and three passages
+    slept = 0.1 * engine.lm.n_layers * 4  # the system prefix and three passages
     assert timings.load_s > 0.8 * slept
     assert timings.probe_s + timings.recompute_s < 0.5 * slept
 
 
 @pytest.mark.parametrize("method", ["reuse", "prophetkv", "qcfuse"])
-def test_damage_found_late_is_computed_reported_and_discarded(
+def test_a_chunk_found_damaged_late_is_computed_reported_and_discarded(
     engine: FusionEngine, store: WatchedStore, method: str
 ) -> None:
     prompt = engine.prompt(QUESTION, PASSAGES)
@@ -238,7 +238,7 @@ def test_a_store_that_hangs_costs_its_limit_and_nothing_else(
     assert done.report.fallback.endswith("within 0.5 s")
 
 
-def test_the_default_methods_guard_waits_no_longer_either(
+def test_the_default_methods_guard_has_the_same_limit(
     llama: LanguageModel, store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, released = make_engine(llama, store, method=make_method("auto"), load_limit_s=0.5), threading.Event()
@@ -255,36 +255,36 @@ def test_the_default_methods_guard_waits_no_longer_either(
     assert done.report.fallback == "everything is computed: the store gave no answer within 0.5 s"
 
 
-def test_what_is_slow_after_damage_has_what_is_left_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
-    impatient, damaged = make_engine(engine.lm, store, load_limit_s=3.0), []
+def test_a_slow_store_after_damage_has_only_the_rest_of_the_limit(engine: FusionEngine, store: WatchedStore) -> None:
+    limited, damaged = make_engine(engine.lm, store, load_limit_s=3.0), []
 
     def before(name: str) -> None:
-        if damaged or name == "key.0":  # of the head and three passages
+        if damaged or name == "key.0":  # of the system prefix and three passages
             time.sleep(0.4 if not damaged else 2.0)
         if name == "value.2" and not damaged:
             damaged.append(name)
             raise CorruptEntry("checksum differs")
 
     store.before = before
-    prompt = impatient.prompt(QUESTION, PASSAGES)
+    prompt = limited.prompt(QUESTION, PASSAGES)
     began = time.perf_counter()
-    done = impatient.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
+    done = limited.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
     assert time.perf_counter() - began < 10
     assert done.report.timings.load_s < 4.0  # 1.6 before the damage, and what is left of 3
-    assert min(done.report.timings.stages.values()) >= 0, "what is waited for before probing is no part of it"
+    assert min(done.report.timings.stages.values()) >= 0, "waits before probing are not part of the probe"
     assert torch.allclose(done.logits, references.plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
     assert "checksum differs" in str([lookup.reason for lookup in done.report.lookups])
     assert "not there within 3 s" in str(done.report.fallback)
 
 
-def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: FusionEngine, store: WatchedStore) -> None:
+def test_facts_that_a_probe_needs_are_read_once_with_the_lookup(engine: FusionEngine, store: WatchedStore) -> None:
     read: list[tuple[str, str]] = []
     store.before = lambda name: read.append((name, threading.current_thread().name))
     text = "\n\n".join([*PASSAGES, QUESTION])
     for prompt in (
         engine.prompt(QUESTION, PASSAGES),
         engine.prompt_from_text(text),
-    ):  # passages apart, and found in a text
+    ):  # separate passages, and passages found in a text
         read.clear()
         done = engine.prefill(prompt, method=make_method("qcfuse", base=FRAMED))
         hits = sum(lookup.hit for lookup in done.report.lookups)
@@ -293,8 +293,8 @@ def test_what_a_probe_reads_is_read_once_and_where_it_is_waited_for(engine: Fusi
         assert {by for name, by in read if name.startswith(("key", "value"))} == {"qcfuse-loading"}
 
 
-def test_so_is_what_cachecraft_reads_instead_of_a_probe(engine: FusionEngine, store: WatchedStore) -> None:
-    """The scores of captured passages lie beside their keys and values."""
+def test_facts_that_cachecraft_needs_are_read_with_the_lookup(engine: FusionEngine, store: WatchedStore) -> None:
+    """The scores of captured passages are stored with their keys and values."""
     another = "Mondays are quiet in the harbour, and the captain of the ferry paints her own door green then."
     engine.warm([another])
     engine.corpus.capture([PASSAGES])
@@ -315,16 +315,16 @@ def test_a_thread_that_hangs_keeps_no_buffer(llama: LanguageModel, store: Watche
     try:
         engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
         gc.collect()
-        assert [one for one in buffers() if all(one is not other for other in before)] == []
+        assert [buffer for buffer in buffers() if all(buffer is not other for other in before)] == []
     finally:
         released.set()
 
 
 def buffers() -> list[KVBuffer]:
-    return [one for one in gc.get_objects() if isinstance(one, KVBuffer)]
+    return [item for item in gc.get_objects() if isinstance(item, KVBuffer)]
 
 
-def test_what_fails_while_computing_leaves_no_thread_behind(engine: FusionEngine, store: WatchedStore) -> None:
+def test_an_error_while_computing_leaves_no_thread_behind(engine: FusionEngine, store: WatchedStore) -> None:
     hook = engine.lm.model.get_decoder().layers[1].register_forward_hook(lambda *_: 1 / 0)
     store.before = lambda name: time.sleep(0.01)
     try:
@@ -343,7 +343,7 @@ def test_a_limit_that_leaves_no_time_is_refused(llama: LanguageModel) -> None:
         make_engine(llama, MemoryStore(), load_limit_s=0)
 
 
-def test_within_hands_on_what_a_call_returns_and_raises() -> None:
+def test_a_call_with_timeout_passes_on_results_and_errors() -> None:
     assert call_with_timeout(5.0, lambda: 7) == call_with_timeout(None, lambda: 7) == 7
     with pytest.raises(KeyError):
         call_with_timeout(5.0, lambda: {}["nothing"])
@@ -351,30 +351,30 @@ def test_within_hands_on_what_a_call_returns_and_raises() -> None:
         call_with_timeout(0.05, lambda: time.sleep(1))
 
 
-class Copied:
-    """A copy out of the ring that is made when somebody waits for it, as late as a device may make it."""
+class LateCopy:
+    """A copy out of the ring that is made when it is waited for, as late as a device may make it."""
 
-    def __init__(self, place: Tensor) -> None:
-        self._place = place
+    def __init__(self, staged: Tensor) -> None:
+        self._staged = staged
         self.result: Tensor | None = None
 
     def synchronize(self) -> None:
         if self.result is None:
-            self.result = self._place.clone()
+            self.result = self._staged.clone()
 
 
 @given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=60))
-def test_a_ring_gives_no_memory_away_before_it_was_read(sizes: list[int]) -> None:
+def test_a_ring_reuses_no_memory_before_it_was_read(sizes: list[int]) -> None:
     ring, sent = PinnedRing(torch.zeros(2048, dtype=torch.uint8)), []
     for number, size in enumerate(sizes):
         tensor = torch.full((size,), number, dtype=torch.float32) if size <= 512 else torch.zeros(size)
-        place = ring.copy(tensor)
+        staged = ring.copy(tensor)
         if tensor.nbytes > 2048:
-            assert place is None
+            assert staged is None
             continue
-        assert place is not None
-        copied = Copied(place)
-        ring.hold_until(place, copied)
+        assert staged is not None
+        copied = LateCopy(staged)
+        ring.hold_until(staged, copied)
         sent.append((tensor, copied))
     for tensor, copied in sent:
         copied.synchronize()
@@ -382,9 +382,9 @@ def test_a_ring_gives_no_memory_away_before_it_was_read(sizes: list[int]) -> Non
         assert torch.equal(copied.result, tensor)
 
 
-def test_methods_that_steer_a_pass_wait_for_all_layers(engine: FusionEngine) -> None:
-    steering: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
+def test_methods_with_a_layer_hook_give_the_same_answers(engine: FusionEngine) -> None:
+    methods: list[Method] = [make_method(name, base=FRAMED) for name in ("relaycaching", "cacheblend")]
     prompt = engine.prompt(QUESTION, PASSAGES)
-    for method in steering:
+    for method in methods:
         first = prefill(loading_first(engine.lm, engine.store), prompt, method)
         assert torch.equal(first.logits, engine.prefill(prompt, method=method).logits)
