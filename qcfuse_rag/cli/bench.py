@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -40,7 +41,7 @@ def bench_store(
     with status("measuring"):
         result = measure_store(folder, megabytes=megabytes, repeats=repeats)
     if as_json:
-        print_json(result.to_dict())
+        print_json(asdict(result))
     else:
         OUT.print(store_table(result))
 
@@ -61,7 +62,7 @@ def bench_warm(
         lm = _load(options)
         result = measure_warming(lm, chunks=chunks, repeats=repeats, batch_tokens=batch_tokens)
     if as_json:
-        print_json(result.to_dict())
+        print_json(asdict(result))
     else:
         OUT.print(warming_table(result))
 

@@ -24,17 +24,10 @@ SAVE_INTERVAL_S = 1.0
 
 @dataclass(slots=True)
 class JobRecord:
-    """A warming job, as `qcfuse warm status` shows it.
+    """A warming job of a library, as `qcfuse warm status` shows it; times are Unix times.
 
-    Attributes:
-        folder: folder of the library.
-        arguments: the options of `qcfuse warm run`; `qcfuse warm resume` uses them again.
-        state: `running`, `finished`, `interrupted` or `failed`.
-        pid, host: process that runs the job, and its machine.
-        started, updated: Unix times.
-        done_tokens, total_tokens: tokens prefilled so far, and all tokens that the store lacked.
-        summary: counts of a finished job.
-        error: error message of a failed job.
+    `qcfuse warm resume` uses the arguments again. The state is `running`, `finished`, `interrupted` or `failed`. Tokens
+    are those prefilled so far, and all that the store lacked.
     """
 
     folder: Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -14,12 +13,14 @@ from qcfuse_rag.cli.options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.profile.measure import profile_layers
+from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.runtime.language_model import default_critical_layers
 from qcfuse_rag.runtime.layer_profile import NAME, LayerProfile
 from qcfuse_rag.verification.samples import Sample
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DEMO_DISTRACTORS = 3
@@ -29,7 +30,9 @@ BAR = 24
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     """Profile a model, print its layers, and write the profile to the requested files."""
     samples = _samples(options)
-    make_figure = None if options.plot is None else _figure_factory()
+    figure = (
+        None if options.plot is None else new_figure(7, 3)
+    )  # before the work, so that a missing library fails early
     written = [path for path in (options.out, options.store and store_folder(options.store) / NAME) if path is not None]
     with status("loading the model"):
         engine = FusionEngine.load(options.model or default_model(), device=options.device, dtype=options.dtype)
@@ -44,8 +47,8 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
         )
     for path in written:
         profile.save(path)
-    if options.plot is not None and make_figure is not None:
-        _draw(profile, make_figure()).savefig(options.plot)
+    if options.plot is not None and figure is not None:
+        _draw(profile, *figure).savefig(options.plot)
     if as_json:
         print_json({**profile.to_dict(), "written": [str(path) for path in written]})
         return
@@ -100,17 +103,7 @@ def _samples(options: ProfileOptions) -> list[Sample]:
     return [sample.with_distractors(options.distractors) for sample in samples]
 
 
-def _figure_factory() -> Callable[[], Figure]:
-    """Return a function that makes a figure; called before the measurement, so that a missing library fails early."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise QCFuseError("--plot needs matplotlib; run `pip install matplotlib`") from error
-    return lambda: Figure(figsize=(7, 3), layout="constrained")
-
-
-def _draw(profile: LayerProfile, figure: Figure) -> Figure:
-    axes = figure.add_subplot()
+def _draw(profile: LayerProfile, figure: Figure, axes: Axes) -> Figure:
     colours = ["C1" if layer in profile.layers else "C0" for layer in range(len(profile.recall))]
     axes.bar(range(len(profile.recall)), profile.recall, color=colours)
     axes.set(xlabel="layer", ylabel="Recall@10 %", title=f"critical layers: {', '.join(map(str, profile.layers))}")

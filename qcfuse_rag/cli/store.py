@@ -293,7 +293,6 @@ def _require_document(documents: Sources, source: str) -> None:
 
 
 def _select(documents: Sources, addresses: list[str] | None, source: str | None) -> list[str]:
-    """Return the named addresses and those of a document."""
     selected = list(addresses or ())
     if source is not None:
         _require_document(documents, source)

@@ -231,5 +231,4 @@ def _print_unread(unread: Sequence[str]) -> None:
 
 
 def _count_with_text(documents: Mapping[str, Sequence[str]]) -> int:
-    """Return the number of documents that have at least one passage."""
     return sum(map(bool, documents.values()))

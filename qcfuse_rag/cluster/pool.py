@@ -50,7 +50,6 @@ def worker_error(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
     while error is not None:
         yield error
         error = getattr(error, "cause", None) or error.__cause__

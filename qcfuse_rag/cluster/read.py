@@ -91,7 +91,6 @@ def _ordered(
     batch_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Any]:
-    """Process items with workers, and return the results in the order of the items."""
     connect(workers.address, workers.runtime_env)
     if not items:
         return []

@@ -28,13 +28,7 @@ NUMBERS = {"model": 2.0, "int8": 1.0, "fp8": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Rates of a machine.
-
-    Attributes:
-        flops: floating-point operations a second in the model's dtype.
-        tiers: bytes a second that each tier delivers.
-        source: the source of the numbers.
-    """
+    """Rates of a machine: operations a second in the model's dtype, bytes a second of each tier, and their source."""
 
     flops: float
     tiers: Mapping[str, float]
@@ -86,10 +80,10 @@ class TierTimes:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The estimate for a corpus; corpus_bytes are those of all nodes.
+    """The estimate for a corpus: bytes and warming of all nodes, and the times of a request.
 
-    Warming hours are those of one machine; several machines share them. `full_ttft_s` is without a store.
-    `break_even_uses` are the retrievals of a node until its warming has paid in computing time; infinite if never.
+    Several machines share the warming hours. `full_ttft_s` is without a store. `break_even_uses` are the retrievals of
+    a node until its warming has paid in computing time; infinite if never.
     """
 
     kv_bytes_per_token: float

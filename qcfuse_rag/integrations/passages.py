@@ -13,13 +13,7 @@ from qcfuse_rag.store.documents.acl import tags_of
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A framework's document or node, as the engine stores it.
-
-    Attributes:
-        text: as the model is shown it.
-        source: name of the document it belongs to; None if it has none.
-        metadata: may say who may read the document.
-    """
+    """A framework's document or node, as the model is shown it; its metadata may say who may read the document."""
 
     text: str
     source: str | None

@@ -25,14 +25,10 @@ class Passage:
 
 
 class PassageIndex:
-    """Passages and their embeddings, with exact search by cosine similarity.
+    """Passages and their embeddings, `[N, D]` float32 of length 1, with exact search by cosine similarity.
 
-    For corpora of more than about 100,000 passages use a vector store through LlamaIndex or LangChain.
-
-    Args:
-        embedder: name of the embedding model; vectors of different models cannot be compared.
-        passages: in any order.
-        embeddings: `[N, D]` float32, rows of length 1, in the order of the passages.
+    For corpora of more than about 100,000 passages use a vector store through LlamaIndex or LangChain. The embedding
+    model has a name, because vectors of different models cannot be compared.
     """
 
     def __init__(
@@ -64,11 +60,7 @@ class PassageIndex:
         self.passages, self.embeddings = [self.passages[i] for i in remaining], self.embeddings[remaining]
 
     def vectors(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return the embeddings of passages in the index, `[len(texts), D]`.
-
-        Raises:
-            KeyError: if a passage is not in the index.
-        """
+        """Return the embeddings of passages in the index, `[len(texts), D]`."""
         rows = {passage.text: row for row, passage in enumerate(self.passages)}
         return self.embeddings[[rows[text] for text in texts]]
 

@@ -35,31 +35,22 @@ OFF: tuple[Any, ...] = (None, 0, "", [], {})
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's fields, retired ones included
     **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"), OFF),
-    "functions": OFF,
+    **dict.fromkeys(("functions", "audio"), OFF),
     "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
     "modalities": (*OFF, ["text"]),
-    "audio": OFF,
-    "reasoning_effort": (None, "medium"),
-    "verbosity": (None, "medium"),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), (None, "medium")),
     "web_search_options": (None,),
-    # vLLM's fields: constraints on the answer
+    # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), OFF),
-    # sampling
-    "top_k": (*OFF, -1),
-    "min_p": OFF,
-    "repetition_penalty": (None, 1),
-    "use_beam_search": OFF,
-    "best_of": (*OFF, 1),
-    "length_penalty": (None, 1),
-    # the end of the answer and its text
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "min_p", "use_beam_search"), OFF),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
-    "skip_special_tokens": (None, True),
-    **dict.fromkeys(("echo", "prompt_logprobs"), OFF),
-    # the prompt
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "add_special_tokens"), OFF),
-    "add_generation_prompt": (None, True),
+    **dict.fromkeys(("echo", "prompt_logprobs", "chat_template", "chat_template_kwargs"), OFF),
+    **dict.fromkeys(("continue_final_message", "add_special_tokens"), OFF),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (None, 1)),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (None, True)),
+    "top_k": (*OFF, -1),
     "truncate_prompt_tokens": (None, -1),
+    "best_of": (*OFF, 1),
 }
 """Unsupported fields that would change the answer, each with the values that would not."""
 

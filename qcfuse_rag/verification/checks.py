@@ -23,19 +23,15 @@ from qcfuse_rag.verification.samples import Example
 
 PASSAGES_PER_CASE = 4
 """Passages in a prompt of `passage_cases`."""
-
 OPENING_WORDS = 8
+UNLIMITED = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A prompt on which a method is compared with full prefill.
 
-    Attributes:
-        question: the question.
-        passages: in the order of the prompt.
-        expected: strings that a right answer contains; empty if only the first token is compared.
-        max_new_tokens: length limit of the answer.
+    A right answer contains the expected strings; without any, only the first token is compared.
     """
 
     question: str
@@ -85,16 +81,12 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
 
 
 def string_match(answer: str, gold: Sequence[str], *, needs_all: bool) -> float:
-    """Score an answer by the gold answers that are its substrings; case does not matter.
+    """Score an answer by the gold answers that are its substrings, whatever their case.
 
-    With `needs_all` it is the share of gold answers in the answer, RULER's `string_match_all`; else 1 if any of them
-    is.
+    With `needs_all` it is the share of gold answers found, RULER's `string_match_all`; else 1 if any of them is found.
     """
     matches = [text.strip().lower() in answer.lower() for text in gold]
     return sum(matches) / len(matches) if needs_all else float(any(matches))
-
-
-UNLIMITED = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +129,8 @@ def verify(
 ) -> Verdict:
     """Compare a method with full prefill on an engine's model; nothing is stored.
 
-    Args:
-        engine: provides the model and the prompt template; its store is not used.
-        method: the method; its guard is ignored, so every case is fused.
-        texts: the user's passages; the demonstration's texts if empty.
-        size: number of cases of each kind.
-        tokens: length of the RULER-style prompts.
-        limits: of the checks; the defaults if None.
-        progress: called with `(done, total)` cases.
+    The engine's store is not used, and the method's guard is ignored, so every case is fused. There are `size` cases of
+    each kind; RULER-style prompts have `tokens` tokens. Without `texts`, the demonstration's are used.
 
     Raises:
         QCFuseError: if the hidden texts do not fit `tokens`.

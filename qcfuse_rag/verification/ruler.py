@@ -70,14 +70,9 @@ def generate(
 ) -> list[Example]:
     """Generate questions of a task; the same arguments give the same questions.
 
-    Args:
-        task: one of `TASKS`.
-        size: number of questions.
-        tokens: target length of the prompt with its answer.
-        count: counts tokens with the model's tokenizer.
-        haystack: texts to hide needles in; `vt` hides its chain in a repeated line instead.
-        seed: of the random choices.
-        overhead_tokens: tokens of the prompt that are neither passages nor question.
+    The target length is that of the prompt with its answer, in tokens as `count` counts them; `overhead_tokens` of it
+    are neither passages nor question. Needles are hidden in the haystack; `vt` hides its chain in a repeated line
+    instead.
 
     Raises:
         QCFuseError: if the needles alone exceed the target length; it names a length that fits every question.
@@ -192,7 +187,6 @@ def _assignments(names: Sequence[str], value: str) -> list[str]:
 
 
 def _room(task: str, tokens: int, count: Count, fixed: Sequence[str]) -> int:
-    """Return the number of tokens left for the haystack."""
     fixed_tokens = ANSWER_TOKENS[task] + sum(count(text + "\n") for text in fixed)
     if tokens <= fixed_tokens:
         raise _TooLongError(fixed_tokens + 1)

@@ -33,7 +33,6 @@ def find_answers(text: str, answers: Iterable[str]) -> list[tuple[int, int]]:
 
 
 def _inside_word(text: str, index: int) -> bool:
-    """Return whether the characters before and after an index belong to one word."""
     return 0 < index < len(text) and _joins_words(text[index - 1]) and _joins_words(text[index])
 
 
@@ -43,14 +42,7 @@ def _joins_words(character: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A question over passages.
-
-    Attributes:
-        question: the question.
-        passages: the retrieved passages, in order.
-        answers: alternative right answers; empty if unknown.
-        supporting: indices of the passages that are needed; empty if unknown.
-    """
+    """A question over retrieved passages, with alternative right answers and indices of needed passages, if known."""
 
     question: str
     passages: tuple[str, ...]
@@ -76,13 +68,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example(Sample):
-    """A question with at least one gold answer; the passages are in the order of the prompt.
+    """A question with at least one gold answer; its id is unique within its dataset.
 
-    Attributes:
-        id: unique within the dataset.
-        dataset: name of the dataset.
-        needs_all: whether a right answer contains all answers, as in RULER's tasks; else any of them is right.
-        max_new_tokens: length limit of the generated answer.
+    With `needs_all` a right answer contains all answers, as in RULER's tasks; else any of them is right.
     """
 
     id: str

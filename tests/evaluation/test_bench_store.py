@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -26,4 +27,4 @@ def test_every_side_is_measured_with_every_number_of_threads(tmp_path: Path) -> 
 
 def test_it_can_be_printed_both_ways(tmp_path: Path) -> None:
     result = measure_store(tmp_path, megabytes=1, repeats=1, threads=(1,), shapes=(SHAPE,))
-    assert len(json.loads(json.dumps(result.to_dict()))["rates"]) == store_table(result).row_count
+    assert len(json.loads(json.dumps(asdict(result)))["rates"]) == store_table(result).row_count

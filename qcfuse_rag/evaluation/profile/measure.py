@@ -108,13 +108,8 @@ def profile_layers(
 ) -> LayerProfile:
     """Measure which layers of a model attend to the answer, as QCFuse (arXiv 2606.05875) does offline.
 
-    Args:
-        engine: the model and the wording of the prompt; its store is not used.
-        samples: questions over passages.
-        layers: number of layers to choose.
-        depth_penalty: see `choose_layers`.
-        labelled: use the answers of the samples; False finds the evidence without them, see `profile.labels`.
-        progress: called with questions `(done, total)`.
+    The engine gives the model and the wording of the prompt; its store is not used. For the penalty see
+    `choose_layers`. If not `labelled`, the evidence is found without the samples' answers, see `decisive_positions`.
 
     Raises:
         ProfileError: if no sample can be used.

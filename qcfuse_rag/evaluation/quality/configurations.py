@@ -52,15 +52,9 @@ def configurations(
 ) -> list[Configuration]:
     """Cross methods with ratios and bases; full prefill, the reference, is always first.
 
-    Args:
-        names: methods, such as `qcfuse`, or with parameters `epic[n_tokens=16,ratio=none]`.
-        ratios: ratios for every method that takes a ratio and names none; empty means the method's default.
-        bases: names of bases for every method that takes a base and names none. Empty means the method's default, and
-            for the control `random` the bases of the methods that it controls.
-
-    Raises:
-        UnknownMethod: if a method or base does not exist, or a method does not take a parameter.
-        ValueError: if a parameter is out of range.
+    Names are methods, such as `qcfuse`, or with parameters `epic[n_tokens=16,ratio=none]`. Ratios and bases are for
+    every method that takes them and names none; without any, the method's default counts, and for the control `random`
+    the bases of the methods that it controls.
     """
     unknown = [base for base in bases if base not in BASES]
     if unknown:
@@ -109,7 +103,6 @@ def _takes(name: str) -> set[str]:
 
 
 def _parse(label: str) -> tuple[str, str, dict[str, Any]]:
-    """Return the method's name, the text of its parameters, and their values."""
     match = NAMED.fullmatch(label)
     if match is None:
         raise UnknownMethod(f"cannot read {label!r}; write a method as name or name[parameter=value,...]")

@@ -99,7 +99,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
                 raise QCFuseError("; ".join(["no question could be measured", *notes]))
             notes += on_log(log, kept=options.store is not None) + on_methods(records)
             needed = {configuration.key: preparation_of(configuration) for configuration in chosen}
-            preparations = {key: preparation and preparation.name for key, preparation in needed.items()}
+            preparations = {key: None if value is None else value.name for key, value in needed.items()}
             summary = summarize(records, log.offline, preparations, seed=options.seed)
         written = json.loads(json.dumps(asdict(options), default=str))
         about = {**about_run(engine.lm, options.model), "options": written, "conditions": conditions, "notes": notes}

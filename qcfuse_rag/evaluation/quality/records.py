@@ -25,11 +25,8 @@ BEGINNING = b'{"conditions": '
 class RecordLog:
     """An append-only file of records; its first line states the conditions under which they were made.
 
-    Attributes:
-        records: the records by question and configuration.
-        offline: the costs of preparations.
-        damaged: numbers of unreadable lines, which were left out.
-        outdated: number of records left out because they were made beside other passages.
+    `damaged` are the numbers of unreadable lines, which were left out. `outdated` counts the records left out because
+    they were made beside other passages.
 
     Raises:
         QCFuseError: if the file was made under other conditions, or is not such a file.

@@ -32,16 +32,11 @@ GOLD_ROWS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchedDecoder:
-    """Prefilled prompts of many methods in one batch, so that one pass serves all of them.
+    """Prefilled prompts of many methods, of `length` tokens each, in one batch, so that one pass serves all of them.
 
     All methods see the same ids, so their buffers have the same length, and a sequence gets the same tokens as alone.
-    Only the time differs, so times to first token are measured method by method beforehand.
-
-    Attributes:
-        lm: the model.
-        buffer: keys and values of `B` sequences.
-        logits: `[B, vocabulary]` float32, scores of the first new token.
-        length: tokens of each prompt.
+    Only the time differs, so times to first token are measured method by method beforehand. `logits` are the scores of
+    the first new token, `[B, vocabulary]` float32.
     """
 
     lm: LanguageModel

@@ -16,6 +16,7 @@ from qcfuse_rag.evaluation.quality.records import Record
 
 SCORES = ("f1", "em", "rouge_l", "match", "nll")
 COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s", "recompute_s", "bytes_loaded")
+RESAMPLES = 10_000
 MEANS = (*SCORES, "kl", *COSTS)
 
 Group = dict[str, Record]
@@ -78,23 +79,18 @@ def _control(groups: Mapping[GroupKey, Group], dataset: str, base: str | None, r
 
 
 def _figures(records: Sequence[Record], seed: int) -> dict[str, Any]:
-    ttft = [record["ttft_s"] for record in records]
-    to_full = [record["ttft_s"] / record["full_ttft_s"] for record in records]
+    columns = {name: [record[name] for record in records if name in record] for name in MEANS}
     selecting = [(record["probe_s"] + record["select_s"]) / record["ttft_s"] for record in records]
     return {
         "n": len(records),
-        **{name: _mean([record[name] for record in records if name in record]) for name in MEANS},
+        **{name: statistics.fmean(values) if values else None for name, values in columns.items()},
         "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, "kl")},
-        "ttft_s": statistics.median(ttft),
-        "ttft_to_full": statistics.median(to_full),
+        "ttft_s": statistics.median(record["ttft_s"] for record in records),
+        "ttft_to_full": statistics.median(record["ttft_s"] / record["full_ttft_s"] for record in records),
         "selection_share": statistics.median(selecting),
         "zero_share": statistics.fmean(record["f1"] == 0 for record in records),
         "fallbacks": sum(record.get("fallback") is not None for record in records),
     }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
 
 
 def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict[str, float] | None:
@@ -115,9 +111,6 @@ def _offline(costs: Sequence[OfflineCost]) -> dict[str, Any]:
         "offline_s_per_chunk": seconds / chunks if chunks else None,
         "offline_bytes_per_chunk": stored / chunks if chunks else None,
     }
-
-
-RESAMPLES = 10_000
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> dict[str, float]:

@@ -13,14 +13,11 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import FULL
 from qcfuse_rag.evaluation.quality.summary import format_interval
 
-COLUMNS = (
-    "method", "base", "ratio", "n", "F1", "F1 - full", "EM", "ROUGE-L", "match", "NLL", "NLL - full", "KL",
-    "F1 - random", "KL - random", "TTFT", "of full", "selecting", "offline / chunk",
-)  # fmt: skip
 NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
 WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
 WORDS = ("method", "base", "tier")
 """Columns of text, not of figures."""
+STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
 WIDE_COLUMNS = 140
 """Least width of a terminal that fits intervals."""
 
@@ -58,8 +55,9 @@ def markdown(summary: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> 
     parts = [f"# Quality: {about['model']}", f"`{about['command']}`", LEGEND]
     parts += [f"{note}" for note in about.get("notes", ())]
     for dataset, lines in by_dataset(summary).items():
-        rows = [[row(line)[name] for name in COLUMNS] for line in lines]
-        parts.append(f"## {_title(dataset, lines)}\n\n{markdown_table(COLUMNS, rows)}")
+        rows = [row(line) for line in lines]
+        table = markdown_table(list(rows[0]), [list(cells.values()) for cells in rows])
+        parts.append(f"## {_title(dataset, lines)}\n\n{table}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -109,11 +107,22 @@ def _with_interval(interval: Mapping[str, float] | None) -> str:
 
 
 def _title(dataset: str, lines: Sequence[Mapping[str, Any]]) -> str:
-    full = next((line for line in lines if line["method"] == "full"), lines[0])
+    full = _reference(lines)
     return f"{dataset}: {full['n']} questions, full prefill scores F1 0 on {full['zero_share']:.0%} of them"
 
 
-STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
+def _reference(lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    return next((line for line in lines if line["method"] == FULL), lines[0])
+
+
+def new_figure(width: float, height: float) -> tuple[Any, Any]:
+    """Return an empty figure of so many inches and its axes, or say how to install matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[Path]:
@@ -121,11 +130,6 @@ def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[
 
     RULER's tasks are drawn by string match, other datasets by F1, with 95 % intervals.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
-    mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for dataset, lines in by_dataset(summary).items():
@@ -138,10 +142,7 @@ def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[
 
 
 def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, against: str, label: str, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(9, 5.5)
     for index, ((method, base), points) in enumerate(_curves(lines, against).items()):
         x = [point[against] for point in points]
         y = [point[quality] for point in points]
@@ -155,15 +156,13 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
             axes.axhline(y[0], color="black", lw=0.8, ls=":")
     axes.set_xlabel(label)
     axes.set_ylabel("string match" if quality == "match" else "token F1")
-    full = next((line for line in lines if line["method"] == FULL), lines[0])
-    axes.set_title(f"{dataset}, {full['n']} questions; bars are 95 % intervals")
+    axes.set_title(f"{dataset}, {_reference(lines)['n']} questions; bars are 95 % intervals")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
 def _curves(lines: Sequence[Mapping[str, Any]], against: str) -> dict[tuple[str, str | None], list[Mapping[str, Any]]]:
-    """Return the points of each method and base, by rising ratio."""
     curves: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for line in lines:
         if line[against] is not None:

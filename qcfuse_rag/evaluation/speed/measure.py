@@ -25,7 +25,7 @@ from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
 from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds, step_bytes
 from qcfuse_rag.evaluation.speed.tables import draw, markdown
-from qcfuse_rag.evaluation.speed.tiers import StoreTier, check_tiers, fill, open_tiers
+from qcfuse_rag.evaluation.speed.tiers import StoreTier, fill, open_tiers
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
 from qcfuse_rag.fusion.report import FusionReport
@@ -104,13 +104,11 @@ def measure_speed(
 
     Passages are random tokens: time and bytes depend on their number alone. Methods run without their guard.
     """
-    check_tiers(lm, options.tiers, options.numbers)
-    ceilings = measure_ceilings(lm)
     result: dict[str, Any] = {"kv_bytes_per_token": lm.kv_bytes_per_token, "prefill": [], "decode": []}
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
-        runner = ModelRunner(lm, tiers[0].store)
+        ceilings, runner = measure_ceilings(lm), ModelRunner(lm, tiers[0].store)
         result["recording_s"] = seconds(lm, runner.prefills.compile)
         result["recording_refusal"] = runner.prefills.refusal
         if options.requests:

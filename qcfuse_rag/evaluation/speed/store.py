@@ -14,10 +14,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -92,10 +91,6 @@ class StoreRates:
     repeats: int
     rates: list[StoreRate]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
-
 
 def measure_store(
     folder: Path | None = None,
@@ -163,19 +158,9 @@ class _StoreBenchmark:
         total_mb = self._bytes * len(self._keys) / 1e6
         rates = [total_mb / median(seconds) for seconds in zip(*rounds, strict=True)]
         ratios = [median(seconds[side] / seconds[0] for seconds in rounds) for side in range(len(rates))]
-        reading = what != WRITE
-        return StoreRate(
-            self._shape,
-            self._bytes,
-            len(self._keys),
-            what,
-            threads,
-            store_mb_s=rates[0],
-            bare_mb_s=rates[1],
-            ratio=ratios[1],
-            recycled_mb_s=rates[2] if reading else None,
-            recycled_ratio=ratios[2] if reading else None,
-        )
+        recycled = (None, None) if what == WRITE else (rates[2], ratios[2])
+        entries = (self._shape, self._bytes, len(self._keys))
+        return StoreRate(*entries, what, threads, rates[0], rates[1], ratios[1], *recycled)
 
     def _put(self, key: ChunkKey) -> None:
         self._store.put(key, self._chunk)

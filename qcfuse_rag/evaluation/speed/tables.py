@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.tables import figures
+from qcfuse_rag.evaluation.quality.tables import figures, markdown_table, new_figure
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFILL = (
@@ -55,8 +54,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{result['kv_bytes_per_token']:,} bytes a token.",
     ]
     for columns, rows in ((PREFILL, result["prefill"]), (DECODE, result["decode"])):
-        lines += ["", f"| {' | '.join(name for name, _ in columns)} |", "|---" * len(columns) + "|"]
-        lines += [f"| {' | '.join(show(row) for _, show in columns)} |" for row in rows]
+        cells = [[show(row) for _, show in columns] for row in rows]
+        lines += ["", markdown_table([name for name, _ in columns], cells)]
     return "\n".join(lines) + "\n"
 
 
@@ -72,17 +71,12 @@ def terminal_tables(result: Mapping[str, Any], width: int) -> list[Table]:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draw time to first token against context: one line for each method, ratio and tier, its lower bound dotted."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
+    figure, axes = new_figure(9, 5.5)
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["prefill"]:
         ratio = "" if row["ratio"] is None else f" {row['ratio']:g}"
         name = row["method"] if row["tier"] == "-" else f"{row['method']}{ratio}, {_tier(row)}"
         lines.setdefault(name, []).append(row)
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
     for index, (name, rows) in enumerate(lines.items()):
         contexts = [row["context"] for row in rows]
         axes.plot(contexts, [row["ttft_s"] for row in rows], "o-", color=f"C{index % 10}", label=name)

@@ -38,18 +38,6 @@ class StoreTier:
     store: KVStore
 
 
-def check_tiers(lm: LanguageModel, names: Sequence[str], formats: Sequence[str]) -> None:
-    """Check that all tiers and formats exist here; an error lists the existing ones."""
-    gpu = lm.device.type == "cuda"
-    available = [tier for tier in TIERS if gpu or tier not in ("device", "pinned")]
-    for name in names:
-        if name not in available:
-            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
-    for numbers in formats:
-        if numbers not in STORE_FORMATS:
-            raise QCFuseError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
-
-
 def open_tiers(
     lm: LanguageModel,
     names: Sequence[str],
@@ -59,7 +47,14 @@ def open_tiers(
     throttle: float,
     folder: Path | None,
 ) -> list[StoreTier]:
-    """Open a store for each tier in each format; the stack closes them."""
+    """Open a store for each tier in each format; the stack closes them. An error lists what exists here."""
+    available = [tier for tier in TIERS if lm.device.type == "cuda" or tier not in ("device", "pinned")]
+    for name in names:
+        if name not in available:
+            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
+    for numbers in formats:
+        if numbers not in STORE_FORMATS:
+            raise QCFuseError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
     def open_tier(name: str, numbers: str) -> KVStore:
         if name == "disk":

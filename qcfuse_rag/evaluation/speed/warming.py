@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -39,10 +38,6 @@ class WarmingRates:
     bare_s: list[float]
     ratio: float
     computed_share: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self)
 
 
 def measure_warming(

@@ -77,7 +77,6 @@ class CoverageProbe:
 
 
 def _measure(engine: FusionEngine, prompt: Prompt) -> dict[str, list[float]]:
-    """Return divergence, margin, agreement and coverage at each ratio."""
     exact = engine.prefill(prompt, method=FULL).logits
     base = make_method("auto", guard=False)
     assert base.probe is not None

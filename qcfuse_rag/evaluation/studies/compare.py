@@ -8,10 +8,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import FULL, Key
 from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
-from qcfuse_rag.evaluation.quality.tables import markdown_table
+from qcfuse_rag.evaluation.quality.tables import markdown_table, new_figure
 from qcfuse_rag.evaluation.studies.runner import StudyResult
 
 COLUMNS = (
@@ -69,7 +68,6 @@ def _titles() -> list[str]:
 
 
 def _read(paths: list[Path]) -> dict[Key, Group]:
-    """Return the records of all files by configuration, then by dataset and question."""
     groups: dict[Key, Group] = {}
     for path in paths:
         for record in json.loads(path.read_text("utf-8"))["records"]:
@@ -111,13 +109,7 @@ def _difference(group: Group, other: Group, name: str) -> dict[str, float]:
 
 
 def _plot(groups: Mapping[Key, Group], method: str, path: Path) -> None:
-    """Draw KL against the time to first token, a line for each method over its ratios."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise QCFuseError('plots need matplotlib; run `pip install "qcfuse-rag[bench]"`') from error
-    figure = Figure(figsize=(8, 5), layout="tight")
-    axes = figure.subplots()
+    figure, axes = new_figure(8, 5)
     curves: dict[tuple[str, str | None], list[tuple[float, float, float]]] = {}
     for (name, base, ratio), group in groups.items():
         times = median(record["ttft_s"] / record["full_ttft_s"] for record in group.values())

@@ -175,31 +175,26 @@ def _products(sizes: LayerSizes) -> Iterator[KernelCase]:
     norm = Norm(sizes.random(hidden), 1e-6)
     for n_rows in REQUESTS:
         x, attended, gated = (sizes.random(n_rows, 1, width) for width in (hidden, sizes.heads * dim, inner))
-        calls: tuple[tuple[str, Callable[..., Tensor], Callable[[], Tensor], list[Tensor]], ...] = (
-            (
-                "queries, keys and values",
-                partial(projected, x, inputs, norm=norm),
-                partial(_norm_in_torch, x, norm, inputs),
-                inputs,
-            ),
-            (
-                "output",
-                partial(projected, attended, [output], residual=x),
-                partial(_add_in_torch, attended, output, x),
-                [output],
-            ),
-            (
-                "gates",
-                partial(gate_projected, x, gates, values, "silu", norm=norm),
-                partial(_gate_in_torch, x, norm, gates, values),
-                [gates, values],
-            ),
-            ("down", partial(projected, gated, [down], residual=x), partial(_add_in_torch, gated, down, x), [down]),
+        yield _product(
+            f"queries, keys and values, {n_rows} rows",
+            partial(projected, x, inputs, norm=norm),
+            partial(_norm_in_torch, x, norm, inputs),
+            n_rows,
+            inputs,
         )
-        for name, kernel, plain, weights in calls:
-            elements = float(sum(weight.numel() for weight in weights))
-            nbytes = elements * x.itemsize
-            yield KernelCase(f"product: {name}, {n_rows} rows", kernel, plain, 2 * n_rows * elements, nbytes, STRIPS[0])
+        for name, rows, weight in (("output", attended, output), ("down", gated, down)):
+            kernel, plain = partial(projected, rows, [weight], residual=x), partial(_add_in_torch, rows, weight, x)
+            yield _product(f"{name}, {n_rows} rows", kernel, plain, n_rows, [weight])
+        gate = partial(gate_projected, x, gates, values, "silu", norm=norm)
+        plain_gate = partial(_gate_in_torch, x, norm, gates, values)
+        yield _product(f"gates, {n_rows} rows", gate, plain_gate, n_rows, [gates, values])
+
+
+def _product(
+    name: str, kernel: Callable[..., Tensor], plain: Callable[[], Tensor], n_rows: int, weights: list[Tensor]
+) -> KernelCase:
+    nbytes = float(sum(weight.nbytes for weight in weights))
+    return KernelCase(f"product: {name}", kernel, plain, 2 * n_rows * nbytes / weights[0].itemsize, nbytes, STRIPS[0])
 
 
 def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock]:

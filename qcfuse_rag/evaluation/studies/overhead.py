@@ -104,7 +104,6 @@ def _time_kinds(call: Callable[[], float], around: Callable[[], AbstractContextM
 
 @contextmanager
 def _timed() -> Iterator[dict[str, float]]:
-    """Add up the seconds that each kind of computation takes."""
     seconds = {kind: 0.0 for kind, _, _ in KINDS}
 
     def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
