@@ -13,7 +13,7 @@ from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 
 NamedLayers = Literal["critical", "all", "upper", "third_quarter", "last"]
 NAMED: tuple[str, ...] = get_args(NamedLayers)
@@ -105,13 +105,9 @@ class QuestionProbe:
         rows, known = (tensor.to(lm.device, non_blocking=True) for tensor in (asking, visible_known))
         by_layer = torch.zeros(len(wanted), len(fused.prompt), dtype=torch.float32, device=lm.device)
 
-        def observe(
-            layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-        ) -> None:
+        def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
             if layer in wanted:
-                weights = attention_weights(
-                    query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=self.reduce
-                )
+                weights = attention_weights(query, key, rows, known, params, reduce=self.reduce)
                 # Copied into memory of this stream: recorded passes compute on another stream.
                 by_layer[wanted.index(layer), :length] = weights
 

@@ -16,7 +16,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.placement import rotate_buffer
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import hash_ids
 
@@ -93,12 +93,10 @@ def _ranked(lm: LanguageModel, buffer: KVBuffer, first: int, last: int, instruct
     """Compute the instruction behind a chunk, overwriting the buffer; return the ranking `[n_layers, n_tokens]`."""
     ranking = TokenRanking(lm.n_layers, first, [last - first], [len(instruction)], lm.device)
 
-    def observe(
-        layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-    ) -> None:
+    def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         # The ranking expects rows from the chunk's first token on, but does not read the rows of the chunk itself.
         padded = functional.pad(query, (0, 0, last - first, 0))
-        ranking.observe(layer, padded, key, scaling, softcap, window)
+        ranking.observe(layer, padded, key, params)
 
     if instruction:
         stop = last + len(instruction)

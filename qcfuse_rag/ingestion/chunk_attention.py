@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.reference_attention import attention_scores
+from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.context_distance import kendall_distance
 from qcfuse_rag.store.variant_slots import Slot
@@ -42,18 +43,14 @@ class ContextAttention:
         self.mass = torch.zeros(n_layers, len(spans), len(spans), device=device)
         self.tokens = torch.zeros(self._stop - self._start, device=device)
 
-    def observe(
-        self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-    ) -> None:
+    def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         """Sum one layer's attention; an `Observer` of `runtime.rows`.
 
         Args:
             layer: the layer.
             query: `[1, Hq, T, D]` of all rows.
             key: `[1, Hkv, T, D]`.
-            scaling: factor on scores.
-            softcap: cap on scores, or None.
-            window: sliding window in tokens, or None.
+            params: how the layer computes scores.
         """
         chunks = len(self._lengths)
         member = torch.nn.functional.one_hot(self._chunk, chunks).to(torch.float32)
@@ -63,8 +60,8 @@ class ContextAttention:
             distance = (
                 torch.arange(start, stop, device=key.device)[:, None] - torch.arange(stop, device=key.device)[None, :]
             )
-            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], scaling, softcap)
+            visible = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
+            scores = attention_scores(query[:, :, start:stop], key[:, :, :stop], params.scaling, params.softcap)
             weights = scores.masked_fill_(~visible, float("-inf")).softmax(-1)[0].mean(0)  # [r, stop]
             first, last = start - self._start, stop - self._start
             to_chunks = weights[:, self._start :] @ member[:last]  # [r, C]

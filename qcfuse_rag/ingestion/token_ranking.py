@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.prefill_base import Ranking
 
 INSTRUCTION = "\n\nRepeat the previous context exactly."
@@ -73,18 +74,14 @@ class TokenRanking:
         self._start, self._lengths, self._query_lengths = start, lengths, query_lengths
         self._importance = [torch.zeros(n_layers, length, device=device) for length in lengths]
 
-    def observe(
-        self, layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-    ) -> None:
+    def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
         """Record the attention that the chunks get in one layer; an `Observer` of `runtime.rows`.
 
         Args:
             layer: the layer.
             query: `[B, Hq, R, D]` of all rows; the first row is the chunks' first token.
             key: `[B, Hkv, length, D]`.
-            scaling: factor on scores.
-            softcap: cap on scores, or None.
-            window: sliding window in tokens, or None.
+            params: how the layer computes scores.
         """
         for index, (tokens, n_queries) in enumerate(zip(self._lengths, self._query_lengths, strict=True)):
             if not n_queries:
@@ -95,9 +92,7 @@ class TokenRanking:
                 key[index : index + 1, :, :stop],
                 torch.arange(first, stop, device=query.device),
                 torch.ones(stop, dtype=torch.bool, device=query.device),
-                scaling=scaling,
-                softcap=softcap,
-                window=window,
+                params,
                 reduce="max",
             )
             self._importance[index][layer] = weights[self._start : first]

@@ -17,6 +17,7 @@ from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, captured_overlap, co
 from qcfuse_rag.prompts.segments import Span
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED, Base
@@ -180,19 +181,14 @@ class FocusedChunksPass:
         rows: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
+        params: AttentionParams,
     ) -> None:
         """Add the attention of the question's rows to each chunk, mean over rows and heads."""
         if layer > self.last:
             return
         visible = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
         queries = query[:, :, torch.searchsorted(rows, self.question)]
-        weights = attention_weights(
-            queries, key, self.question, visible, scaling=scaling, softcap=softcap, window=window
-        )
+        weights = attention_weights(queries, key, self.question, visible, params)
         for span in self.chunks:
             self._attention[span.start] = self._attention.get(span.start, 0.0) + float(
                 weights[span.start : span.stop].sum()

@@ -24,7 +24,7 @@ from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.backends.base import KVStore, Miss
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.key import ChunkKey, hash_ids
@@ -184,19 +184,14 @@ class RelayRecomputePass:
         rows: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
+        params: AttentionParams,
     ) -> None:
         """At `detect`, measure the attention of the prompt's last tokens, and choose tokens."""
         if layer != self.layers.detect or self._deviation is None:
             return
         last = rows[-self.settings.suffix :]
         visible = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
-        attention = attention_weights(
-            query[:, :, -len(last) :], key, last, visible, scaling=scaling, softcap=softcap, window=window
-        )
+        attention = attention_weights(query[:, :, -len(last) :], key, last, visible, params)
         deviation = _relative_to_mean(self._deviation) / self.settings.deviation
         influence = _relative_to_mean(attention[self.candidates]) / self.settings.influence
         score = torch.maximum(deviation, influence)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 
 PER_ROW = ("position_ids", "position_embeddings", "cache_position", "per_layer_input")
 """Arguments of a decoder layer that hold one item for each row."""
@@ -66,10 +66,7 @@ class AttentionHook(LayerHook, Protocol):
         rows: Tensor,
         query: Tensor,
         key: Tensor,
-        *,
-        scaling: float,
-        softcap: float | None,
-        window: int | None,
+        params: AttentionParams,
     ) -> None:
         """Observe a layer's attention inputs, after `after_write`.
 
@@ -78,9 +75,7 @@ class AttentionHook(LayerHook, Protocol):
             rows: `[R]` int64 ascending positions of the queries.
             query: `[1, Hq, R, D]`, rotated.
             key: `[1, Hkv, length, D]`, rotated.
-            scaling: factor on scores.
-            softcap: cap on scores, or None.
-            window: sliding window in tokens, or None.
+            params: how the layer computes scores.
         """
         ...
 
@@ -160,14 +155,12 @@ class HookedPass:
         # The closure must not hold `self`, which holds the plan: the cycle would keep the buffer until it is collected.
         initial, hook, buffer = self._initial_plan, self._hook, self._buffer
 
-        def observe(
-            layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-        ) -> None:
+        def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
             hook.after_write(layer, rows, buffer, query)
             if isinstance(hook, AttentionHook):
-                hook.on_attention(layer, rows, query, key, scaling=scaling, softcap=softcap, window=window)
+                hook.on_attention(layer, rows, query, key, params)
             if initial.observe is not None:
-                initial.observe(layer, query, key, scaling, softcap, window)
+                initial.observe(layer, query, key, params)
 
         host = initial.on_host if len(rows) == len(initial.rows) else None
         return RowsPlan(rows, initial.length, initial.visible, observe, initial.windows, host)

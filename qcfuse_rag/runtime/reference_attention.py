@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcfuse_rag.runtime.rows import AttentionParams
+
 MIN_ROWS = 8
 """Rows scored at a time, even if that takes more memory than a layer's keys and values; fewer make slow products."""
 
@@ -60,10 +62,8 @@ def plain_attention_weights(
     key: Tensor,
     rows: Tensor,
     known: Tensor,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
     reduce: str = "mean",
 ) -> Tensor:
     """Compute `attention.scores.attention_weights` in plain torch, some rows at a time; used without a GPU."""
@@ -76,9 +76,9 @@ def plain_attention_weights(
         step_rows = rows[start : start + step]
         distance = step_rows[:, None] - positions[None, :]
         seen = (distance >= 0) & known[None, :]
-        if window is not None:
-            seen &= distance < window
-        scores = attention_scores(query[:, :, start : start + step], key, scaling, softcap)
+        if params.window is not None:
+            seen &= distance < params.window
+        scores = attention_scores(query[:, :, start : start + step], key, params.scaling, params.softcap)
         first_masked = int(seen.all(0).long().argmin())  # every row sees all keys before this one
         scores[..., first_masked:].masked_fill_(~seen[:, first_masked:], float("-inf"))
         weights = scores.softmax(-1)[0]  # [Hq, r, T]

@@ -96,5 +96,20 @@ class RowsPlan:
         return self._visible_on_device[id(visible)]
 
 
-Observer = Callable[[int, Tensor, Tensor, float, "float | None", "int | None"], None]
-"""`(layer, queries [1, Hq, R, D], keys [1, Hkv, length, D], scaling, softcap, window) -> None`."""
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a layer computes attention scores.
+
+    Attributes:
+        scaling: factor on scores.
+        softcap: cap on scores, or None.
+        window: sliding window in tokens, or None.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+
+
+Observer = Callable[[int, Tensor, Tensor, AttentionParams], None]
+"""`(layer, queries [1, Hq, R, D], keys [1, Hkv, length, D], params) -> None`."""

@@ -20,7 +20,7 @@ from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfile, choose_layers
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.samples import Sample, find_answers
@@ -174,12 +174,8 @@ def attention_by_layer(lm: LanguageModel, prompt: Prompt) -> Tensor:
     visible = torch.ones(length, dtype=torch.bool, device=lm.device)
     attention = torch.zeros(lm.n_layers, len(prompt))
 
-    def observe(
-        layer: int, query: Tensor, key: Tensor, scaling: float, softcap: float | None, window: int | None
-    ) -> None:
-        weights = attention_weights(
-            query[:, :, asking], key, asking, visible, scaling=scaling, softcap=softcap, window=window
-        )
+    def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
+        weights = attention_weights(query[:, :, asking], key, asking, visible, params)
         attention[layer, :length] = weights.cpu()
 
     plan = RowsPlan.between(0, length, lm.device, lm.sliding, observe)

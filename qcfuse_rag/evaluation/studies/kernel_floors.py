@@ -32,7 +32,7 @@ from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, p
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
@@ -134,7 +134,7 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
     yield KernelCase(
         f"context score: {QUESTION_ROWS} question",
         partial(context_score.context_scores, query, key, question, known, **scaling),
-        partial(plain_attention_weights, query, key, question, known, **scaling),
+        partial(plain_attention_weights, query, key, question, known, AttentionParams(**scaling)),
         4.0 * dim * heads * float((question + 1).sum()),
         size * (2 * key.numel() + query.numel()),
         default_tile(dtype, dim, QUESTION_ROWS * heads // kv_heads),

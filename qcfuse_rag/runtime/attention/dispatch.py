@@ -21,7 +21,7 @@ from qcfuse_rag.runtime.attention.dense import causal_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -98,7 +98,7 @@ def rows_attention(
     if isinstance(fusion, StepPlan):
         return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
     if fusion.observe is not None:
-        fusion.observe(layer, query, key, scaling, softcap, window)
+        fusion.observe(layer, query, key, AttentionParams(scaling, softcap, window))
     if isinstance(fusion, TablePlan):
         from qcfuse_rag.runtime.kernels.paged_attention import table_attention
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
+from qcfuse_rag.runtime.rows import AttentionParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +36,8 @@ def attention_weights(
     key: Tensor,
     rows: Tensor,
     known: Tensor,
+    params: AttentionParams,
     *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
     reduce: str = "mean",
 ) -> Tensor:
     """Return the attention that each key receives, pooled over rows and heads.
@@ -51,9 +50,7 @@ def attention_weights(
         key: `[1, Hkv, T, D]`, rotated; undefined at positions that are not `known`.
         rows: `[R]` int64 positions of the queries.
         known: `[T]` bool, positions that hold a key.
-        scaling: the layer's factor on scores.
-        softcap: the layer's cap on scores, or None.
-        window: the layer's sliding window in tokens, or None.
+        params: how the layer computes scores.
         reduce: `mean` or `max` over rows and heads.
 
     Returns:
@@ -62,7 +59,5 @@ def attention_weights(
     if supports_kernels(query, key):
         from qcfuse_rag.runtime.kernels.context_score import context_scores
 
-        return context_scores(query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=reduce)
-    return plain_attention_weights(
-        query, key, rows, known, scaling=scaling, softcap=softcap, window=window, reduce=reduce
-    )
+        return context_scores(query, key, rows, known, **asdict(params), reduce=reduce)
+    return plain_attention_weights(query, key, rows, known, params, reduce=reduce)

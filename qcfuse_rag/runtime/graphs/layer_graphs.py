@@ -17,7 +17,7 @@ from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 
@@ -33,9 +33,7 @@ class QuerySnapshot:
     """
 
     query: Tensor
-    scaling: float
-    softcap: float | None
-    window: int | None
+    params: AttentionParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,14 +137,12 @@ def _save_query(
     layer: int,
     query: Tensor,
     _key: Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
+    params: AttentionParams,
 ) -> None:
     """Copy the queries of a layer to its snapshot, as part of the recording."""
     if layer not in snapshots:
         kept = _shared_memory(memory, "query", query.transpose(1, 2)).transpose(1, 2)
-        snapshots[layer] = QuerySnapshot(kept, scaling, softcap, window)
+        snapshots[layer] = QuerySnapshot(kept, params)
     snapshots[layer].query.copy_(query)
 
 
@@ -229,7 +225,7 @@ class _LayerReplay:
         if observe is not None:
             query = snapshot.query[:, :, : len(self._plan.rows)]
             key = self._buffer.keys[layer][:, :, : self._plan.length]
-            observe(layer, query, key, snapshot.scaling, snapshot.softcap, snapshot.window)
+            observe(layer, query, key, snapshot.params)
         return self._hidden[1 - layer % 2]
 
 

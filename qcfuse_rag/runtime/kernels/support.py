@@ -88,6 +88,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     )
     from qcfuse_rag.runtime.kv_table import KVTable
     from qcfuse_rag.runtime.reference_attention import plain_attention_weights
+    from qcfuse_rag.runtime.rows import AttentionParams
     from qcfuse_rag.store.quantization import quantize
 
     generator = torch.Generator(device).manual_seed(0)
@@ -108,7 +109,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
         )
         errors[f"context score{name}"] = relative_error(
             context_scores(query, key, rows, known, **settings, splits=splits),
-            plain_attention_weights(query.float(), key.float(), rows, known, **settings),
+            plain_attention_weights(query.float(), key.float(), rows, known, AttentionParams(**settings)),
         )
     supports_large_tile(
         device, dtype, dim
