@@ -1,6 +1,6 @@
-"""A CUDA device that is simulated: its numbers are computed on the CPU, its rules are kept.
+"""A simulated CUDA device: it computes numbers on the CPU and checks the rules of a GPU.
 
-What a CPU forgives and a GPU does not is found without one: operands on two devices, memory that another stream is not
-done with, kernels that read past an allocation, recorded graphs over memory that is gone, hosts that wait where a graph
-is recorded. `simulated_cuda` is the way in. It says nothing about speed, and nothing about what Triton compiles to.
+It finds errors that a CPU tolerates and a GPU does not: operands on two devices, memory that another stream still uses,
+kernels that read past an allocation, recorded graphs over freed memory, and hosts that wait while a graph is recorded.
+The entry point is `simulated_cuda`. The simulation says nothing about speed or about the code that Triton compiles.
 """

@@ -1,4 +1,4 @@
-"""A simulated device for each test, on which no rule may be broken."""
+"""A simulated device for each test; the test fails if a rule of the device is broken."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ collect_ignore_glob = ["test_*.py"] if torch.cuda.is_available() or find_spec("t
 
 
 @pytest.fixture(scope="session")
-def remembered() -> Callable[..., str | None]:
-    """Why kernels are refused, remembered by these tests alone."""
+def cached_reason() -> Callable[..., str | None]:
+    """`unavailable_reason` with a cache that only these tests use."""
     from qcfuse_rag.runtime.kernels.support import unavailable_reason
 
     return cache(unavailable_reason.__wrapped__)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, remembered: Callable[..., str | None]) -> Iterator[Device]:
+def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None]) -> Iterator[Device]:
     from qcfuse_rag.runtime.kernels.launch import concurrent_programs, is_hopper
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
     from tests.simulated.cuda import simulated_cuda
 
-    seams.kernel_refusal(monkeypatch, remembered)
+    seams.kernel_refusal(monkeypatch, cached_reason)
     seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
     seams.kernel_check_rows(monkeypatch, 8)
-    seams.prefill_views(monkeypatch, lambda model: [model])  # as it is for these kernels
+    seams.prefill_views(monkeypatch, lambda model: [model])  # without fused views
     seams.decode_views(monkeypatch, lambda model: {"model": model})
-    seams.ring_bytes(monkeypatch, 1 << 13)  # so that it goes round
+    seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around
     with simulated_cuda() as device:
         yield device
         gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
-    for remembering in (concurrent_programs, is_hopper, supports_large_tile):
-        remembering.cache_clear()
+    for cached in (concurrent_programs, is_hopper, supports_large_tile):
+        cached.cache_clear()

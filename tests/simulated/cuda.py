@@ -1,4 +1,4 @@
-"""`torch.cuda` over a simulated device."""
+"""Replace `torch.cuda` with a simulated device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # torch imports it where a mode is active first, and has to find itself as it is
+import torch._dynamo  # imported before anything is replaced; torch imports it on the first use of a dispatch mode
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -24,17 +24,17 @@ from tests.simulated.tensor import GPU, DeviceTensor, Everywhere
 
 PROPERTIES = SimpleNamespace(name="simulated", major=9, minor=0, multi_processor_count=2, total_memory=80 << 30)
 CUDA, META = 1, 14
-"""Numbers of c10::DeviceType."""
+"""Values of c10::DeviceType."""
 
 
 @contextmanager
 def simulated_cuda(seed: int = 0) -> Iterator[Device]:
-    """Have torch find a CUDA device, `cuda:0`, in this thread and those that are started meanwhile.
+    """Simulate a CUDA device, `cuda:0`, in this thread and in threads that it starts.
 
-    In `torch.inference_mode`, as all our computing is. Nothing may be left on the device afterwards.
+    Runs in `torch.inference_mode`, as the package does. No tensor may stay on the device afterwards.
 
     Args:
-        seed: of what is left to chance.
+        seed: seed of random choices.
     """
     device = Device(seed)
     with ExitStack() as stack:
@@ -48,12 +48,12 @@ def simulated_cuda(seed: int = 0) -> Iterator[Device]:
 
 
 def moved(model: nn.Module, device: Device) -> nn.Module:
-    """Return a model after moving it to the device."""
+    """Move a model to the device and return it."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                there = device.on_device(parameter.data.clone())
-                module._parameters[name] = nn.Parameter(there, requires_grad=False)
+                on_device = device.on_device(parameter.data.clone())
+                module._parameters[name] = nn.Parameter(on_device, requires_grad=False)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = device.on_device(buffer.clone())
@@ -62,10 +62,10 @@ def moved(model: nn.Module, device: Device) -> nn.Module:
 
 @contextmanager
 def _guard() -> Iterator[None]:
-    """Have torch's C++ find somebody who makes a CUDA device the current one, as it does for every call.
+    """Replace torch's C++ guard that makes a CUDA device current, which every call uses.
 
-    Where torch was built for the CPU alone nobody is registered, and where it was built for CUDA somebody who needs a
-    driver. The one who does nothing, for `meta`, stands in.
+    A CPU build of torch has no such guard, and that of a CUDA build needs a driver. The guard of `meta`, which does
+    nothing, replaces it.
     """
     library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
     guards = (ctypes.c_void_p * (META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
@@ -77,33 +77,33 @@ def _guard() -> Iterator[None]:
 
 
 def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is replaced: whose, its name, and by what."""
+    """Yield replacements: the owner, the attribute and its new value."""
     for name, value in {
         "CUDAGraph": lambda: Graph(device),
         "Event": _event_of(device),
-        "Stream": lambda *given: device.new_stream(),
+        "Stream": lambda *args: device.new_stream(),
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
-        "current_stream": lambda *given: device.stream,
-        "default_stream": lambda *given: device.default,
-        "device": lambda *given: nullcontext(),
+        "current_stream": lambda *args: device.stream,
+        "default_stream": lambda *args: device.default,
+        "device": lambda *args: nullcontext(),
         "device_count": lambda: 1,
         "empty_cache": lambda: None,
-        "get_device_capability": lambda *given: (PROPERTIES.major, PROPERTIES.minor),
-        "get_device_name": lambda *given: PROPERTIES.name,
-        "get_device_properties": lambda *given: PROPERTIES,
+        "get_device_capability": lambda *args: (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": lambda *args: PROPERTIES.name,
+        "get_device_properties": lambda *args: PROPERTIES,
         "get_sync_debug_mode": lambda: device.strict,
         "graph_pool_handle": lambda: (0, 1),
         "is_available": lambda: True,
         "is_current_stream_capturing": lambda: device.graph is not None,
         "set_sync_debug_mode": lambda mode: setattr(device, "strict", mode not in (False, 0, "default")),
         "stream": lambda stream: _on(device, stream),
-        "synchronize": lambda *given: device.synchronize(),
+        "synchronize": lambda *args: device.synchronize(),
     }.items():
         yield torch.cuda, name, value
     yield torch, "Generator", _Generator
-    yield torch.Tensor, "is_pinned", lambda self, *given: device.is_pinned(self)
-    yield torch.Tensor, "pin_memory", lambda self, *given: device.pin(self.clone())
+    yield torch.Tensor, "is_pinned", lambda self, *args: device.is_pinned(self)
+    yield torch.Tensor, "pin_memory", lambda self, *args: device.pin(self.clone())
     for name in ("tensor", "as_tensor"):
         yield torch, name, _maker(getattr(torch, name))
     yield threading.Thread, "run", _running(device, threading.Thread.run)
@@ -118,7 +118,7 @@ def _event_of(device: Device) -> type[Event]:
 
 
 class _Generator(torch.Generator):
-    """On the CPU, where the numbers are."""
+    """A generator on the CPU, because the simulation computes there."""
 
     def __new__(cls, device: object = None) -> _Generator:
         return super().__new__(cls)
@@ -134,13 +134,13 @@ def _on(device: Device, stream: Stream) -> Iterator[None]:
 
 
 def _maker(make: Any) -> Any:
-    """Return what makes a tensor of data as torch does: on the host, and then it is copied."""
+    """Return a function that creates a tensor from data as torch does: on the host, then copied to the device."""
 
-    def made(data: Any, *, device: Any = None, **given: Any) -> Any:
+    def made(data: Any, *, device: Any = None, **options: Any) -> Any:
         if isinstance(data, DeviceTensor):
-            return data.to(device or GPU, given.get("dtype") or data.dtype)
-        data = tree_map(lambda one: one.item() if isinstance(one, DeviceTensor) else one, data)
-        on_host = make(data, **given)
+            return data.to(device or GPU, options.get("dtype") or data.dtype)
+        data = tree_map(lambda item: item.item() if isinstance(item, DeviceTensor) else item, data)
+        on_host = make(data, **options)
         return on_host.to(GPU) if device is not None and torch.device(device).type == "cuda" else on_host
 
     return made

@@ -1,4 +1,4 @@
-"""The simulated device: keeps the rules while torch's operations, kernels and recorded graphs run."""
+"""The simulated device: checks its rules while torch's operations, kernels and recorded graphs run."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Device:
     """A device and its host.
 
     Args:
-        seed: of what is left to chance.
+        seed: seed of random choices.
 
     Attributes:
-        broken: what was done against the rules, and where.
-        launched: how often what was launched, by name.
-        host: what it knows, and where it waited.
-        strict: whether waiting is an error, as `torch.cuda.set_sync_debug_mode` says.
+        broken: violations of the rules, with their stack traces.
+        launched: number of launches by name.
+        host: the host's knowledge, and where it waited.
+        strict: whether waiting is an error, as set by `torch.cuda.set_sync_debug_mode`.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class Device:
         self.strict = False
         self.memories: dict[int, Memory] = {}
         self.host = Host(seed, lambda: self.strict or self.graph is not None)
-        self.turn = self.host.turn
+        self.lock = self.host.lock
         self._streams: list[Stream] = []
         self._pinned: list[Lease] = []
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
@@ -55,7 +55,7 @@ class Device:
 
     @property
     def stream(self) -> Stream:
-        """The thread's."""
+        """The current stream of the thread."""
         return getattr(self._of_thread, "stream", None) or self.default
 
     @stream.setter
@@ -64,7 +64,7 @@ class Device:
 
     @property
     def graph(self) -> Graph | None:
-        """What the thread records."""
+        """The graph that the thread records, or None."""
         return getattr(self._of_thread, "graph", None)
 
     @graph.setter
@@ -72,12 +72,12 @@ class Device:
         self._of_thread.graph = graph
 
     def wait(self, why: str) -> None:
-        """Have the host wait for what the thread has launched."""
+        """Make the host wait for everything that the thread has launched."""
         self.host.wait(self.stream.clock, why)
 
     def synchronize(self) -> None:
         self.wait("synchronize")
-        with self.turn:
+        with self.lock:
             for stream in self._streams:
                 self.host.clock.learn(stream.clock)
 
@@ -90,7 +90,7 @@ class Device:
         return self._leases.get(memory.base)
 
     def on_device(self, inner: Tensor) -> DeviceTensor:
-        """Return numbers as a tensor of the device, in memory of the thread's stream if it is new."""
+        """Wrap a CPU tensor as a tensor of the device; new memory belongs to the thread's stream."""
         storage = inner.untyped_storage()
         base = storage.data_ptr()
         memory, lease = self.memories.get(base), self._leases.get(base)
@@ -104,7 +104,7 @@ class Device:
         return DeviceTensor(inner, memory, lease, self)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Take note that a tensor of the host lies in page-locked memory."""
+        """Note that a tensor of the host is in page-locked memory."""
         storage = tensor.untyped_storage()
         self._pinned.append(Lease(storage))
         self.memories[storage.data_ptr()] = Memory(storage.data_ptr(), storage.nbytes(), HOST, pinned=True)
@@ -115,7 +115,7 @@ class Device:
         return memory is not None and memory.pinned
 
     def _free(self, memory: Memory) -> None:
-        """Free memory: its stream may have it again at once, so nobody else may be at it still."""
+        """Free memory: its stream may reuse it at once, so no other stream may still use it."""
         memory.free = True
         if memory.graph:
             return
@@ -129,14 +129,14 @@ class Device:
                 return
 
     def use(self, memory: Memory, where: object, epoch: int, *, write: bool, what: str) -> None:
-        """Note that bytes are used, and whether they may be."""
+        """Note the use of bytes, and complain if it breaks a rule."""
         if self.graph is not None:
             return
         agent = agent_of(epoch)
         clock = self.host.clock if agent == HOST else self._streams[agent - 1].clock
-        wrong = memory.conflict(where, epoch, clock, write=write)
-        if wrong is not None:
-            self.complain(f"{what} {'by the host' if agent == HOST else f'on stream {agent}'} {wrong}")
+        conflict = memory.conflict(where, epoch, clock, write=write)
+        if conflict is not None:
+            self.complain(f"{what} {'by the host' if agent == HOST else f'on stream {agent}'} {conflict}")
         if write:
             memory.written[where] = epoch  # type: ignore[index]
         else:
@@ -155,49 +155,49 @@ class Device:
     # What is launched.
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of torch's operations, wherever its operands are."""
-        with self.turn:
+        """Run one of torch's operations on the host or the device, depending on its operands."""
+        with self.lock:
             name = func._schema.name
             if name in CONVERTING and (name != "aten::to" or any(map(_is_device, (*args, *kwargs.values())))):
                 with Everywhere(self):
                     return func.decompose(*tree_map(_named, args), **tree_map(_named, kwargs))
-            given = tensors_in((args, kwargs))
+            operands = tensors_in((args, kwargs))
             target = kwargs.get("device")
             to_device = target is not None and torch.device(target).type == "cuda"
-            if to_device or any(isinstance(one, DeviceTensor) for one in given):
+            if to_device or any(isinstance(tensor, DeviceTensor) for tensor in operands):
                 return self._launch(func, args, kwargs)
             return self._on_host(Operation(func, args, kwargs))
 
     def _on_host(self, operation: Operation) -> Any:
-        """Run what the device has no part in; it may still be reading page-locked memory."""
+        """Run an operation without device tensors; the device may still read page-locked memory that it writes."""
         pinned = operation.kwargs.pop("pin_memory", None)
-        for one in operation.written():
-            if self.is_pinned(one):
+        for tensor in operation.written():
+            if self.is_pinned(tensor):
                 self._host_epochs += 1
                 self.host.clock[HOST] = epoch = epoch_of(HOST, self._host_epochs)
-                self.use_tensors([one], epoch, write=True, what=operation.name)
+                self.use_tensors([tensor], epoch, write=True, what=operation.name)
         result = operation.compute()
         return self.pin(result) if pinned else result
 
     def _launch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.name == "aten::_has_compatible_shallow_copy_type":
             return False
-        given = tensors_in((args, kwargs))
-        there = [isinstance(one, DeviceTensor) for one in given]
+        operands = tensors_in((args, kwargs))
+        on_device = [isinstance(tensor, DeviceTensor) for tensor in operands]
         target = kwargs.get("device")
         to_host = target is not None and torch.device(target).type == "cpu"
         name = func._schema.name
         if name == "aten::copy_" and not isinstance(args[0], DeviceTensor):
             to_host = True
-        wrappers = {id(one.inner): one for one in given if isinstance(one, DeviceTensor)}
+        wrappers = {id(tensor.inner): tensor for tensor in operands if isinstance(tensor, DeviceTensor)}
         operation = Operation(func, tree_map(_inner, args), tree_map(_inner, {**kwargs, "pin_memory": None}))
         operation.kwargs.pop("pin_memory")
-        from_host = [] if to_host else operation.host_operands(there)
-        if from_host and any(there) and name not in MOVING:
+        from_host = [] if to_host else operation.host_operands(on_device)
+        if from_host and any(on_device) and name not in MOVING:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
         if to_host and operation.non_blocking:
             self.complain(f"{name} to the host is not waited for")
-        waiting = to_host or operation.waits(there) or operation.waits_for_copy(from_host, self.is_pinned)
+        waiting = to_host or operation.waits(on_device) or operation.waits_for_copy(from_host, self.is_pinned)
         if self.graph is not None and not waiting and not all(map(self.is_pinned, from_host)):
             raise RuntimeError(f"{name} from memory that is not page-locked was recorded")
         if waiting and self.graph is not None:
@@ -213,11 +213,11 @@ class Device:
             self.use_tensors(operation.reads(), epoch, write=False, what=name)
             self.use_tensors(written, epoch, write=True, what=name)
         if not to_host:
-            result = tree_map(lambda one: self._wrapped(one, wrappers), result)
+            result = tree_map(lambda value: self._wrapped(value, wrappers), result)
         if fresh or written:
             if "empty" in name:
-                for one in fresh:
-                    poison(one)
+                for tensor in fresh:
+                    poison(tensor)
             else:
                 self.use_tensors(fresh, epoch, write=True, what=name)
             if self.graph is not None:
@@ -227,8 +227,8 @@ class Device:
         return result
 
     def launch_kernel(self, name: str, compute: Callable[[], None]) -> None:
-        """Run a kernel, which says by `tests.simulated.kernels` what it touches."""
-        with self.turn:
+        """Run a kernel; `tests.simulated.kernels` reports the memory it touches."""
+        with self.lock:
             self._of_thread.kernel = name, self._tick(name)
             try:
                 compute()
@@ -239,7 +239,7 @@ class Device:
 
     @property
     def kernel(self) -> tuple[str, int] | None:
-        """The kernel the thread runs, and the epoch that is."""
+        """The kernel that the thread runs, and its epoch."""
         return getattr(self._of_thread, "kernel", None)
 
     def _tick(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Recorded graphs: what was launched while one was recorded runs again over the same memory, and nothing else does."""
+"""Simulated CUDA graphs: a replay runs exactly the recorded launches again, over the same memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Graph:
-    """Stands for `torch.cuda.CUDAGraph`. Recording computes nothing: what is computed to know shapes is undone."""
+    """Replaces `torch.cuda.CUDAGraph`. Recording changes no memory: writes made to find shapes are undone."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._steps: list[Callable[[int], None]] = []
         self._before: dict[int, tuple[Tensor, Tensor, object]] = {}
-        self._own: list[tuple[Memory, Tensor]] = []
-        self._of_others: dict[int, Memory] = {}
+        self._owned: list[tuple[Memory, Tensor]] = []
+        self._external: dict[int, Memory] = {}
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         if self._device.stream is self._device.default:
@@ -36,40 +36,40 @@ class Graph:
         for whole, content, _ in self._before.values():
             whole.copy_(content)
         self._before.clear()
-        for _, tensor in self._own:
+        for _, tensor in self._owned:
             poison(tensor)
 
     def replay(self) -> None:
         device = self._device
-        with device.turn:
+        with device.lock:
             device.launched["graph"] += 1
-            if any(memory.free for memory in self._of_others.values()):
+            if any(memory.free for memory in self._external.values()):
                 device.complain("a graph is replayed over memory that is free")
             epoch = device.stream.tick()
             for step in self._steps:
                 step(epoch)
-            for memory, tensor in self._own:
-                if memory.free:  # other graphs of the same pool have that memory, too
+            for memory, tensor in self._owned:
+                if memory.free:  # other graphs of the same pool use that memory, too
                     poison(tensor)
 
     # While it is recorded.
 
     def own(self, memory: Memory, tensor: Tensor) -> None:
-        """Take memory that was allocated meanwhile: nobody else gets it while there is the graph."""
-        self._own.append((memory, tensor))
+        """Own memory that was allocated while recording, until the graph is freed."""
+        self._owned.append((memory, tensor))
         weakref.finalize(self, self._device.memories.pop, memory.base, None).atexit = False
 
     def about_to(self, operation: Operation, written: Sequence[Tensor]) -> None:
-        """Remember the memory an operation uses, and what was in that it writes."""
+        """Note the memory that an operation uses, and keep the content of the memory it writes."""
         for tensors, remember in ((tensors_in((operation.args, operation.kwargs)), self.note), (written, self.keep)):
             for memory in map(self._device.memory_of, tensors):
                 if memory is not None:
                     remember(memory)
 
     def note(self, memory: Memory) -> None:
-        """Note that memory is used; it has to be there when the graph is replayed."""
+        """Note that memory is used; it must still exist when the graph is replayed."""
         if not self._owns(memory):
-            self._of_others[memory.base] = memory
+            self._external[memory.base] = memory
 
     def keep(self, memory: Memory) -> None:
         """Keep the content of some memory until recording is over."""
@@ -78,19 +78,19 @@ class Graph:
             self._before[memory.base] = whole, whole.clone(), self._device.lease_of(memory)
 
     def _owns(self, memory: Memory) -> bool:
-        return any(memory is own for own, _ in self._own)
+        return any(memory is owned for owned, _ in self._owned)
 
     def record(self, operation: Operation, results: Sequence[Tensor], fresh: Sequence[Tensor]) -> None:
         device = self._device
-        new = {id(one) for one in fresh}
+        new = {id(tensor) for tensor in fresh}
         written = [*operation.written(), *fresh]
 
         def step(epoch: int) -> None:
             what = f"{operation.name} of a graph"
             device.use_tensors(operation.reads(), epoch, write=False, what=what)
-            for place, found in zip(results, tensors_in(operation.compute()), strict=True):
-                if id(place) in new:
-                    place.copy_(found)
+            for target, source in zip(results, tensors_in(operation.compute()), strict=True):
+                if id(target) in new:
+                    target.copy_(source)
             device.use_tensors(written, epoch, write=True, what=what)
 
         self._steps.append(step)
@@ -100,6 +100,6 @@ class Graph:
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill memory of no content with something that shows."""
+    """Fill uninitialised memory with values that show up in results."""
     if tensor.numel():
         tensor.fill_(torch.nan if tensor.is_floating_point() else 1)

@@ -1,4 +1,4 @@
-"""Kernels on the simulated device: Triton's interpreter runs them, and every address they touch is looked at."""
+"""Run kernels of the simulated device in Triton's interpreter and check every address they touch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from tests.simulated.tensor import DeviceTensor, inner_of
 
 @contextmanager
 def watched_kernels(device: Device) -> Iterator[None]:
-    """Have kernels run on the device."""
+    """Make kernels run on the simulated device."""
     run, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def launched(self: Any, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(one, Tensor) and not isinstance(one, DeviceTensor) for one in (*args, *kwargs.values())):
+        if any(
+            isinstance(value, Tensor) and not isinstance(value, DeviceTensor) for value in (*args, *kwargs.values())
+        ):
             raise ValueError(f"{self.fn.__name__} was given a tensor that is not on the device")
-        operands, options = [inner_of(one) for one in args], {name: inner_of(one) for name, one in kwargs.items()}
+        operands = [inner_of(value) for value in args]
+        options = {name: inner_of(value) for name, value in kwargs.items()}
         device.launch_kernel(self.fn.__name__, lambda: run(self, *operands, **options))
 
     def loaded(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
@@ -46,30 +49,30 @@ def watched_kernels(device: Device) -> Iterator[None]:
 
 
 def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:
-    """Note what a kernel reads or writes, if it is anybody's memory at all."""
+    """Note the memory that a kernel reads or writes, and check that it is allocated."""
     if device.kernel is None:
         return
     name, epoch = device.kernel
     size = max(8, pointers.get_element_ty().primitive_bitwidth) // 8
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].reshape(-1)
-    for memory, at in _by_memory(device, addresses.astype(np.int64)):
-        if memory is None or at.max() + size > memory.nbytes:
-            beyond = "nobody's memory" if memory is None else f"beyond an allocation of {memory.nbytes} bytes"
+    for memory, offsets in _by_memory(device, addresses.astype(np.int64)):
+        if memory is None or offsets.max() + size > memory.nbytes:
+            beyond = "unallocated memory" if memory is None else f"beyond an allocation of {memory.nbytes} bytes"
             raise IndexError(f"{name} {'writes' if write else 'reads'} {beyond}")
         if device.graph is not None:
             device.graph.note(memory)
             if write:
                 device.graph.keep(memory)
-        device.use(memory, (at[:, None] + np.arange(size)).reshape(-1), epoch, write=write, what=name)
+        device.use(memory, (offsets[:, None] + np.arange(size)).reshape(-1), epoch, write=write, what=name)
 
 
 def _by_memory(device: Device, addresses: NDArray[np.int64]) -> Iterator[tuple[Memory | None, NDArray[np.int64]]]:
-    """Yield allocations, and where in them addresses are."""
-    bases = sorted(device.memories)  # memory is freed whenever a tensor goes, in whatever thread
+    """Yield allocations with the offsets of the addresses inside them."""
+    bases = sorted(device.memories)  # a copy, because any thread may free memory
     while len(addresses):
-        place = bisect_right(bases, int(addresses.min()))
-        memory = device.memories.get(bases[place - 1]) if place else None
-        end = np.inf if place == len(bases) else bases[place]
-        mine = addresses < end
-        yield memory, addresses[mine] - (0 if memory is None else memory.base)
-        addresses = addresses[~mine]
+        index = bisect_right(bases, int(addresses.min()))
+        memory = device.memories.get(bases[index - 1]) if index else None
+        end = np.inf if index == len(bases) else bases[index]
+        inside = addresses < end
+        yield memory, addresses[inside] - (0 if memory is None else memory.base)
+        addresses = addresses[~inside]

@@ -1,4 +1,4 @@
-"""An allocation of a simulated device, and who has used which of its bytes last."""
+"""An allocation of a simulated device, with the last uses of each of its bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Epochs = NDArray[np.int64]
 
 
 class Lease:
-    """Held by the tensors in an allocation; when the last of them goes, the memory is free."""
+    """Referenced by the tensors of an allocation; the memory is freed with the last of them."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
@@ -28,14 +28,15 @@ class Memory:
     """An allocation.
 
     Attributes:
-        base, nbytes: where.
-        stream: of whom; what is freed there is handed out there again at once.
-        pinned: of the host.
-        written: by byte, the epoch that wrote it last.
-        read: by agent, by byte, the epoch that read it last.
-        recorded_streams: streams that the allocator was told of by `record_stream`.
-        graph: whether a graph has it for itself.
-        free: whether no tensor lies in it any more.
+        base: address.
+        nbytes: size in bytes.
+        stream: the stream that owns it and may reuse it as soon as it is freed.
+        pinned: whether it is page-locked memory of the host.
+        written: by byte, the epoch of the last write.
+        read: by agent and byte, the epoch of the last read.
+        recorded_streams: streams announced to the allocator by `record_stream`.
+        graph: whether it belongs to a graph.
+        free: whether no tensor uses it any more.
     """
 
     base: int
@@ -59,7 +60,7 @@ class Memory:
         marks[where] = epoch  # type: ignore[index]
 
     def conflict(self, where: object, epoch: int, clock: Clock, *, write: bool) -> str | None:
-        """Return what is wrong with using some bytes now, for one who knows what a clock does; None if nothing is."""
+        """Return the conflict of using some bytes now, given the clock of the user; None if there is none."""
         for other in np.unique(self.written[where]).tolist():  # type: ignore[index]
             if not _may_follow(epoch, other, clock):
                 return f"{'overwrites' if write else 'reads'} what stream {agent_of(other)} is perhaps still writing"
@@ -69,7 +70,7 @@ class Memory:
         return None
 
     def last_uses(self) -> Iterator[int]:
-        """Yield epochs, the last of each agent that wrote or read any of it among them."""
+        """Yield epochs that include the last use by each agent."""
         yield from np.unique(self.written).tolist()
         for marks in self.read.values():
             yield int(marks.max(initial=0))
@@ -80,12 +81,12 @@ def _may_follow(epoch: int, other: int, clock: Clock) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> Epochs | slice:
-    """Return which bytes of its allocation a strided tensor lies in."""
+    """Return the bytes of its allocation that a strided tensor occupies."""
     size = tensor.element_size()
     first = tensor.storage_offset() * size
     if tensor.is_contiguous():
         return slice(first, first + tensor.numel() * size)
-    at = np.full((), first, np.int64)
+    offsets = np.full((), first, np.int64)
     for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        at = at[..., None] + np.arange(length) * stride * size
-    return (at[..., None] + np.arange(size)).reshape(-1)
+        offsets = offsets[..., None] + np.arange(length) * stride * size
+    return (offsets[..., None] + np.arange(size)).reshape(-1)

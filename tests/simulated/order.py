@@ -1,7 +1,7 @@
-"""What a device has done when: streams, events, and for each what it knows to be done.
+"""The order of work on a simulated device: streams, events and vector clocks.
 
-Vector clocks and epochs as in FastTrack (Flanagan and Freund, 2009): work of one agent, the host or a stream, comes
-before work of another only if somebody waited. The host's threads count as one agent.
+Vector clocks and epochs are those of FastTrack (Flanagan and Freund, 2009). An agent is the host or a stream. The work
+of an agent precedes that of another only if somebody waited. The host's threads count as one agent.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from random import Random
 
 HOST = 0
 LAUNCH_S = 1e-6
-"""What the device takes for whatever it is given."""
+"""Simulated seconds of each launch."""
 _AGENT = 40
-"""Bits below an agent's number; an epoch is `agent << 40 | number`, so that arrays of them are integers."""
+"""Bits below the agent in an epoch, `agent << 40 | number`, so that epochs fit integer arrays."""
 
 
 def epoch_of(agent: int, number: int) -> int:
@@ -27,7 +27,7 @@ def agent_of(epoch: int) -> int:
 
 
 class Clock(dict[int, int]):
-    """By agent, the last of its epochs that is known to be done."""
+    """The last epoch of each agent that is known to be complete."""
 
     def learn(self, other: Clock) -> None:
         for agent, epoch in other.items():
@@ -38,26 +38,26 @@ class Clock(dict[int, int]):
 
 
 class Host:
-    """What the host knows to be done, and where it waited for that.
+    """The host: its clock, and where it waited.
 
     Args:
-        seed: of what is left to chance.
-        refuses: whether the calling thread may not wait.
+        seed: seed of random choices.
+        refuses: returns whether the calling thread may not wait.
 
     Attributes:
-        turn: held by whoever changes a clock or memory.
-        waits: by the name of each thread, where it waited.
-        seconds: of the device's clock.
+        lock: guards clocks and memory.
+        waits: by thread name, the reasons of its waits.
+        seconds: time of the device's clock in seconds.
     """
 
     def __init__(self, seed: int, refuses: Callable[[], bool]) -> None:
-        self.clock, self.turn, self.chance = Clock(), threading.RLock(), Random(seed)
+        self.clock, self.lock, self.chance = Clock(), threading.RLock(), Random(seed)
         self.waits: dict[str, list[str]] = {}
         self.seconds = 0.0
         self._refuses = refuses
 
     def wait(self, clock: Clock, why: str) -> None:
-        with self.turn:
+        with self.lock:
             if self._refuses():
                 raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
             self.waits.setdefault(threading.current_thread().name, []).append(why)
@@ -65,11 +65,11 @@ class Host:
 
 
 class Stream:
-    """What is launched on it happens in order; stands for `torch.cuda.Stream`.
+    """Runs its launches in order; replaces `torch.cuda.Stream`.
 
     Args:
-        number: as an agent.
-        host: whatever it knows comes before what is launched from now on.
+        number: its number as an agent.
+        host: the host; work that it knows to be complete precedes later launches.
     """
 
     def __init__(self, number: int, host: Host) -> None:
@@ -78,7 +78,7 @@ class Stream:
 
     def tick(self) -> int:
         """Return the next epoch."""
-        with self._host.turn:
+        with self._host.lock:
             self.clock.learn(self._host.clock)
             epoch = epoch_of(self.number, next(self._epochs))
             self.clock[self.number] = epoch
@@ -87,13 +87,13 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event(self._host)
-        with self._host.turn:
+        with self._host.lock:
             self.clock.learn(self._host.clock)
             event.clock, event.at = Clock(self.clock), self._host.seconds
         return event
 
     def wait_event(self, event: Event) -> None:
-        with self._host.turn:
+        with self._host.lock:
             self.clock.learn(event.clock)
 
     def wait_stream(self, other: Stream) -> None:
@@ -104,7 +104,7 @@ class Stream:
 
 
 class Event:
-    """Something a stream will have done; stands for `torch.cuda.Event`."""
+    """A point in the work of a stream; replaces `torch.cuda.Event`."""
 
     def __init__(self, host: Host, *, timed: bool = False) -> None:
         self.clock, self._host, self._timed = Clock(), host, timed
@@ -114,9 +114,9 @@ class Event:
         self._host.wait(self.clock, "an event")
 
     def query(self) -> bool:
-        """Return whether it has happened; what the host has not waited for may have or not."""
+        """Return whether the event has happened; at random if the host has not waited for it."""
         host = self._host
-        with host.turn:
+        with host.lock:
             happened = all(map(host.clock.knows, self.clock.values())) or host.chance.random() < 0.5
             if happened:
                 host.clock.learn(self.clock)
@@ -124,9 +124,9 @@ class Event:
 
     def elapsed_time(self, later: Event) -> float:
         """Return milliseconds."""
-        for one in (self, later):
-            if not one._timed:
+        for event in (self, later):
+            if not event._timed:
                 raise ValueError("events must be created with argument 'enable_timing=True'")
-            if not one.clock or not all(map(self._host.clock.knows, one.clock.values())):
+            if not event.clock or not all(map(self._host.clock.knows, event.clock.values())):
                 raise RuntimeError("the host does not know whether the event has happened")
         return (later.at - self.at) * 1000

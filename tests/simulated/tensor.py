@@ -1,4 +1,4 @@
-"""Tensors that say they are on a CUDA device, and send all that is done with them to the simulation."""
+"""Tensors that report a CUDA device and send all their operations to the simulation."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DeviceTensor(torch.Tensor):
     """A tensor on the simulated device.
 
     Attributes:
-        inner: its numbers, on the CPU.
-        memory: where they lie.
+        inner: the data, on the CPU.
+        memory: the allocation of the data.
     """
 
     inner: Tensor
@@ -46,8 +46,8 @@ class DeviceTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
-    def is_contiguous(self, **given: Any) -> bool:
-        return self.inner.is_contiguous(**given)
+    def is_contiguous(self, **options: Any) -> bool:
+        return self.inner.is_contiguous(**options)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -57,19 +57,19 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        flat = [one for part in given for one in (part if isinstance(part, (list, tuple)) else [part])]
-        simulation = next(one.simulation for one in flat if isinstance(one, DeviceTensor))
+        values = [*args, *(kwargs or {}).values()]
+        flat = [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
+        simulation = next(item.simulation for item in flat if isinstance(item, DeviceTensor))
         return simulation.run(func, args, kwargs or {})
 
 
 def inner_of(value: Any) -> Any:
-    """Return a tensor's numbers, and anything else as it is."""
+    """Return the CPU data of a device tensor, and any other value unchanged."""
     return value.inner if isinstance(value, DeviceTensor) else value
 
 
 class Everywhere(TorchDispatchMode):
-    """Sends to the simulation what a thread does without any tensor of the device, such as making one."""
+    """Sends a thread's operations without device tensors to the simulation, such as creating one."""
 
     def __init__(self, simulation: Device) -> None:
         super().__init__()

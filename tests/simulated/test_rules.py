@@ -1,4 +1,4 @@
-"""What breaks a rule of the device is found, and what keeps it passes."""
+"""The simulation finds violations of the device's rules, and passes code that follows them."""
 
 from __future__ import annotations
 
@@ -17,101 +17,101 @@ GPU = "cuda:0"
 
 @pytest.fixture
 def broken(device: Device) -> list[str]:
-    """What was found, forgiven in the end."""
-    found: list[str] = []
-    device.broken = found
-    yield found  # type: ignore[misc]
+    """The violations of this test, which may have some."""
+    violations: list[str] = []
+    device.broken = violations
+    yield violations  # type: ignore[misc]
     device.broken = []
 
 
 def test_numbers_are_those_of_the_cpu(device: Device) -> None:
-    one = torch.arange(12.0).view(3, 4)
-    there = one.to(GPU)
-    assert there.device == torch.device(GPU)
-    assert torch.equal((there @ there.T)[1:, ::2].cpu(), (one @ one.T)[1:, ::2])
-    there[:, 1] = 7
-    assert there.sum().item() == float(one.sum() - one[:, 1].sum() + 21)
+    on_cpu = torch.arange(12.0).view(3, 4)
+    on_gpu = on_cpu.to(GPU)
+    assert on_gpu.device == torch.device(GPU)
+    assert torch.equal((on_gpu @ on_gpu.T)[1:, ::2].cpu(), (on_cpu @ on_cpu.T)[1:, ::2])
+    on_gpu[:, 1] = 7
+    assert on_gpu.sum().item() == float(on_cpu.sum() - on_cpu[:, 1].sum() + 21)
 
 
 def test_operands_on_two_devices_are_refused(device: Device) -> None:
-    there = torch.ones(3, device=GPU)
-    assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2], "a number may come from anywhere"
+    on_gpu = torch.ones(3, device=GPU)
+    assert (on_gpu + torch.tensor(1.0)).tolist() == [2, 2, 2], "a scalar may come from either"
     with pytest.raises(RuntimeError, match="same device"):
-        there + torch.ones(3)
+        on_gpu + torch.ones(3)
     with pytest.raises(RuntimeError, match="same device"):
-        torch.nn.functional.embedding(torch.tensor([0]), there[:, None])
+        torch.nn.functional.embedding(torch.tensor([0]), on_gpu[:, None])
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3)[torch.tensor([0], device=GPU)]
     with pytest.raises(RuntimeError, match="same device"):
-        there[torch.tensor([0, 1], device=GPU)] = torch.ones(2)
-    assert there[torch.tensor([0, 1])].tolist() == [1, 1], "indices may be the host's"
+        on_gpu[torch.tensor([0, 1], device=GPU)] = torch.ones(2)
+    assert on_gpu[torch.tensor([0, 1])].tolist() == [1, 1], "indices may be on the host"
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_another_stream_writes_has_to_be_waited_for(broken: list[str], waits: bool) -> None:
-    there, other = torch.ones(8, device=GPU), torch.cuda.Stream()
+def test_reading_what_another_stream_writes_needs_a_wait(broken: list[str], waits: bool) -> None:
+    on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
-        there[:4].mul_(2)
-    assert there[4:].sum() == 4, "other bytes of the same memory"
+        on_gpu[:4].mul_(2)
+    assert on_gpu[4:].sum() == 4, "other bytes of the same memory"
     if waits:
         torch.cuda.current_stream().wait_event(other.record_event())
-    there[3:] + 1
-    assert [one.split("\n")[0] for one in broken] == (
+    on_gpu[3:] + 1
+    assert [violation.split("\n")[0] for violation in broken] == (
         [] if waits else ["aten::add on stream 1 reads what stream 2 is perhaps still writing"]
     )
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_another_stream_reads_is_not_overwritten(broken: list[str], waits: bool) -> None:
-    there, other = torch.ones(8, device=GPU), torch.cuda.Stream()
+def test_overwriting_what_another_stream_reads_needs_a_wait(broken: list[str], waits: bool) -> None:
+    on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
-        there * 2
+        on_gpu * 2
     if waits:
         other.synchronize()
-    there.zero_()
+    on_gpu.zero_()
     assert len(broken) == (0 if waits else 1)
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_page_locked_memory_is_left_alone_while_it_is_copied(broken: list[str], waits: bool) -> None:
-    place = torch.empty(8, pin_memory=True)
-    assert place.is_pinned()
-    there = place.copy_(torch.ones(8)).to(GPU, non_blocking=True)
+def test_page_locked_memory_is_not_written_while_it_is_copied(broken: list[str], waits: bool) -> None:
+    pinned = torch.empty(8, pin_memory=True)
+    assert pinned.is_pinned()
+    on_gpu = pinned.copy_(torch.ones(8)).to(GPU, non_blocking=True)
     if waits:
-        there.sum().item()
-    place.zero_()
+        on_gpu.sum().item()
+    pinned.zero_()
     assert len(broken) == (0 if waits else 1)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_memory_another_stream_uses_is_not_freed_unless_the_allocator_knows(broken: list[str], told: bool) -> None:
-    there, other = torch.ones(8, device=GPU), torch.cuda.Stream()
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_another_stream_uses_is_not_freed_unless_the_allocator_knows(broken: list[str], recorded: bool) -> None:
+    on_gpu, other = torch.ones(8, device=GPU), torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
-        kept = there + 1
-    if told:
-        there.record_stream(other)
-    del there
+        kept = on_gpu + 1
+    if recorded:
+        on_gpu.record_stream(other)
+    del on_gpu
     gc.collect()
-    assert len(broken) == (0 if told else 1)
+    assert len(broken) == (0 if recorded else 1)
     torch.cuda.synchronize()
     del kept
 
 
 @triton.jit
-def shifted(given, into, count, SIZE: tl.constexpr):
-    at = tl.arange(0, SIZE)
-    tl.store(into + at, tl.load(given + at + 1, mask=at < count, other=0.0), mask=at < SIZE)
+def shifted(source, into, count, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(into + index, tl.load(source + index + 1, mask=index < count, other=0.0), mask=index < SIZE)
 
 
 def test_kernels_stay_within_their_operands(device: Device) -> None:
-    given, into = torch.arange(8.0, device=GPU), torch.empty(8, device=GPU)
-    shifted[(1,)](given, into, 7, SIZE=8)
+    source, into = torch.arange(8.0, device=GPU), torch.empty(8, device=GPU)
+    shifted[(1,)](source, into, 7, SIZE=8)
     assert into.tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
     with pytest.raises(Exception, match="reads beyond an allocation of 32 bytes"):
-        shifted[(1,)](given, into, 8, SIZE=8)
+        shifted[(1,)](source, into, 8, SIZE=8)
     with pytest.raises(Exception, match="not on the device"):
         shifted[(1,)](torch.arange(8.0), into, 7, SIZE=8)
 
@@ -129,59 +129,59 @@ def recorded(compute: object) -> tuple[Tensor, torch.cuda.CUDAGraph]:
 
 
 def test_a_graph_computes_when_it_is_replayed_and_over_the_same_memory(device: Device) -> None:
-    given, total, factor = torch.ones(4, device=GPU), torch.zeros(4, device=GPU), [2.0]
-    result, graph = recorded(lambda: total.add_(given * factor[0]) + 1)
+    source, total, factor = torch.ones(4, device=GPU), torch.zeros(4, device=GPU), [2.0]
+    result, graph = recorded(lambda: total.add_(source * factor[0]) + 1)
     assert total.tolist() == [0] * 4, "recording changes nothing"
     assert result.isnan().all()
     factor[0] = 100.0
     graph.replay()
-    given.fill_(5)
+    source.fill_(5)
     graph.replay()
     assert result.tolist() == [13] * 4
 
 
 def test_kernels_are_recorded_too(device: Device) -> None:
-    given, into = torch.arange(8.0, device=GPU), torch.zeros(8, device=GPU)
-    _, graph = recorded(lambda: shifted[(1,)](given, into, 7, SIZE=8))
+    source, into = torch.arange(8.0, device=GPU), torch.zeros(8, device=GPU)
+    _, graph = recorded(lambda: shifted[(1,)](source, into, 7, SIZE=8))
     assert into.tolist() == [0] * 8
-    given.mul_(2)
+    source.mul_(2)
     graph.replay()
     assert into.tolist() == [2, 4, 6, 8, 10, 12, 14, 0]
 
 
-def test_what_waits_is_not_recorded(device: Device) -> None:
-    given = torch.ones(4, device=GPU)
-    for compute in (given.nonzero, given.sum().item, lambda: given[given > 0], lambda: torch.ones(4).to(GPU)):
+def test_waiting_operations_are_not_recorded(device: Device) -> None:
+    source = torch.ones(4, device=GPU)
+    for compute in (source.nonzero, source.sum().item, lambda: source[source > 0], lambda: torch.ones(4).to(GPU)):
         with pytest.raises(RuntimeError, match="synchronizing"):
             recorded(compute)
-    event, ones = torch.cuda.current_stream().record_event(), given > 0
+    event, ones = torch.cuda.current_stream().record_event(), source > 0
     device.strict = True
-    for wait in (given.tolist, event.synchronize, torch.cuda.synchronize, lambda: torch.where(ones)):
+    for wait in (source.tolist, event.synchronize, torch.cuda.synchronize, lambda: torch.where(ones)):
         with pytest.raises(RuntimeError, match="synchronizing"):
             wait()
-    given[ones] = 0.0
+    source[ones] = 0.0
     device.strict = False
 
 
-def test_the_host_waits_for_copies_unless_it_says_otherwise(device: Device) -> None:
+def test_the_host_waits_for_blocking_copies_only(device: Device) -> None:
     device.strict = True
     with pytest.raises(RuntimeError, match="synchronizing"):
         torch.ones(1 << 15).to(GPU, non_blocking=True)
-    for told in (True, False):
-        for place in (torch.ones(4), torch.empty(4, pin_memory=True)):
-            if told:
-                place.to(GPU, non_blocking=True)
-                torch.zeros(4, device=GPU).copy_(place, non_blocking=True)
+    for non_blocking in (True, False):
+        for source in (torch.ones(4), torch.empty(4, pin_memory=True)):
+            if non_blocking:
+                source.to(GPU, non_blocking=True)
+                torch.zeros(4, device=GPU).copy_(source, non_blocking=True)
                 continue
             with pytest.raises(RuntimeError, match="synchronizing"):
-                place.to(GPU)
+                source.to(GPU)
     device.strict = False
 
 
-def test_memory_of_a_graph_is_not_to_be_freed(broken: list[str]) -> None:
+def test_memory_of_a_graph_must_not_be_freed(broken: list[str]) -> None:
     def doubling() -> tuple[Tensor, torch.cuda.CUDAGraph]:
-        given = torch.ones(4, device=GPU)
-        return recorded(lambda: given * 2)
+        source = torch.ones(4, device=GPU)
+        return recorded(lambda: source * 2)
 
     _, graph = doubling()
     gc.collect()
@@ -189,10 +189,10 @@ def test_memory_of_a_graph_is_not_to_be_freed(broken: list[str]) -> None:
     assert broken[0].startswith("a graph is replayed over memory that is free")
 
 
-def test_what_a_graph_leaves_behind_is_gone_when_another_is_recorded(device: Device) -> None:
-    """Graphs of a pool share the memory that nothing refers to any more."""
-    given, kept = torch.ones(4, device=GPU), []
-    result, graph = recorded(lambda: (kept.append(given * 2), kept[0] + 1)[1])
+def test_intermediate_memory_of_a_graph_is_reused_by_others(device: Device) -> None:
+    """Graphs of a pool share memory that no tensor refers to any more."""
+    source, kept = torch.ones(4, device=GPU), []
+    result, graph = recorded(lambda: (kept.append(source * 2), kept[0] + 1)[1])
     graph.replay()
     assert kept[0].tolist() == [2] * 4
     inner = kept[0].inner

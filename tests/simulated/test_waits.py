@@ -1,4 +1,4 @@
-"""A host ahead of its device: how far, and what it knows of the time that passes there."""
+"""The host runs ahead of the device: how often it waits, how far ahead it may be, and how it times the device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.simulated.device import Device
 from tests.simulated.test_engine import PASSAGES, PROPHETKV, QUESTION, assert_same, engines
 from tests.support import seams
 
-TO_REPORT_WHICH_ROWS = "aten::_to_copy"
+COPY_OF_ROWS = "aten::_to_copy"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ TO_REPORT_WHICH_ROWS = "aten::_to_copy"
 def test_the_host_waits_once_a_prefill_when_all_is_launched(
     method: str, recorded: bool, missing: list[str], device: Device, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Waiting between layers or stages, it could not launch ahead of the device."""
+    """If it waited between layers or stages, it could not launch ahead of the device."""
     assert kernels_available(torch.device("cuda", 0), torch.float32, 16)
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     if recorded:
@@ -48,59 +48,59 @@ def test_the_host_waits_once_a_prefill_when_all_is_launched(
     device.host.waits.clear()
     engine.prefill(prompt, method=chosen)
     assert (device.launched["graph"] > 0) == recorded
-    assert device.host.waits[threading.current_thread().name] == ["an event", TO_REPORT_WHICH_ROWS]
+    assert device.host.waits[threading.current_thread().name] == ["an event", COPY_OF_ROWS]
 
 
 @pytest.mark.parametrize("method", ["reuse", "cacheblend"], ids=["layer by layer", "all layers at once"])
-def test_of_what_is_placed_no_more_piles_up_on_the_device_than_may_be_there(
+def test_transferred_data_on_the_device_stays_within_its_limit(
     method: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, there = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=6)
-    prompt, chosen = here.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
-    expected = here.prefill(prompt, method=chosen)
-    room = 2 * expected.report.bytes_loaded // 6
+    cpu, gpu = engines(device, tokenizer, store=MemoryStore(pinned=True), layers=6)
+    prompt, chosen = cpu.prompt(QUESTION, PASSAGES), make_method(method, base=FRAMED)
+    expected = cpu.prefill(prompt, method=chosen)
+    limit = 2 * expected.report.bytes_loaded // 6
     in_flight, most, send, release = 0, 0, HostToDevice.send, LayerLoader._release_placed
-    turn, more_than_room = threading.Lock(), threading.Event()
+    lock, more_than_limit = threading.Lock(), threading.Event()
 
     def counted(transfer: HostToDevice, tensors: Sequence[Tensor]) -> TransferHandle:
         nonlocal in_flight, most
-        found = send(transfer, tensors)
-        with turn:
-            in_flight += found.nbytes
+        handle = send(transfer, tensors)
+        with lock:
+            in_flight += handle.nbytes
             most = max(most, in_flight)
-        if most > room:
-            more_than_room.set()
-        return found
+        if most > limit:
+            more_than_limit.set()
+        return handle
 
     def counted_release(loader: LayerLoader) -> None:
         nonlocal in_flight
-        more_than_room.wait(timeout=10)  # so that there is something to keep within bounds
+        more_than_limit.wait(timeout=10)  # so that the limit is reached
         before = list(loader._placing)
-        with turn:
+        with lock:
             release(loader)
             for nbytes, placed in before[: len(before) - len(loader._placing)]:
-                assert all(map(device.host.clock.knows, placed.clock.values())), "given back before it was placed"
+                assert all(map(device.host.clock.knows, placed.clock.values())), "released before it was placed"
                 in_flight -= nbytes
 
-    seams.bytes_ahead(monkeypatch, room)
+    seams.bytes_ahead(monkeypatch, limit)
     monkeypatch.setattr(HostToDevice, "send", counted)
     monkeypatch.setattr(LayerLoader, "_release_placed", counted_release)
-    assert_same(there.prefill(prompt, method=chosen), expected)
-    assert room < most <= room + room // 2, "a layer more: it is sent before the thread waits"
+    assert_same(gpu.prefill(prompt, method=chosen), expected)
+    assert limit < most <= limit + limit // 2, "one layer more: it is sent before the thread waits"
 
 
-def test_what_the_device_waits_for_is_neither_probing_nor_recomputing(
+def test_waits_of_the_device_count_neither_as_probing_nor_as_recomputing(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, engine = engines(device, tokenizer, store=MemoryStore(pinned=True))
     prompt, receive = engine.prompt(QUESTION, PASSAGES), TransferHandle.receive
     usual = engine.prefill(prompt, method=PROPHETKV).report.timings
 
-    def late(sent: TransferHandle) -> None:
+    def late(handle: TransferHandle) -> None:
         device.host.seconds += 0.5
-        receive(sent)
+        receive(handle)
 
     monkeypatch.setattr(TransferHandle, "receive", late)
-    found = engine.prefill(prompt, method=PROPHETKV).report.timings
-    assert 0 < found.probe_s == pytest.approx(usual.probe_s, abs=0.1)
-    assert 0 < found.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)
+    timings = engine.prefill(prompt, method=PROPHETKV).report.timings
+    assert 0 < timings.probe_s == pytest.approx(usual.probe_s, abs=0.1)
+    assert 0 < timings.recompute_s == pytest.approx(usual.recompute_s, abs=0.1)

@@ -1,1 +1,1 @@
-"""Every kernel against plain torch: under Triton's interpreter on a CPU, compiled where there is a CUDA device."""
+"""Every kernel against plain torch: in Triton's interpreter on a CPU, compiled on a CUDA device."""

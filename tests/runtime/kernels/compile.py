@@ -1,9 +1,9 @@
-"""Compile every kernel, by its own launcher, for a GPU that need not be there; print what each takes.
+"""Compile every kernel through its launcher for a GPU that need not be present; print the resources of each.
 
     TRITON_INTERPRET=0 python -m tests.runtime.kernels.compile 90
 
-A line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared memory a
-program takes, and the bytes of stack, which is where registers are spilled to, that a thread takes. Nothing is run.
+Prints a line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared
+memory of a program, and the bytes of stack of a thread, to which registers are spilled. Nothing is run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32",
 """Dtype, heads, key heads, channels of a head."""
 
 
-class Elsewhere:
-    """As much of a driver as compiling needs."""
+class AbsentGPU:
+    """The part of a driver that compiling needs."""
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, 32)
@@ -60,10 +60,10 @@ class Elsewhere:
 
 
 def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
-    """Yield dtype, channels of a head, and a call that launches: what models of these sizes have engines do."""
+    """Yield dtype, channels of a head, and a launching call, as an engine would run them for models of these sizes."""
     for name, heads, kv_heads, dim in SIZES:
         dtype, length = DTYPES[name], 512
-        query, asking = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
+        query, decode_query = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
         key, fresh = torch.zeros(1, kv_heads, length, dim, dtype=dtype), torch.zeros(2, kv_heads, 1, dim, dtype=dtype)
         rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([[3], [9]])
         shapes = (KVShape(kv_heads, dim, dim),)
@@ -71,16 +71,18 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         table = KVTable.of([buffer, buffer], shapes, 64)
         plain: dict[str, Any] = {"scaling": 0.1}
         special = {**plain, "softcap": 30.0, "window": 100}
-        hows = ((special, torch.zeros(heads, dtype=dtype), 1), (plain, None, 2))
-        for how, sinks, splits in hows if name == "bf16" else hows[:1]:  # the first takes the most of a device
-            attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **how)
+        settings = ((special, torch.zeros(heads, dtype=dtype), 1), (plain, None, 2))
+        for setting, sinks, splits in (
+            settings if name == "bf16" else settings[:1]
+        ):  # the first needs the most resources
+            attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **setting)
             yield name, dim, partial(attending, splits=splits)
-            several = asking.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
-            for given in ((asking, table, 0, ends), several):
-                yield name, dim, partial(table_attention, *given, sinks=sinks, splits=splits, **how)
+            several = decode_query.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
+            for operands in ((decode_query, table, 0, ends), several):
+                yield name, dim, partial(table_attention, *operands, sinks=sinks, splits=splits, **setting)
             if architecture == HOPPER and large_tile_fits(dtype, dim):
                 yield name, dim, partial(attending, tile=LARGE_TILE)
-                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=LARGE_TILE, **how)
+                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=LARGE_TILE, **setting)
         for splits in (1, 3):
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
@@ -93,7 +95,7 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             yield name, dim, partial(gated, query, query, activation)
         x, weight = torch.zeros(2, 4 * dim, dtype=dtype), torch.zeros(512, 4 * dim, dtype=dtype)
         norm = Norm(weight[0], 1e-6)
-        for strip in STRIPS if (name, dim) == ("bf16", 128) else ():  # they know of no heads; float32 may not fit
+        for strip in STRIPS if (name, dim) == ("bf16", 128) else ():  # independent of heads; float32 may not fit
             yield name, dim, partial(projected, x, [weight] * 3, [weight[:, 0]] * 3, norm=norm, strip=strip)
             yield name, dim, partial(projected, x, [weight], residual=weight[:2, :1].expand(2, 512), strip=strip)
             yield name, dim, partial(gate_projected, x, weight, weight, "silu", norm=norm, strip=strip)
@@ -105,19 +107,19 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
 
 
 def spilled_bytes(cubin: bytes) -> int:
-    """Return the bytes of stack that a thread of the program in a binary takes."""
+    """Return the bytes of stack of a thread of a compiled program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return max(map(int, re.findall(r"STACK:(\d+)", told)))
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", usage)))
 
 
 def main() -> None:
     """Compile and print."""
     architecture = int(sys.argv[1])
-    driver.set_active(Elsewhere(architecture))
+    driver.set_active(AbsentGPU(architecture))
     compiled: dict[str, tuple[str, Any]] = {}
 
     def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
@@ -131,11 +133,11 @@ def main() -> None:
     for name, dim, call in launches(architecture):
         before = set(compiled)
         call()
-        for one in compiled.keys() - before:
-            kernel, made = compiled[one]
-            about = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
-            taken = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
-            print(json.dumps({**about, **taken}), flush=True)
+        for key in compiled.keys() - before:
+            kernel, made = compiled[key]
+            case = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
+            resources = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
+            print(json.dumps({**case, **resources}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine that uses kernels on this device, if need be under the interpreter."""
+"""An engine that uses kernels on this device, in the interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.recorders import DEVICE
 
 @pytest.fixture
 def warmed(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -> FusionEngine:
-    """An engine of a family of models and a format of numbers, its passages warmed without kernels.
+    """An engine of a model family and a storage format, whose passages were warmed without kernels.
 
-    Ask for it before `with_kernels`.
+    Request it before `with_kernels`.
     """
     family, numbers = getattr(request, "param", ("llama", "model"))
     store = MemoryStore()
@@ -32,7 +32,7 @@ def warmed(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerFast) -
 
 @pytest.fixture
 def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Have the engine use kernels on this device, if need be under the interpreter; returns what was called."""
+    """Make the engine use kernels on this device, in the interpreter on a CPU; return the names of called kernels."""
     called: list[str] = []
 
     def counted(name: str, kernel: Any) -> Any:
@@ -42,8 +42,8 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    seams.engine_has_kernels(monkeypatch, lambda *given: True)
-    seams.placement_support(monkeypatch, lambda *given: True)
+    seams.engine_has_kernels(monkeypatch, lambda *_: True)
+    seams.placement_support(monkeypatch, lambda *_: True)
     if DEVICE.type == "cpu":
         seams.transfer(monkeypatch, lambda runner: Nearby())
     for name, kernel in seams.KERNELS.items():

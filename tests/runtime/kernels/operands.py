@@ -1,4 +1,4 @@
-"""What kernels are tested with: fresh random operands in poisoned buffers, and how far off a result is."""
+"""Random operands in poisoned buffers for kernel tests, and the relative error of a result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ DTYPES = [
 ]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """`|found - expected| / |expected|`; NaN never passes a comparison."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """`|result - expected| / |expected|`; NaN never passes a comparison."""
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 def operands(
@@ -45,20 +45,20 @@ def operands(
 def tabled(
     rows: list[list[int]], heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, layers: int = 2
 ) -> tuple[Tensor, list[KVBuffer], KVTable, Tensor]:
-    """Fresh queries of requests of different lengths, whose buffers hold NaN behind each one's last row."""
+    """Random queries of requests of different lengths, whose buffers hold NaN after the last row of each."""
     shapes, buffers = [KVShape(kv_heads, dim, value_dim)] * layers, []
-    ends = [own[-1] + 1 for own in rows]
+    ends = [positions[-1] + 1 for positions in rows]
     for end in ends:
         buffer = KVBuffer.allocate(tuple(shapes), end + 9 * len(buffers), dtype=dtype, device=DEVICE)
-        for held in (*buffer.keys, *buffer.values):
-            held.copy_(torch.randn(held.shape))[:, :, end:] = float("nan")
+        for tensor in (*buffer.keys, *buffer.values):
+            tensor.copy_(torch.randn(tensor.shape))[:, :, end:] = float("nan")
         buffers.append(buffer)
     query = torch.randn(len(rows), len(rows[0]), heads, dim).to(DEVICE, dtype).transpose(1, 2)
     return query, buffers, KVTable.of(buffers, shapes, max(ends)), torch.tensor(rows, device=DEVICE)
 
 
 def watched(kernel: Any, launched: list[dict[str, Any]]) -> Any:
-    """A kernel that notes by what constants it is launched."""
+    """A kernel that records the constants of its launches."""
 
     class Watched:
         def __getitem__(self, grid: Any) -> Any:

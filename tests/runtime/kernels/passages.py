@@ -1,4 +1,4 @@
-"""What the engine is asked with kernels, and how blocks come to it where host and device are one."""
+"""Passages and a question for kernel tests, and a transfer for a host that is its own device."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.support.recorders import DEVICE
 
 PASSAGES = ["The ferry is green, its captain is Orla.", "The paint is kept in the mill.", "Nobody has a key."]
 QUESTION = "Who paints?"
-"""Short: the interpreter takes its time for every token."""
+"""Short, because the interpreter is slow."""
 
 
 class Nearby:
-    """Stands for a transfer where host and device are one; what is sent is there `at_once`, or not until received."""
+    """Replaces a transfer if host and device are the same; data arrives `at_once`, or when it is received."""
 
     device = DEVICE
 

@@ -33,61 +33,63 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_that_of_the_reference(shape: str, dtype: torch.dtype) -> None:
     query, key, value, rows = operands(*SHAPES[shape], dtype)
-    found = sparse_attention(query, key, value, rows, scaling=0.2)
-    assert found.dtype == dtype
-    assert relative_error(found, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
+    result = sparse_attention(query, key, value, rows, scaling=0.2)
+    assert result.dtype == dtype
+    assert relative_error(result, sparse_attention_reference(query, key, value, rows, scaling=0.2)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, None), (37, 3.0), (1000, None)])
-def test_attention_with_all_that_models_ask_for(
+def test_attention_with_windows_caps_and_sinks(
     splits: int, sinks: bool, window: int | None, softcap: float | None
 ) -> None:
     query, key, value, rows = operands(6, 2, [2, 64, 127, 128, 250, 399], 400, 64, 32, torch.float32)
-    about = {"scaling": 0.3, "softcap": softcap, "window": window, "sinks": torch.randn(6) if sinks else None}
-    about["sinks"] = about["sinks"].to(DEVICE) if sinks else None  # type: ignore[union-attr]
-    found = sparse_attention(query, key, value, rows, splits=splits, **about)  # type: ignore[arg-type]
-    expected = sparse_attention_reference(query, key, value, rows, **about)  # type: ignore[arg-type]
-    assert relative_error(found, expected) < 1e-5
+    settings = {"scaling": 0.3, "softcap": softcap, "window": window, "sinks": torch.randn(6) if sinks else None}
+    settings["sinks"] = settings["sinks"].to(DEVICE) if sinks else None  # type: ignore[union-attr]
+    result = sparse_attention(query, key, value, rows, splits=splits, **settings)  # type: ignore[arg-type]
+    expected = sparse_attention_reference(query, key, value, rows, **settings)  # type: ignore[arg-type]
+    assert relative_error(result, expected) < 1e-5
 
 
 def test_keys_after_the_last_row_are_not_read() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 100, 64, 64, torch.float32)
     key[:, :, 10:], value[:, :, 10:] = float("nan"), float("nan")
-    found = sparse_attention(query, key, value, rows, scaling=1.0)
+    result = sparse_attention(query, key, value, rows, scaling=1.0)
     expected = sparse_attention_reference(query, key[:, :, :10], value[:, :, :10], rows, scaling=1.0)
-    assert relative_error(found, expected) < 1e-5
+    assert relative_error(result, expected) < 1e-5
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, 4.0)])
-def test_very_many_rows_are_taken_in_taller_blocks(
+def test_the_large_tile_agrees_with_the_reference(
     dtype: torch.dtype, splits: int, window: int | None, softcap: float | None
 ) -> None:
-    """The last rows before the first, keys that all rows of a block see before those that some see."""
+    """Rows at both ends of the prompt, with keys that all rows of a block see and keys that only some see."""
     rows = [0, 1, 2, *range(120, 400, 3)]
-    about: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
-    given = operands(4, 2, rows, 400, 64, 64, dtype)
-    found = sparse_attention(*given, **about, tile=launch.LARGE_TILE, splits=splits)
-    assert relative_error(found, sparse_attention_reference(*given, **about)) < TOLERANCE[dtype]
-    query, buffers, held, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
-    found = table_attention(query, held, 0, at, **about, tile=launch.LARGE_TILE, splits=splits)
-    assert relative_error(found, table_attention_reference(query, buffers, 0, at, **about)) < TOLERANCE[dtype]
+    settings: dict[str, Any] = {"scaling": 0.2, "softcap": softcap, "window": window}
+    tensors = operands(4, 2, rows, 400, 64, 64, dtype)
+    result = sparse_attention(*tensors, **settings, tile=launch.LARGE_TILE, splits=splits)
+    assert relative_error(result, sparse_attention_reference(*tensors, **settings)) < TOLERANCE[dtype]
+    query, buffers, table, at = tabled([rows, [*range(len(rows))]], 4, 2, 64, 64, dtype, layers=1)
+    result = table_attention(query, table, 0, at, **settings, tile=launch.LARGE_TILE, splits=splits)
+    assert relative_error(result, table_attention_reference(query, buffers, 0, at, **settings)) < TOLERANCE[dtype]
 
 
-def test_rows_fill_a_hopper_gpu_before_they_are_taken_in_taller_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_tile_is_used_for_enough_rows_to_fill_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device = DEVICE
     monkeypatch.setattr(launch, "concurrent_programs", lambda device: 264)
-    for tall, rows, expected in ((True, 1024, 128), (True, 800, 128), (True, 760, 64), (False, 1024, 64)):
-        monkeypatch.setattr(attention, "supports_large_tile", lambda *given, tall=tall: tall)
-        found = attention.attention_tile(torch.bfloat16, 128, 4 * rows, 8, device)
-        assert found.rows == expected, "of 32 heads, 8 of keys"
+    for supported, rows, expected in ((True, 1024, 128), (True, 800, 128), (True, 760, 64), (False, 1024, 64)):
+        monkeypatch.setattr(attention, "supports_large_tile", lambda *_, supported=supported: supported)
+        result = attention.attention_tile(torch.bfloat16, 128, 4 * rows, 8, device)
+        assert result.rows == expected, "of 32 heads, 8 of keys"
 
 
 @pytest.mark.parametrize("off", [0.0, 1.0, None], ids=["right", "wrong", "refused"])
-def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_large_tile_is_used_only_where_its_results_are_right(
+    off: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = (DEVICE, torch.float16, 64)
     supports_large_tile = attention.supports_large_tile.__wrapped__
     monkeypatch.setattr(attention, "is_hopper", lambda device: False)
@@ -95,11 +97,11 @@ def test_taller_blocks_are_used_where_they_come_out_right(off: float | None, mon
     monkeypatch.setattr(attention, "is_hopper", lambda device: True)
     attend, tiles = sparse_attention, []
 
-    def attending(*given: Any, **how: Any) -> Tensor:
-        tiles.append(how["tile"])
+    def attending(*args: Any, **kwargs: Any) -> Tensor:
+        tiles.append(kwargs["tile"])
         if off is None:
             raise RuntimeError("out of shared memory")
-        return attend(*given, **how) + off
+        return attend(*args, **kwargs) + off
 
     monkeypatch.setattr(attention, "sparse_attention", attending)
     assert supports_large_tile(*asked) is (off == 0.0)

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, and takes no more of them than they have."""
+"""Every kernel compiles for GPUs that are not present, within their resources."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[3]
 SHARED_BYTES = {4: 99 << 10, 8: 227 << 10}
-"""What a program of so many warps may take: what there is on Ada, and Ampere but for the A100; on Hopper."""
+"""Shared memory of a program by its warps: 4 warps must fit Ada and Ampere (except the A100), 8 must fit Hopper."""
 SPILLED_BYTES = 512
-"""Beyond, a program spends its time on them."""
+"""With more, a program spends its time on spilled registers."""
 KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
 KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
 
@@ -35,9 +35,9 @@ def test_kernels_compile_and_fit(architecture: int, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {one["kernel"] for one in found} == KERNELS
-    assert [one for one in found if one["shared_bytes"] > SHARED_BYTES[one["warps"]]] == []
-    attending = {one["warps"] for one in found if one["kernel"] == "attend"}
+    lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["kernel"] for line in lines} == KERNELS
+    assert [line for line in lines if line["shared_bytes"] > SHARED_BYTES[line["warps"]]] == []
+    attending = {line["warps"] for line in lines if line["kernel"] == "attend"}
     assert attending == ({4, 8} if architecture == 90 else {4})
-    assert [one for one in found if one["spilled_bytes"] > SPILLED_BYTES] == []
+    assert [line for line in lines if line["spilled_bytes"] > SPILLED_BYTES] == []

@@ -1,4 +1,4 @@
-"""The engine with kernels, against the same without."""
+"""The engine with kernels against the same engine without."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.recorders import DEVICE
     "warmed",
     [("llama", "int8"), ("gemma2-softcap", "model"), ("gpt-oss-sinks", "model"), ("cohere2-interleaved", "fp8")],
     indirect=True,
-    ids=lambda about: "-".join(about),
+    ids=lambda case: "-".join(case),
 )
 def test_the_engine_answers_alike_with_and_without_kernels(
     warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
@@ -50,7 +50,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
     assert set(with_kernels) == {"by table", "append"}
     seams.transfer(monkeypatch, lambda runner: None)
-    seams.engine_has_kernels(monkeypatch, lambda *given: False)
+    seams.engine_has_kernels(monkeypatch, lambda *_: False)
     with_kernels.clear()
     theirs = engine.prefill(prompt, method=method, answer_tokens=4)
     assert not with_kernels
@@ -61,10 +61,10 @@ def test_the_engine_answers_alike_with_and_without_kernels(
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_layers_are_placed_by_one_launch_if_they_are_there(
+def test_layers_that_have_arrived_are_placed_by_one_launch(
     at_once: bool, warmed: FusionEngine, with_kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None before it is, which would have the first layer wait for the last, and at first a few."""
+    """First one layer, then as many as were placed before; a layer that has not arrived is never waited for early."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     seams.transfer(monkeypatch, lambda runner: Nearby(at_once=at_once))
@@ -95,7 +95,7 @@ def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine
 
 
 def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_kernels: list[str]) -> None:
-    """Nothing of the chunk is placed; what the store lacks is computed."""
+    """No part of the chunk is placed; its tokens are computed."""
     engine = warmed
     [key] = engine.corpus.keys(engine.prompts.chunk_ids(PASSAGES[1]), (FRAMED,))
     chunk = engine.store.get(key)
@@ -103,7 +103,7 @@ def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_k
 
     broken, get = damaged(chunk, "value.1"), engine.store.get
     engine.store.discard(key)
-    engine.store.get = lambda one: broken if one == key else get(one)  # type: ignore[method-assign]
+    engine.store.get = lambda wanted: broken if wanted == key else get(wanted)  # type: ignore[method-assign]
     prompt = engine.prompt(QUESTION, PASSAGES)
     done = engine.prefill(prompt, method=make_method("reuse", base=FRAMED))
     assert [lookup.hit for lookup in done.report.lookups] == [True, True, False, True]
@@ -124,17 +124,17 @@ def test_a_chunk_that_does_not_fit_is_a_miss(warmed: FusionEngine, with_kernels:
     assert done.logits.isfinite().all()
 
 
-def test_warming_up_compiles_all_that_other_lengths_take(
+def test_first_passes_compile_all_kernels_of_other_lengths(
     with_kernels: list[str], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short and long questions over few keys and many, very many rows: a request waits for no compiler."""
+    """For short and long questions over few and many keys, and for very many rows; no request waits for a compiler."""
     assert warming.MANY * warming.TOKENS > 2 * parts.KEYS_PER_SPLIT > 2 * warming.FEW * warming.TOKENS
     monkeypatch.setattr(warming, "TOKENS", 16)  # the interpreter is slow
     monkeypatch.setattr(parts, "KEYS_PER_SPLIT", 100)
     for module in (parts, launch):
         monkeypatch.setattr(module, "concurrent_programs", lambda device: 8)
-    monkeypatch.setattr(attention, "supports_large_tile", lambda *given: True)
-    monkeypatch.setattr(warming, "kernels_available", lambda *given: True)
+    monkeypatch.setattr(attention, "supports_large_tile", lambda *_: True)
+    monkeypatch.setattr(warming, "kernels_available", lambda *_: True)
     attended: list[dict[str, Any]] = []
     scored: list[dict[str, Any]] = []
     monkeypatch.setattr(attention, "attend", watched(attention.attend, attended))
@@ -144,7 +144,7 @@ def test_warming_up_compiles_all_that_other_lengths_take(
     engine = make_engine(lm, MemoryStore())
     warming.run_first_passes(engine.runner, engine.prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
-    launched = {(one["BLOCK_ROWS"], one["SPLIT"]) for one in attended if not one["PAGED"]}
+    launched = {(constants["BLOCK_ROWS"], constants["SPLIT"]) for constants in attended if not constants["PAGED"]}
     assert launched == {*all_ways, (launch.LARGE_TILE.rows, False)}
-    assert {(one["BLOCK_ROWS"], one["BLOCK_SPLITS"] > 1) for one in scored} == all_ways
-    assert {one["BLOCK_SPLITS"] for one in scored} == {1, parts.MAX_SPLITS}
+    assert {(constants["BLOCK_ROWS"], constants["BLOCK_SPLITS"] > 1) for constants in scored} == all_ways
+    assert {constants["BLOCK_SPLITS"] for constants in scored} == {1, parts.MAX_SPLITS}

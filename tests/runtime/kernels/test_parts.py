@@ -1,4 +1,4 @@
-"""Into how many parts keys are split."""
+"""The number of parts into which keys are split."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.recorders import DEVICE
 @pytest.mark.parametrize(
     ("programs", "keys", "splits"), [(16, 10_240, 16), (1, 100_000, 32), (1, 600, 2), (1, 100, 1), (300, 100_000, 1)]
 )
-def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
+def test_keys_are_split_until_programs_fill_the_device(
     programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
@@ -25,7 +25,7 @@ def test_keys_are_split_as_far_as_programs_leave_a_device_empty(
 
 
 @pytest.mark.parametrize(("programs", "splits"), [(24, 22), (120, 4), (256, 2), (320, 2), (384, 1), (512, 1)])
-def test_programs_of_more_and_less_work_are_twice_as_many_as_run_at_once(
+def test_uneven_programs_are_twice_as_many_as_run_at_once(
     programs: int, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "concurrent_programs", lambda device: 264)
@@ -33,7 +33,7 @@ def test_programs_of_more_and_less_work_are_twice_as_many_as_run_at_once(
     assert parts.num_splits(programs, 512, DEVICE, uneven=True) <= 2
 
 
-def test_keys_are_split_no_further_than_parts_are_put_together() -> None:
+def test_more_parts_than_can_be_combined_are_refused() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
     known = torch.ones(10, dtype=torch.bool, device=DEVICE)
     for splits in (0, parts.MAX_SPLITS + 1):

@@ -38,25 +38,25 @@ def block(
     ],
     ids=str,
 )
-def test_blocks_are_placed_where_and_as_they_belong(rope: str, dtype: torch.dtype, numbers: str) -> None:
-    """Several chunks in two layers, one beside another, and nothing else written."""
+def test_blocks_are_placed_as_by_the_reference(rope: str, dtype: torch.dtype, numbers: str) -> None:
+    """Several chunks in two layers, some adjacent; nothing else is written."""
     frequencies = 10000.0 ** -(torch.arange(0, 24 if rope == "some channels" else 80, 2) / 80)
     ropes = {"no position": LayerRope(None), "values": None}
-    own = ropes.get(rope, LayerRope(frequencies.to(DEVICE), interleaved=rope == "interleaved"))
+    chosen = ropes.get(rope, LayerRope(frequencies.to(DEVICE), interleaved=rope == "interleaved"))
     layers = [torch.full((1, 3, 200, 80), float("nan"), dtype=dtype, device=DEVICE) for _ in range(2)]
     blocks = [
-        block(tokens, start, dtype, numbers, own, into)
+        block(tokens, start, dtype, numbers, chosen, into)
         for into in layers
         for tokens, start in ((37, 4), (1, 41), (60, 99))
     ]
     place_blocks(blocks)
-    found = [layer.clone() for layer in layers]
+    placed = [layer.clone() for layer in layers]
     for layer in layers:
         layer.fill_(float("nan"))
     place_blocks_reference(blocks)
-    for ours, theirs in zip(found, layers, strict=True):
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        assert relative_error(ours.nan_to_num(), theirs.nan_to_num()) < TOLERANCE[dtype]
+    for result, expected in zip(placed, layers, strict=True):
+        assert torch.equal(result.isnan(), expected.isnan())
+        assert relative_error(result.nan_to_num(), expected.nan_to_num()) < TOLERANCE[dtype]
 
 
 def test_blocks_of_several_kinds_are_placed_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,20 +72,20 @@ def test_blocks_of_several_kinds_are_placed_by_one_call(monkeypatch: pytest.Monk
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     place_blocks(blocks)
-    assert len(launched) == 3, "by format of numbers, whether they rotate or not"
-    found = keys.clone(), values.clone()
+    assert len(launched) == 3, "one launch for each storage format, with or without rotation"
+    placed = keys.clone(), values.clone()
     place_blocks_reference(blocks)
-    assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in zip(found, (keys, values), strict=True))
+    assert all(torch.allclose(a, b, atol=1e-6, equal_nan=True) for a, b in zip(placed, (keys, values), strict=True))
 
 
 def test_buffers_of_different_lengths_are_placed_at_once() -> None:
     rope = LayerRope(1000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64))
     stored = torch.randn(10, 2, 64).to(DEVICE)
-    found, expected = ([torch.zeros(1, 2, size, 64, device=DEVICE) for size in (12, 300)] for _ in range(2))
-    for into, how in ((found, place_blocks), (expected, place_blocks_reference)):
-        how([PlacementBlock(stored, None, into[0], 1, rope), PlacementBlock(stored, None, into[1], 280, rope)])
-    for mine, yours in zip(found, expected, strict=True):
-        assert relative_error(mine, yours) < 1e-5
+    placed, expected = ([torch.zeros(1, 2, size, 64, device=DEVICE) for size in (12, 300)] for _ in range(2))
+    for into, place_all in ((placed, place_blocks), (expected, place_blocks_reference)):
+        place_all([PlacementBlock(stored, None, into[0], 1, rope), PlacementBlock(stored, None, into[1], 280, rope)])
+    for result, layer in zip(placed, expected, strict=True):
+        assert relative_error(result, layer) < 1e-5
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:

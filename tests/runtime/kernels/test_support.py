@@ -1,4 +1,4 @@
-"""When kernels are used, and why not."""
+"""When kernels are used, and the reasons why not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.recorders import DEVICE
 def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     half = (torch.float16, 64)
     assert unavailable_reason(torch.device("cpu"), *half) == "there are none for cpu"
-    device = torch.device("cuda", 7)  # none the cache has seen
+    device = torch.device("cuda", 7)  # not in the cache
     monkeypatch.setenv("QCFUSE_KERNELS", "0")
     assert unavailable_reason(device, *half) == "switched off by QCFUSE_KERNELS=0"
     unavailable_reason.cache_clear()
@@ -26,7 +26,7 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert unavailable_reason(device, torch.float64, 64) == "there are none for torch.float64 and 64 channels a head"
     assert unavailable_reason(device, torch.float16, 576) == "there are none for torch.float16 and 576 channels a head"
-    monkeypatch.setattr(support, "kernel_errors", lambda *given: {"attention": 1e-3, "place": float("nan")})
+    monkeypatch.setattr(support, "kernel_errors", lambda *_: {"attention": 1e-3, "place": float("nan")})
     assert unavailable_reason(device, *half) == "place is off by nan"
     unavailable_reason.cache_clear()
 
@@ -42,8 +42,8 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(support, "kernel_errors", full)
     assert not support.kernels_available(device, *half)
-    monkeypatch.setattr(support, "kernel_errors", lambda *given: {"attention": 1e-3})
-    assert support.kernels_available(device, *half), "to find no room once is not remembered"
+    monkeypatch.setattr(support, "kernel_errors", lambda *_: {"attention": 1e-3})
+    assert support.kernels_available(device, *half), "a lack of memory is not cached"
     unavailable_reason.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""Rows of several requests, each with a buffer of its own, against plain torch."""
+"""Attention of several requests, each with its own buffer, against plain torch."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ def test_rows_attend_to_their_own_requests_buffer(
 ) -> None:
     query, buffers, table, at = tabled(rows, heads, kv_heads, dim, value_dim, dtype)
     for layer in range(2):
-        found = table_attention(query, table, layer, at, scaling=0.2, splits=splits)
+        result = table_attention(query, table, layer, at, scaling=0.2, splits=splits)
         expected = table_attention_reference(query, buffers, layer, at, scaling=0.2)
-        assert found.shape == expected.shape == (*at.shape, heads, value_dim)
-        assert found.dtype == dtype
-        assert relative_error(found, expected) < TOLERANCE[dtype]
+        assert result.shape == expected.shape == (*at.shape, heads, value_dim)
+        assert result.dtype == dtype
+        assert relative_error(result, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("window", "softcap"), [(None, 3.0), (1, None), (37, 3.0), (1000, None)])
-def test_rows_of_several_requests_with_all_that_models_ask_for(
+def test_rows_of_several_requests_with_windows_caps_and_sinks(
     splits: int, sinks: bool, window: int | None, softcap: float | None
 ) -> None:
     query, buffers, table, rows = tabled([[5, 300, 399], [18, 19, 20], [0, 1, 128]], 6, 2, 64, 32, torch.float32)
-    about: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
-    about["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
-    found = table_attention(query, table, 1, rows, splits=splits, **about)
-    assert relative_error(found, table_attention_reference(query, buffers, 1, rows, **about)) < 1e-5
+    settings: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "window": window}
+    settings["sinks"] = torch.randn(6).to(DEVICE) if sinks else None
+    result = table_attention(query, table, 1, rows, splits=splits, **settings)
+    assert relative_error(result, table_attention_reference(query, buffers, 1, rows, **settings)) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [[[7], [0], [30]], [[1, 2, 7], [0, 3, 5], [9, 30, 30]]], ids=["one row", "several"])
-def test_rows_are_written_where_they_are_and_nowhere_else(rows: list[list[int]]) -> None:
+def test_rows_are_written_at_their_positions_and_nowhere_else(rows: list[list[int]]) -> None:
     _, buffers, table, at = tabled(rows, 4, 2, 64, 48, torch.float16)
-    before = [[held.clone() for held in (*buffer.keys, *buffer.values)] for buffer in buffers]
+    before = [[tensor.clone() for tensor in (*buffer.keys, *buffer.values)] for buffer in buffers]
     key, value = (torch.randn(3, len(rows[0]), 2, dim).to(DEVICE, torch.float16).transpose(1, 2) for dim in (64, 48))
     if rows[2] == [9, 30, 30]:
         key[2, :, 2], value[2, :, 2] = key[2, :, 1], value[2, :, 1]
     append_rows(key, value, table, 1, at)
-    for index, (own, buffer) in enumerate(zip(rows, buffers, strict=True)):
-        assert torch.equal(buffer.keys[1][0, :, own], key[index])
-        assert torch.equal(buffer.values[1][0, :, own], value[index])
-        for held, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
-            layer = 1 if held is buffer.keys[1] or held is buffer.values[1] else 0
+    for index, (positions, buffer) in enumerate(zip(rows, buffers, strict=True)):
+        assert torch.equal(buffer.keys[1][0, :, positions], key[index])
+        assert torch.equal(buffer.values[1][0, :, positions], value[index])
+        for tensor, old in zip((*buffer.keys, *buffer.values), before[index], strict=True):
+            layer = 1 if tensor is buffer.keys[1] or tensor is buffer.values[1] else 0
             if layer == 1:
-                held[:, :, own], old[:, :, own] = 0, 0
-            assert torch.allclose(held, old, rtol=0, atol=0, equal_nan=True)
+                tensor[:, :, positions], old[:, :, positions] = 0, 0
+            assert torch.allclose(tensor, old, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
@@ -92,6 +92,6 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    apart = KVBuffer(tuple(held.transpose(1, 2) for held in buffers[0].keys), buffers[0].values)
+    apart = KVBuffer(tuple(tensor.transpose(1, 2) for tensor in buffers[0].keys), buffers[0].values)
     with pytest.raises(ValueError, match="must be contiguous"):
         KVTable.of([apart], table.shapes, 8)
