@@ -16,7 +16,7 @@ from qcfuse_rag.evaluation.profile.measure import profile_layers
 from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.runtime.language_model import default_critical_layers
-from qcfuse_rag.runtime.layer_profile import NAME, LayerProfile
+from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, LayerProfile
 from qcfuse_rag.verification.samples import Sample
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     figure = (
         None if options.plot is None else new_figure(7, 3)
     )  # before the work, so that a missing library fails early
-    written = [path for path in (options.out, options.store and store_folder(options.store) / NAME) if path is not None]
+    written = [
+        path for path in (options.out, options.store and store_folder(options.store) / PROFILE_FILE) if path is not None
+    ]
     with status("loading the model"):
         engine = FusionEngine.load(options.model or default_model(), device=options.device, dtype=options.dtype)
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:

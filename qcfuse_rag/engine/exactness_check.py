@@ -17,7 +17,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -110,7 +110,7 @@ def stock_attention(lm: LanguageModel) -> Iterator[None]:
     try:
         yield
     finally:
-        lm.model.set_attn_implementation(NAME)
+        lm.model.set_attn_implementation(ATTENTION_NAME)
 
 
 def naive_concatenation(lm: LanguageModel, segments: Sequence[Tensor]) -> Tensor:

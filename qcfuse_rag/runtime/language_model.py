@@ -21,7 +21,7 @@ from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
-from qcfuse_rag.runtime.attention import dispatch as attention
+from qcfuse_rag.runtime.attention import dispatch
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -37,7 +37,7 @@ def default_critical_layers(n_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in (middle - 1, middle, middle + 1) if 0 <= layer < n_layers)
 
 
-def grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
+def build_grammar_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LLTokenizer:
     """Convert a vocabulary for llguidance, padded to the width of the model's logits; this can take seconds.
 
     Raises:
@@ -102,8 +102,8 @@ class LanguageModel:
         refuse_mismatched_tokenizer(model, tokenizer)
         ropes, shapes = measure_rope(model, max_position=window.tokens - 1)
         sliding = measure_windows(model)
-        attention.register()
-        model.set_attn_implementation(attention.NAME)
+        dispatch.register()
+        model.set_attn_implementation(dispatch.ATTENTION_NAME)
         return cls(
             model=model.eval(),
             tokenizer=tokenizer,
@@ -137,7 +137,7 @@ class LanguageModel:
     @cached_property
     def grammar_vocabulary(self) -> LLTokenizer:
         """The vocabulary for grammars; converted at the first answer that must follow a grammar."""
-        return grammar_vocabulary(self.model, self.tokenizer)
+        return build_grammar_vocabulary(self.model, self.tokenizer)
 
     @property
     def widest_head(self) -> int:

@@ -152,7 +152,7 @@ def _check(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-NAME = "profile.json"
+PROFILE_FILE = "profile.json"
 """File name of a profile in the folder of a store."""
 
 
@@ -191,13 +191,13 @@ def find_profile(lm: LanguageModel, path: str | Path | None, folder: Path | None
         if mismatch is not None:
             raise ProfileError(f"the profile {path} is not of this model: {mismatch}; {MAKE_AGAIN}")
         return LayerProfileLookup(profile)
-    if folder is None or not os.path.exists(folder / NAME):
+    if folder is None or not os.path.exists(folder / PROFILE_FILE):
         return LayerProfileLookup()
     try:
-        profile = LayerProfile.load(folder / NAME)
+        profile = LayerProfile.load(folder / PROFILE_FILE)
     except ProfileError as error:
         return LayerProfileLookup(ignored=str(error))
     mismatch = profile.mismatch(lm)
     if mismatch is not None:
-        return LayerProfileLookup(ignored=f"the profile {folder / NAME} is not used: {mismatch}; {MAKE_AGAIN}")
+        return LayerProfileLookup(ignored=f"the profile {folder / PROFILE_FILE} is not used: {mismatch}; {MAKE_AGAIN}")
     return LayerProfileLookup(profile)

@@ -28,7 +28,7 @@ from qcfuse_rag.evaluation.profile.measure import (
 from qcfuse_rag.evaluation.questions import demo_samples, read_samples
 from qcfuse_rag.ingestion.prefill import prefill_chunk
 from qcfuse_rag.runtime.language_model import default_critical_layers
-from qcfuse_rag.runtime.layer_profile import NAME, choose_layers, find_profile
+from qcfuse_rag.runtime.layer_profile import PROFILE_FILE, choose_layers, find_profile
 from qcfuse_rag.runtime.layer_profile import LayerProfile as Profile
 from qcfuse_rag.store.prefill_base import BLIND
 from qcfuse_rag.verification.samples import Sample, find_answers
@@ -317,9 +317,9 @@ def test_a_damaged_profile_says_what_is_wrong(
 def test_a_file_that_is_no_profile_is_refused_when_named_and_ignored_beside_a_store(
     llama: LanguageModel, tmp_path: Path, content: bytes
 ) -> None:
-    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / PROFILE_FILE).write_bytes(content)
     with pytest.raises(ProfileError, match="cannot read the profile"):
-        find_profile(llama, tmp_path / NAME, None)
+        find_profile(llama, tmp_path / PROFILE_FILE, None)
     found = find_profile(llama, None, tmp_path)
     assert found.profile is None
     assert "cannot read the profile" in str(found.ignored)
@@ -329,9 +329,9 @@ def test_a_file_that_is_no_profile_is_refused_when_named_and_ignored_beside_a_st
 def test_a_profile_that_lacks_something_says_what(llama: LanguageModel, tmp_path: Path) -> None:
     data = profile_of(llama, (1,)).to_dict()
     del data["recall"], data["samples"]
-    (tmp_path / NAME).write_text(json.dumps(data))
+    (tmp_path / PROFILE_FILE).write_text(json.dumps(data))
     with pytest.raises(ProfileError, match="it has no recall, samples"):
-        Profile.load(tmp_path / NAME)
+        Profile.load(tmp_path / PROFILE_FILE)
 
 
 # Picked up
@@ -361,7 +361,7 @@ def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
         by_depth, wanted = selected(engine), selected(engine, layers=(0,))
         assert by_depth != wanted, "other layers must choose otherwise here"
     profile = profile_of(lm, (0,))
-    profile.save(tmp_path / NAME)
+    profile.save(tmp_path / PROFILE_FILE)
     with load(model_folder, tmp_path) as engine:
         assert (engine.profile, engine.profile_ignored) == (profile, None)
         assert selected(engine) == wanted
@@ -369,7 +369,7 @@ def test_a_profile_beside_the_store_chooses_what_qcfuse_recomputes(
     with open_store(tmp_path) as store:
         assert load(model_folder, store).profile == profile, "an open store has a folder too"
     assert load(model_folder, None).profile is None
-    assert selected(load(model_folder, None, profile=tmp_path / NAME)) == wanted
+    assert selected(load(model_folder, None, profile=tmp_path / PROFILE_FILE)) == wanted
 
 
 def test_the_keys_of_profiled_layers_come_first_in_what_is_stored(lm: LanguageModel) -> None:
@@ -381,14 +381,14 @@ def test_the_keys_of_profiled_layers_come_first_in_what_is_stored(lm: LanguageMo
 def test_a_profile_of_another_model_is_ignored_beside_a_store_and_refused_when_named(
     llama: LanguageModel, model_folder: str, tmp_path: Path
 ) -> None:
-    profile_of(llama, (0,)).save(tmp_path / NAME)
+    profile_of(llama, (0,)).save(tmp_path / PROFILE_FILE)
     with load(model_folder, tmp_path) as engine:
         assert engine.profile is None
         assert engine.lm.critical_layers == (1, 2, 3)
         reason = str(engine.profile_ignored)
     assert "is not used: it is of another model (llama): config differ; make it again with `qcfuse profile`" in reason
     with pytest.raises(ProfileError, match=r"is not of this model: it is of another model \(llama\): config differ"):
-        load(model_folder, None, profile=tmp_path / NAME)
+        load(model_folder, None, profile=tmp_path / PROFILE_FILE)
     with pytest.raises(ProfileError, match=r"no profile at .*; `qcfuse profile --out .*` makes one"):
         load(model_folder, None, profile=tmp_path / "nowhere.json")
 
@@ -418,16 +418,16 @@ def test_profile_writes_beside_the_store_and_ask_uses_it(
     text = run.text("profile", *options, "--store", library, "--plot", plot, "--out", tmp_path / "p.json")
     assert "Recall@10 % of the answers, 1 questions" in text
     assert "* chosen: " in text
-    assert f"wrote {library / 'kv' / NAME}" in text
+    assert f"wrote {library / 'kv' / PROFILE_FILE}" in text
     assert plot.stat().st_size > 1000
-    profile = Profile.load(library / "kv" / NAME)
+    profile = Profile.load(library / "kv" / PROFILE_FILE)
     assert Profile.load(tmp_path / "p.json") == profile
     run.text("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
-    assert Profile.load(library / "kv" / NAME) == profile
+    assert Profile.load(library / "kv" / PROFILE_FILE) == profile
     asking = ("ask", QUESTION, "--store", library, "--model", model_folder, "--device", "cpu", "--max-new-tokens", 2)
     code, _, err = run(*asking)
     assert (code, "profile" in err) == (0, False)
-    replace(profile, fingerprint={}).save(library / "kv" / NAME)
+    replace(profile, fingerprint={}).save(library / "kv" / PROFILE_FILE)
     code, _, err = run(*asking)
     assert code == 0
     assert "is not used: it is of another model" in " ".join(err.split())

@@ -13,7 +13,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.ingestion import chunk_attention as statistics
 from qcfuse_rag.ingestion.capture import capture, capture_chunks
 from qcfuse_rag.ingestion.prefill import prefill_chunk
-from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.placement import copy_chunk, rotate_buffer
 from qcfuse_rag.store.chunk import ChunkKV
@@ -37,7 +37,7 @@ def eager_attention(lm: LanguageModel, ids: tuple[int, ...]) -> Tensor:
         with torch.inference_mode():
             weights = lm.model(torch.tensor([ids], device=lm.device), output_attentions=True).attentions
     finally:
-        lm.model.set_attn_implementation(NAME)
+        lm.model.set_attn_implementation(ATTENTION_NAME)
     return torch.stack([layer[0].mean(0) for layer in weights])
 
 

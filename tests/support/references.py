@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from qcfuse_rag import LanguageModel, Prompt
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.prompts.segments import Role
-from qcfuse_rag.runtime.attention.dispatch import NAME
+from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import Base
 
@@ -213,7 +213,7 @@ def whole_forward(lm: LanguageModel, ids: tuple[int, ...], table: Table, kept: l
             torch.tensor([ids], device=lm.device), past_key_values=cache, use_cache=True, output_attentions=True
         )
     finally:
-        lm.model.set_attn_implementation(NAME)
+        lm.model.set_attn_implementation(ATTENTION_NAME)
     attention = torch.cat(list(out.attentions))
     fresh = [layer.fresh for layer in cache.layers]
     return Whole(out.logits[0, -1], attention, fresh, [(layer.keys, layer.values) for layer in cache.layers])

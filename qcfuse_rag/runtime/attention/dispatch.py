@@ -25,9 +25,9 @@ from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
-NAME = "qcfuse"
+ATTENTION_NAME = "qcfuse"
 
-UNKNOWN = -1
+UNKNOWN_WINDOW = -1
 """The sliding window of models that do not pass one to attention."""
 
 UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
@@ -36,9 +36,9 @@ UNSUPPORTED_ARGUMENTS = ("position_bias", "indices", "block_indices")
 
 def register() -> None:
     """Register `attn_implementation="qcfuse"` with transformers; safe to repeat."""
-    AttentionInterface.register(NAME, rows_attention)
+    AttentionInterface.register(ATTENTION_NAME, rows_attention)
     # Without a registered mask function, transformers would pass no mask and silently compute wrong results.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
 
 
 def rows_attention(
@@ -50,7 +50,7 @@ def rows_attention(
     scaling: float | None = None,
     *,
     fusion: RowsPlan | StepPlan | TablePlan | None = None,
-    sliding_window: int | None = UNKNOWN,
+    sliding_window: int | None = UNKNOWN_WINDOW,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
@@ -94,7 +94,7 @@ def rows_attention(
     if unsupported:
         raise UnsupportedModel(f"{type(module).__name__} attends by {', '.join(unsupported)}, which is not supported")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    window = _planned_window(fusion, layer) if sliding_window == UNKNOWN else sliding_window
+    window = _planned_window(fusion, layer) if sliding_window == UNKNOWN_WINDOW else sliding_window
     if isinstance(fusion, StepPlan):
         return _step_attention(query, fusion, layer, window, scaling, softcap, s_aux), None
     if fusion.observe is not None:

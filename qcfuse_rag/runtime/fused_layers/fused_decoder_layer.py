@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.attention.dispatch import NAME, rows_attention
+from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME, rows_attention
 from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, changed, leanest_first
 from qcfuse_rag.runtime.fused_layers.layer_check import INTERFACES, LayerCheck
 from qcfuse_rag.runtime.model_views import ModuleProxy, with_module
@@ -166,7 +166,7 @@ def _of_this_form(own: Any, lean: Any) -> bool:
     forwards = [inspect.unwrap(type(one).forward) for one in (own, attention)]
     named = {name for forward in forwards for name in forward.__code__.co_names}
     return (
-        attention.config._attn_implementation == NAME
+        attention.config._attn_implementation == ATTENTION_NAME
         and parts - set(HEAD_NORMS) == {*QKV, "o_proj"}
         and len(head_norms) in (0, len(HEAD_NORMS))
         and all(isinstance(one, LeanNorm) for one in norms)
