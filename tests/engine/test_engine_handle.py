@@ -78,7 +78,8 @@ def test_what_another_process_forgets_is_gone_from_memory_too(llama: LanguageMod
 def test_settings_that_change_too_late_are_an_error(engine: FusionEngine) -> None:
     served = EngineHandle(lambda: engine, load_settings={"method": None, "ratio": 0.1})
     assert served.for_settings({"method": None, "ratio": 0.1}) is served
-    assert served.for_settings({"method": "full", "ratio": 0.1}).load_settings == {"method": "full", "ratio": 0.1}, "another one"
+    other = {"method": "full", "ratio": 0.1}
+    assert served.for_settings(other).load_settings == other, "another one"
     assert served.engine is engine
     assert served.for_settings({"method": None, "ratio": 0.1}) is served
     with pytest.raises(MisplacedSetting, match="method, ratio changed after the engine was there"):

@@ -1,4 +1,4 @@
-"""A tiny model whose weights follow from integers alone, so that stores written by other versions fit it bit for bit."""
+"""A tiny model with weights computed from integers, so that stores of other versions fit it bit for bit."""
 
 from __future__ import annotations
 

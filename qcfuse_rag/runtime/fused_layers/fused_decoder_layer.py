@@ -1,8 +1,8 @@
 """A view of a model whose layers take eight kernels a decode step, most of which do nothing but read weights.
 
 For layers of the form that Llama, Mistral and Qwen share: a norm, attention and what was before, a norm, a gated
-network and what was before. Each is compared with the model's own layer before, see `runtime.fused_layers.layer_check`; layers of
-another form stay as `runtime.fused_layers.fused_modules` has them.
+network and what was before. Each is compared with the model's own layer before, see
+`runtime.fused_layers.layer_check`; layers of another form stay as `runtime.fused_layers.fused_modules` has them.
 """
 
 from __future__ import annotations

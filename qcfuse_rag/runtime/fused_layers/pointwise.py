@@ -2,7 +2,8 @@
 
 Models write a norm as eight operations of torch, a rotation as ten, a gate as two. For a few rows each of those takes
 as long as it takes to start, some microseconds, while all matrix products of a layer take a tenth of a millisecond.
-Here all is computed in float32 and rounded once. It must come to what a model's own modules do, see `runtime.fused_layers.fused_modules`.
+Here all is computed in float32 and rounded once. It must come to what a model's own modules do, see
+`runtime.fused_layers.fused_modules`.
 """
 
 from __future__ import annotations
