@@ -30,8 +30,7 @@ from qcfuse_rag.cli.options import (
 from qcfuse_rag.cli.store import store_app
 from qcfuse_rag.errors import QCFuseError
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C stopped."""
+INTERRUPTED = 130  # exit code of a command that Ctrl-C stopped
 
 app = typer.Typer(
     help="Answer RAG questions from stored caches. The flag --debug, at any position, shows the traceback of an error.",

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +38,6 @@ METHODS = (
     make_method("qcfuse", ratio=0.5, base=FRAMED),
 )
 ANSWER_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Time, divergence and answer of one method on one prompt.
-
-    `ttft_s` is the median, the report that of the last run, and `kl` the divergence of the first token from full
-    prefill's, in nats.
-    """
-
-    method: Method
-    ttft_s: float
-    report: FusionReport
-    kl: float
-    answer: str
 
 
 def run_demo(options: DemoOptions, *, as_json: bool) -> None:
@@ -113,16 +97,16 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
         passages = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in response.source_nodes]
         prompt = engine.prompt(question, passages)
         with progress_bar("measuring", "runs") as advance:
-            measured = compare(engine, prompt, METHODS, options.repeats, advance)
+            context_tokens, measured = compare(engine, prompt, options.repeats, advance)
 
-    data = to_json(engine, measured, setup_s, warmup.summary.elapsed_s)
+    summary = warmup.summary
     if as_json:
-        print_json(data)
+        timings = {"setup_s": setup_s, "warm_s": summary.elapsed_s}
+        print_json({"model": engine.lm.name, "context_tokens": context_tokens, "methods": measured, **timings})
     else:
-        OUT.print(to_table(prompt, measured, options.repeats))
-        for measurement in measured:
-            print_line(f"  {label(measurement.method):12} {' '.join(measurement.answer.split())}")
-        summary = warmup.summary
+        OUT.print(to_table(prompt, context_tokens, measured, options.repeats))
+        for method, row in zip(METHODS, measured, strict=True):
+            print_line(f"  {label(method):12} {' '.join(row['answer'].split())}")
         OUT.print(
             f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "
             f"{torch.get_num_threads()} threads, {engine.lm.device}, {engine.lm.fingerprint.dtype}."
@@ -130,78 +114,58 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
 
 
 def compare(
-    engine: FusionEngine, prompt: Prompt, methods: tuple[Method, ...], repeats: int, advance: Callable[[int, int], None]
-) -> list[Measurement]:
-    """Measure the methods in alternation, so that a slow phase of the machine affects all of them.
+    engine: FusionEngine, prompt: Prompt, repeats: int, advance: Callable[[int, int], None]
+) -> tuple[int, list[dict[str, Any]]]:
+    """Measure `METHODS` in alternation, so that a slow phase of the machine affects all of them.
 
-    The first method is full prefill, the reference of the divergences.
+    Return the prompt's context tokens, and for each method the median time to first token, the divergence of that token
+    from full prefill's, in nats, the last run's figures and the answer.
     """
-    times: dict[Method, list[float]] = {method: [] for method in methods}
+    times: dict[Method, list[float]] = {method: [] for method in METHODS}
     reports: dict[Method, FusionReport] = {}
     logits: dict[Method, Tensor] = {}
     answers: dict[Method, str] = {}
-    total, done = (repeats + 1) * len(methods), 0
-    for method in methods:  # the first round generates the answers and is not timed
+    total, done = (repeats + 1) * len(METHODS), 0
+    for method in METHODS:  # the first round generates the answers and is not timed
         answers[method] = engine.generate(prompt, SamplingParams(max_new_tokens=ANSWER_TOKENS), method=method).text
         advance(done := done + 1, total)
     for _ in range(repeats):
-        for method in methods:
+        for method in METHODS:
             prefilled = engine.prefill(prompt, method=method, answer_tokens=ANSWER_TOKENS)
             times[method].append(prefilled.report.timings.ttft_s)
             reports[method], logits[method] = prefilled.report, prefilled.logits
             advance(done := done + 1, total)
-    reference = logits[methods[0]]
-    return [
-        Measurement(m, statistics.median(times[m]), reports[m], divergence(reference, logits[m]), answers[m].strip())
-        for m in methods
+    full = METHODS[0]
+    rows = [
+        {
+            "method": method.name,
+            "ratio": method.ratio,
+            "ttft_s": statistics.median(times[method]),
+            "ttft_full_s": statistics.median(times[full]),
+            "rows": reports[method].rows,
+            "bytes_loaded": reports[method].bytes_loaded,
+            "kl": divergence(logits[full], logits[method]),
+            "answer": answers[method].strip(),
+            "fallback": reports[method].fallback,
+        }
+        for method in METHODS
     ]
+    return reports[full].context_tokens, rows
 
 
-def to_json(engine: FusionEngine, measured: list[Measurement], setup_s: float, warm_s: float) -> dict[str, Any]:
-    """Return the result of the demonstration as JSON-compatible data, with times in seconds."""
-    full = measured[0]
-    return {
-        "model": engine.lm.name,
-        "context_tokens": full.report.context_tokens,
-        "methods": [
-            {
-                "method": m.method.name,
-                "ratio": m.method.ratio,
-                "ttft_s": m.ttft_s,
-                "ttft_full_s": full.ttft_s,
-                "rows": m.report.rows,
-                "bytes_loaded": m.report.bytes_loaded,
-                "kl": m.kl,
-                "answer": m.answer,
-                "fallback": m.report.fallback,
-            }
-            for m in measured
-        ],
-        "setup_s": setup_s,
-        "warm_s": warm_s,
-    }
-
-
-def to_table(prompt: Prompt, measured: list[Measurement], repeats: int) -> Table:
+def to_table(prompt: Prompt, context_tokens: int, measured: list[dict[str, Any]], repeats: int) -> Table:
     """Return the comparison as a table, with a bar for the time of each method."""
-    slowest = max(m.ttft_s for m in measured)
-    full = measured[0]
+    slowest = max(row["ttft_s"] for row in measured)
     table = Table(
-        title=f"{full.report.context_tokens:,} context tokens in {len(prompt.chunks)} passages, "
+        title=f"{context_tokens:,} context tokens in {len(prompt.chunks)} passages, "
         f"time to first token, median of {repeats}"
     )
     for name in ("method", "time to first token", "", "faster", "rows", "loaded", "KL"):
         table.add_column(name, justify="right" if name in ("faster", "rows", "loaded", "KL") else "left", no_wrap=True)
-    for m in measured:
-        table.add_row(
-            label(m.method),
-            "█" * max(1, round(16 * m.ttft_s / slowest)),
-            f"{m.ttft_s:.2f} s",
-            f"{full.ttft_s / m.ttft_s:.1f}x",
-            f"{m.report.rows:,}",
-            size(m.report.bytes_loaded),
-            f"{m.kl:.3f}",
-        )
+    for method, row in zip(METHODS, measured, strict=True):
+        bar, speedup = "█" * max(1, round(16 * row["ttft_s"] / slowest)), row["ttft_full_s"] / row["ttft_s"]
+        figures = (f"{speedup:.1f}x", f"{row['rows']:,}", size(row["bytes_loaded"]), f"{row['kl']:.3f}")
+        table.add_row(label(method), bar, f"{row['ttft_s']:.2f} s", *figures)
     return table
 
 

@@ -19,8 +19,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import PassageIndex
 
-EMBEDDING_BATCH = 256
-"""Minimum number of passages to embed together on this machine."""
+EMBEDDING_BATCH = 256  # minimum number of passages to embed together on this machine
 INDEX_SAVE_INTERVAL_S = 30.0
 
 

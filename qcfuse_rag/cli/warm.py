@@ -34,8 +34,7 @@ from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.factory import open_store
 
-MAX_PRINTED_REASONS = 20
-"""Maximum number of lines printed for input that was not read."""
+MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
 
 def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> None:

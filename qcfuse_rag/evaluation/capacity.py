@@ -16,14 +16,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
-from qcfuse_rag.evaluation.speed.shapes import SHAPES
+from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
+from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 
 HERE = "here"
-REACHED = 0.5
-"""Share of a data sheet's rates that a program is assumed to reach."""
-
-NUMBERS = {"model": 2.0, "int8": 1.0, "fp8": 1.0}
-"""Bytes of a stored number; scales add some percent."""
+REACHED = 0.5  # share of a data sheet's rates that a program is assumed to reach
+NUMBERS = {"model": 2.0, "int8": 1.0, "fp8": 1.0}  # bytes of a stored number; scales add some percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +186,6 @@ def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
 
 def rates_here() -> Rates:
     """Measure this machine with the smallest shape; the rates of disk and network are assumed."""
-    from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
-    from qcfuse_rag.evaluation.speed.shapes import random_model
-
     lm = random_model("smollm2-135m")
     ceilings = measure_ceilings(lm)
     tiers = {"memory": ceilings.loading, "NVMe": NVME * REACHED, "network": NETWORK * REACHED}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from qcfuse_rag.bundled import corpus, questions
 from qcfuse_rag.errors import QCFuseError
@@ -24,14 +24,6 @@ STEP = 5
 
 class BadDataset(QCFuseError):
     """A question file cannot be read, or a line cannot be used; the message names file and line."""
-
-
-class QuestionLine(NamedTuple):
-    """One line of a question file: its number, from 1, the question's id in the file, and the question."""
-
-    number: int
-    id: str | None
-    sample: Sample
 
 
 def demo_samples(distractors: int = 3) -> list[Sample]:
@@ -51,11 +43,13 @@ def demo_samples(distractors: int = 3) -> list[Sample]:
 
 def read_samples(path: Path) -> list[Sample]:
     """Read all questions of a file of JSON lines, see `read_lines`."""
-    return [line.sample for line in read_lines(path)]
+    return [sample for _, _, sample in read_lines(path)]
 
 
-def read_lines(path: Path) -> Iterator[QuestionLine]:
-    """Yield the questions of a file of JSON lines, in any of three layouts; reading stops where the caller stops.
+def read_lines(path: Path) -> Iterator[tuple[int, str | None, Sample]]:
+    """Yield each question of a file of JSON lines with its line number, from 1, and its id in the file, if any.
+
+    There are three layouts; reading stops where the caller stops.
 
     This package's layout has `question`, `passages` (strings, or objects with `text` and perhaps `title`), `answers` (a
     string or several) if they are known, and perhaps `supporting` (indices of the needed passages) and `id`. The layout
@@ -73,10 +67,13 @@ def read_lines(path: Path) -> Iterator[QuestionLine]:
             continue
         try:
             record = json.loads(line)
-            question = QuestionLine(number, _id(record), _sample(record))
+            if not isinstance(record, dict):
+                raise TypeError("not a JSON object")
+            name, sample = record.get("id"), _sample(record)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadDataset(f"{path}, line {number}: {_reason(error)}; {EXPECTED}") from error
-        yield question
+            reason = f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else error
+            raise BadDataset(f"{path}, line {number}: {reason}; {EXPECTED}") from error
+        yield number, None if name is None else str(name), sample
 
 
 def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -88,13 +85,6 @@ def passage_parts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not isinstance(items, list):
         raise TypeError(f"`{name}` must be a list")
     return [_part(item) for item in items]
-
-
-def _id(record: Any) -> str | None:
-    if not isinstance(record, dict):
-        raise TypeError("not a JSON object")
-    name = record.get("id")
-    return None if name is None else str(name)
 
 
 def _sample(record: Mapping[str, Any]) -> Sample:
@@ -133,10 +123,6 @@ def _cut(context: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-def _reason(error: Exception) -> str:
-    return f"`{error.args[0]}` is missing" if isinstance(error, KeyError) else str(error)
-
-
 def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
     """Read the first `size` questions of a file of JSON lines, all of them if None; each needs a gold answer.
 
@@ -144,17 +130,17 @@ def read_dataset(path: Path, *, size: int | None = None) -> list[Example]:
     """
     examples: list[Example] = []
     seen: set[str] = set()
-    lines = read_lines(path)
-    while len(examples) != size and (line := next(lines, None)) is not None:
-        sample, name = line.sample, line.id if line.id is not None else str(line.number)
+    for number, line_id, sample in read_lines(path) if size != 0 else ():
+        name = str(number) if line_id is None else line_id
         if not sample.answers:
-            raise BadDataset(f"{path}, line {line.number}: there is no gold answer; give `answers`, or remove the line")
+            raise BadDataset(f"{path}, line {number}: there is no gold answer; give `answers`, or remove the line")
         if name in seen:
-            raise BadDataset(f"{path}, line {line.number}: the id {name!r} is there twice; give it another, or none")
+            raise BadDataset(f"{path}, line {number}: the id {name!r} is there twice; give it another, or none")
         seen.add(name)
-        examples.append(
-            Example(sample.question, sample.passages, sample.answers, sample.supporting, id=name, dataset=path.stem)
-        )
+        parts = (sample.question, sample.passages, sample.answers, sample.supporting)
+        examples.append(Example(*parts, id=name, dataset=path.stem))
+        if len(examples) == size:
+            break
     if not examples:
         raise BadDataset(f"{path} holds no question")
     return examples

@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
@@ -51,10 +51,6 @@ class Event:
     report: dict[str, Any] | None = None
     status: int = 200
     error: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -132,7 +132,7 @@ class EngineReplica:
     async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer the request with this body; yield events as plain data."""
         async for event in self._backend.answer(ChatRequest(**body)):
-            yield event.to_dict()
+            yield asdict(event)
 
     async def memory(self) -> dict[str, int]:
         """Return the hits and misses of the first tier."""

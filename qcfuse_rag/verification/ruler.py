@@ -57,8 +57,7 @@ CHAIN_QUESTION = (
     "{count} variables are assigned the value {value}, they are:"
 )
 
-Count = Callable[[str], int]
-"""Returns the number of tokens of a text."""
+Count = Callable[[str], int]  # returns the number of tokens of a text
 
 
 class _TooLongError(Exception):

@@ -10,8 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.studies.__main__ import STUDIES, main
-from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun, take_turns, to_command
+from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun, to_command
 
 
 @pytest.mark.parametrize("name", STUDIES)

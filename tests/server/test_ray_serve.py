@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ class Answers:
         count, error = self.ends.pop(0)
         self.unrouted = None if count else error
         for event in WHOLE[:count]:
-            yield event.to_dict()
+            yield asdict(event)
         if error is not None:
             raise error
 

@@ -93,8 +93,7 @@ def answer_log_probability(lm: LanguageModel, ids: tuple[int, ...], answer: tupl
 TOO_LONG = "longer than the context window"
 NOT_THERE = "the answer does not stand in the passages"
 NOT_DECISIVE = "the model's answer rests on no passage"
-RECALL_SHARE = 0.1
-"""Share of the passages' tokens with most attention among which the answer counts as found."""
+RECALL_SHARE = 0.1  # share of the passages' tokens with most attention among which the answer counts as found
 
 
 def profile_layers(

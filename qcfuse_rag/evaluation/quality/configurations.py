@@ -20,8 +20,7 @@ RELEASE_NAMES = {"ours": "qcfuse", "fullcomp": FULL, "fuserag": "fusionrag", "fu
 
 NAMED = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<parameters>[^\[\]]*)\])?")
 
-Key = tuple[str, str | None, float | None]
-"""`(label, base, ratio)` of a configuration."""
+Key = tuple[str, str | None, float | None]  # `(label, base, ratio)` of a configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,9 @@ def configurations(
             crossed = "ratio" in _takes(name) and not parameters.keys() & {"ratio", "n_tokens"}
             for ratio in shares if crossed else [None]:
                 settings = {"ratio": ratio, **({"base": BASES[base]} if base else {}), **parameters}
-                configuration = _configuration(label, name, settings)
+                method = make_method(name, **settings)
+                stated = method.ratio if settings["ratio"] is None else settings["ratio"]
+                configuration = Configuration(label, method, method.base.name if method.base else None, stated)
                 chosen.setdefault(configuration.key, configuration)
     return list(chosen.values())
 
@@ -88,14 +89,6 @@ def method_name(label: str) -> str:
 def plain_base(base: str | None) -> str | None:
     """Return the name of a base without the ranking of its tokens."""
     return base and base.split("+")[0]
-
-
-def _configuration(label: str, name: str, parameters: dict[str, Any]) -> Configuration:
-    method = make_method(name, **parameters)
-    ratio = parameters.get("ratio")
-    return Configuration(
-        label, method, method.base.name if method.base else None, method.ratio if ratio is None else ratio
-    )
 
 
 def _takes(name: str) -> set[str]:

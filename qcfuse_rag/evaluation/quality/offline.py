@@ -52,26 +52,34 @@ class NeighbourPool:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmPreparation:
-    """The usual preparation: prefill every passage under one base. Hashable, so that methods can share it."""
+class Preparation:
+    """Prefill every passage under one base, and capture caches if a kind to `keep` is named, see `Corpus.capture`.
+
+    Where no captured cache fits, caches of the base are placed. Hashable, so that methods can share it.
+    """
 
     base: Base
+    keep: str | None = None
 
     @property
     def name(self) -> str:
         """Its name in results."""
-        return f"warm {self.base.name}"
+        return f"warm {self.base.name}" if self.keep is None else f"capture {self.keep}, warm {self.base.name}"
 
     @property
-    def prerequisite(self) -> WarmPreparation | None:
+    def prerequisite(self) -> Preparation | None:
         """The preparation that this one builds on, or None; its cost is added.
 
         Enriched caches are made from framed caches; the first passage of a prompt is read framed instead of primed.
         """
-        return WarmPreparation(FRAMED) if self.base.enriched or self.base.primed else None
+        if self.keep is not None:
+            return Preparation(self.base)
+        return Preparation(FRAMED) if self.base.enriched or self.base.primed else None
 
     def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
-        """Prefill the passages that the store lacks."""
+        """Prefill the passages that the store lacks, or capture each behind its neighbours."""
+        if self.keep is not None:
+            return self._capture(engine, passages, self.keep)
         others = pool.beside(passages) if self.base.enriched else []
         neighbours = embedded_neighbours([*passages, *others], pool.neighbours) if self.base.enriched else None
         started = time.perf_counter()
@@ -80,39 +88,15 @@ class WarmPreparation:
         )
         return OfflineCost(self.name, summary.warmed, time.perf_counter() - started, summary.size_bytes)
 
-
-@dataclass(frozen=True, slots=True)
-class CapturePreparation:
-    """Compute groups of related passages exactly, and keep the caches of passages that follow others.
-
-    For `keep` see `Corpus.capture`. Where no captured cache fits, caches of `base` are placed.
-    """
-
-    keep: str
-    base: Base
-
-    @property
-    def name(self) -> str:
-        """Its name in results."""
-        return f"capture {self.keep}, warm {self.base.name}"
-
-    @property
-    def prerequisite(self) -> WarmPreparation:
-        """The preparation that this one builds on; its cost is added."""
-        return WarmPreparation(self.base)
-
-    def run(self, engine: FusionEngine, passages: Sequence[str], pool: NeighbourPool) -> OfflineCost:
-        """Capture every passage behind its neighbours in the embedding index; questions play no part."""
+    def _capture(self, engine: FusionEngine, passages: Sequence[str], keep: str) -> OfflineCost:
+        """Compute groups of related passages exactly, by the embedding index; questions play no part."""
         groups = covering_groups(embedded_neighbours(passages), CAPTURED_TOGETHER)
         started = time.perf_counter()
-        summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(self.keep,))
+        summary = engine.corpus.capture([[passages[i] for i in group] for group in groups], keep=(keep,))
         seconds, failed = time.perf_counter() - started, {index for index, _ in summary.failed}
         # A passage in several groups is captured in each of them, but is one prepared passage.
         behind = {i for index, group in enumerate(groups) if index not in failed for i in group[1:]}
         return OfflineCost(self.name, min(len(behind), summary.captured), seconds, summary.size_bytes)
-
-
-Preparation = WarmPreparation | CapturePreparation
 
 
 def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> list[list[int]]:
@@ -135,19 +119,13 @@ def embedded_neighbours(passages: Sequence[str], count: int = NEIGHBOURS) -> lis
 def preparation_of(configuration: Configuration) -> Preparation | None:
     """Return the preparation that a configuration needs; None for full prefill."""
     method = configuration.method
-    if method.base is None:
-        return None
-    if method.name in CAPTURED:
-        return CapturePreparation(CAPTURED[method.name], method.base)
-    return WarmPreparation(method.base)
+    return None if method.base is None else Preparation(method.base, CAPTURED.get(method.name))
 
 
-def neighbour_preparation(configuration: Configuration) -> str | None:
-    """Return the preparation that makes a configuration's caches depend on other passages; None if there is none."""
+def depends_on_neighbours(configuration: Configuration) -> bool:
+    """Return whether a configuration's caches depend on the passages that are prepared beside them."""
     needed = preparation_of(configuration)
-    if isinstance(needed, CapturePreparation):
-        return needed.prerequisite.name
-    return needed.name if needed is not None and needed.base.enriched else None
+    return needed is not None and (needed.keep is not None or needed.base.enriched)
 
 
 def prepare(

@@ -11,14 +11,12 @@ from typing import Any
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.quality.configurations import Configuration
-from qcfuse_rag.evaluation.quality.offline import OfflineCost, neighbour_preparation
+from qcfuse_rag.evaluation.quality.offline import OfflineCost, depends_on_neighbours
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.verification.samples import Example
 
 Record = dict[str, Any]
-RecordKey = tuple[str, str, str, str | None, float | None]
-"""`(dataset, id, method, base, ratio)`."""
-
+RecordKey = tuple[str, str, str, str | None, float | None]  # `(dataset, id, method, base, ratio)`
 BEGINNING = b'{"conditions": '
 
 
@@ -56,11 +54,8 @@ class RecordLog:
         missing = []
         for configuration in configurations:
             key = (example.dataset, example.id, *configuration.key)
-            if (
-                key in self.records
-                and neighbour_preparation(configuration)
-                and self.records[key].get("beside") != beside
-            ):
+            record = self.records.get(key)
+            if record is not None and depends_on_neighbours(configuration) and record.get("beside") != beside:
                 del self.records[key]
                 self.outdated += 1
             if key not in self.records:
@@ -98,15 +93,17 @@ class RecordLog:
         if not lines and not unfinished.startswith(BEGINNING[: len(unfinished)]):
             self._check(None, expected)
         for number, line in enumerate(lines, start=1):
-            entry = _entry(line)
+            try:
+                entry = dict(json.loads(line))
+                if "record" in entry:
+                    self.records[record_key(entry["record"])] = entry["record"]
+                elif "offline" in entry:
+                    self.offline.append(OfflineCost(**entry["offline"]))
+            except (ValueError, TypeError, KeyError):
+                entry = None
+                self.damaged.append(number)
             if number == 1:
                 self._check(entry, expected)
-            elif entry is None:
-                self.damaged.append(number)
-            elif "record" in entry:
-                self.records[record_key(entry["record"])] = entry["record"]
-            elif "offline" in entry:
-                self.offline.append(OfflineCost(**entry["offline"]))
         return sum(len(line) + 1 for line in lines)
 
     def _check(self, entry: Any, expected: Mapping[str, Any]) -> None:
@@ -129,16 +126,3 @@ def digest_of_passages(passages: Iterable[str]) -> str:
 def record_key(record: Mapping[str, Any]) -> RecordKey:
     """Return the key of a record."""
     return record["dataset"], record["id"], record["method"], record["base"], record["ratio"]
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return the entry of a line, or None if the line is damaged."""
-    try:
-        entry = json.loads(line)
-        if "record" in entry:
-            record_key(entry["record"])
-        elif "offline" in entry:
-            OfflineCost(**entry["offline"])
-    except (ValueError, TypeError, KeyError):
-        return None
-    return entry if isinstance(entry, dict) else None

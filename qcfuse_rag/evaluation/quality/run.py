@@ -12,7 +12,7 @@ from torch import Tensor
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.configurations import FULL, Configuration
 from qcfuse_rag.evaluation.quality.metrics import scores
-from qcfuse_rag.evaluation.quality.offline import NeighbourPool, neighbour_preparation, prepare
+from qcfuse_rag.evaluation.quality.offline import NeighbourPool, depends_on_neighbours, prepare
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
@@ -26,8 +26,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.verification.samples import Example
 
-GOLD_ROWS = 16
-"""Rows of the gold answer in one pass, which bounds the memory of the logits."""
+GOLD_ROWS = 16  # rows of the gold answer in one pass, which bounds the memory of the logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +104,7 @@ class BatchedDecoder:
 
 T = TypeVar("T")
 
-STACK_BYTES = 3 << 30
-"""Most bytes of keys and values in one batch of configurations."""
+STACK_BYTES = 3 << 30  # most bytes of keys and values in one batch of configurations
 
 
 @dataclass(slots=True)
@@ -236,7 +234,7 @@ def _record(
         "row_layers": report.row_layers,
         "fallback": report.fallback,
         "answer": text,
-        **({"beside": question.beside} if neighbour_preparation(configuration) else {}),
+        **({"beside": question.beside} if depends_on_neighbours(configuration) else {}),
     }
 
 

@@ -19,11 +19,8 @@ COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s"
 RESAMPLES = 10_000
 MEANS = (*SCORES, "kl", *COSTS)
 
-Group = dict[str, Record]
-"""Records of a dataset and configuration by question id."""
-
-GroupKey = tuple[str, str, str | None, float | None]
-"""`(dataset, method, base, ratio)`."""
+Group = dict[str, Record]  # records of a dataset and configuration by question id
+GroupKey = tuple[str, str, str | None, float | None]  # `(dataset, method, base, ratio)`
 
 
 def summarize(
@@ -55,20 +52,15 @@ def summarize(
         full = groups.get((dataset, FULL, None, 1.0), {})
         control = _control(groups, dataset, base, ratio) if method_name(method) not in (RANDOM, FULL) else None
         preparation = (preparations or {}).get((method, base, ratio))
-        lines.append(
-            {
-                "dataset": dataset,
-                "method": method,
-                "base": base,
-                "ratio": ratio,
-                **_figures(list(group.values()), seed),
-                "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
-                "minus_random": {name: _difference(group, control, name, seed) for name in ("f1", "kl")}
-                if control
-                else None,
-                **_offline([cost for cost in costs if cost.preparation == preparation]),
-            }
-        )
+        to_random = {name: _difference(group, control, name, seed) for name in ("f1", "kl")} if control else None
+        line = {
+            **{"dataset": dataset, "method": method, "base": base, "ratio": ratio},
+            **_figures(list(group.values()), seed),
+            "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
+            "minus_random": to_random,
+            **_offline([cost for cost in costs if cost.preparation == preparation]),
+        }
+        lines.append(line)
     return lines
 
 

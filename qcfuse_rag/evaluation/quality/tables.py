@@ -15,12 +15,9 @@ from qcfuse_rag.evaluation.quality.summary import format_interval
 
 NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
 WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
-WORDS = ("method", "base", "tier")
-"""Columns of text, not of figures."""
+WORDS = ("method", "base", "tier")  # columns of text, not of figures
 STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
-WIDE_COLUMNS = 140
-"""Least width of a terminal that fits intervals."""
-
+WIDE_COLUMNS = 140  # least width of a terminal that fits intervals
 LEGEND = (
     "Means over questions; in brackets paired 95 % bootstrap intervals. NLL: nats a token of the gold answer; KL: nats "
     "at the first token, from full prefill; TTFT: median, and median of the paired ratios to full prefill; selecting: "

@@ -6,14 +6,16 @@ Williams et al., Roofline (CACM 2009): work is bound by arithmetic or by bytes, 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from qcfuse_rag.runtime.language_model import LanguageModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,17 @@ def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     if lm.device.type == "cuda":
         torch.cuda.synchronize(lm.device)
     return time.perf_counter() - started
+
+
+def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Call every side once a round, and return the results of all rounds but a first one, which warms up."""
+    results: dict[str, list[T]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, call in sides.items():
+            result = call()
+            if turn:
+                results[name].append(result)
+    return results
 
 
 def row_operations(lm: LanguageModel, rows: float, tokens: int) -> float:

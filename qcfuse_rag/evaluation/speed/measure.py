@@ -23,12 +23,19 @@ from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
 from qcfuse_rag.evaluation.quality.configurations import Configuration, configurations
-from qcfuse_rag.evaluation.speed.ceilings import add_floors, measure_ceilings, row_operations, seconds, step_bytes
+from qcfuse_rag.evaluation.speed.ceilings import (
+    add_floors,
+    measure_ceilings,
+    row_operations,
+    seconds,
+    step_bytes,
+    take_turns,
+)
 from qcfuse_rag.evaluation.speed.tables import draw, markdown
 from qcfuse_rag.evaluation.speed.tiers import StoreTier, fill, open_tiers
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
-from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.fusion.report import FusionReport, Timings
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
@@ -152,14 +159,12 @@ def unguarded(method: Method) -> Method:
 
 @dataclass(slots=True)
 class _Side:
-    """One configuration over one tier, and its measurements."""
+    """One configuration over one tier, with the report of a first call."""
 
     tier: StoreTier
     configuration: Configuration
-    prefill: Callable[[], FusionReport]
     report: FusionReport
     recorded_passes: int
-    reports: list[FusionReport]
 
 
 def _prefills(
@@ -172,38 +177,37 @@ def _prefills(
     def stock() -> None:
         lm.model.generate(ids, max_new_tokens=1, do_sample=False, attention_mask=torch.ones_like(ids))
 
+    def stock_s() -> float:
+        with stock_attention(lm):
+            return seconds(lm, stock)
+
     def run(runner: ModelRunner, method: Method) -> FusionReport:
         return prefill(runner, prompt, method).report
 
-    sides = []
+    sides: list[_Side] = []
+    calls: dict[str, Callable[[], Any]] = {"stock": stock_s}
     first = StoreTier("-", LOSSLESS, tiers[0].store)
     for tier, chosen in [(first, FULL), *((tier, chosen) for tier in tiers for chosen in options.methods)]:
         call = partial(run, runner.with_store(tier.store), unguarded(chosen.method))
         replayed = runner.prefills.replayed
-        sides.append(_Side(tier, chosen, call, call(), runner.prefills.replayed - replayed, []))
-    stock_s: list[float] = []
-    for turn in range(options.repeats + 1):
-        with stock_attention(lm):
-            taken = seconds(lm, stock)
-        reports = [side.prefill() for side in sides]
-        if turn:
-            stock_s.append(taken)
-            for side, report in zip(sides, reports, strict=True):
-                side.reports.append(report)
-    full_s = median(report.timings.ttft_s for report in sides[0].reports)
+        sides.append(_Side(tier, chosen, call(), runner.prefills.replayed - replayed))
+        calls[str(len(sides))] = call
+    stock_times, *reports = take_turns(calls, options.repeats).values()
+    full_s = median(report.timings.ttft_s for report in reports[0])
     rows = []
-    for side in sides:
+    for side, side_reports in zip(sides, reports, strict=True):
         # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
         unpooled = runner.with_store(side.tier.store)
         unpooled.pool = None
         again = partial(prefill, unpooled, prompt, unguarded(side.configuration.method))
-        row = _row(side, lm, prompt, full_s, median(stock_s))
+        row = _row(side, [report.timings for report in side_reports], lm, prompt, full_s, median(stock_times))
         rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})
     return rows
 
 
-def _row(side: _Side, lm: LanguageModel, prompt: Prompt, full_s: float, stock_s: float) -> dict[str, Any]:
-    timings = [report.timings for report in side.reports]
+def _row(
+    side: _Side, timings: list[Timings], lm: LanguageModel, prompt: Prompt, full_s: float, stock_s: float
+) -> dict[str, Any]:
     ttft_s = [timing.ttft_s for timing in timings]
     middle = median(ttft_s)
     return {
@@ -224,9 +228,8 @@ def _row(side: _Side, lm: LanguageModel, prompt: Prompt, full_s: float, stock_s:
         "operations": row_operations(lm, side.report.row_layers / lm.n_layers, len(prompt)),
         "bytes_loaded": side.report.bytes_loaded,
         "stages_s": {
-            "load": median(timing.load_s for timing in timings),
-            "probe": median(timing.probe_s for timing in timings),
-            "recompute": median(timing.recompute_s for timing in timings),
+            stage: median(getattr(timing, f"{stage}_s") for timing in timings)
+            for stage in ("load", "probe", "recompute")
         },
         "buffer_bytes": len(prompt) * lm.kv_bytes_per_token,
     }
@@ -266,24 +269,22 @@ def decode_steps(
         engine_s: list[float] = []
         stock_s: list[float] = []
         for position in range(start, start + STEPS):
-            engine_s.append(
-                seconds(lm, lambda: decodes([token] * n_requests, [position] * n_requests, buffers))  # noqa: B023
-            )
+            step = partial(decodes, [token] * n_requests, [position] * n_requests, buffers)
+            engine_s.append(seconds(lm, step))
             if stock is not None:
                 with stock_attention(lm):
                     stock_s.append(seconds(lm, stock))
         step_s = median(engine_s[1:])
-        rows.append(
-            {
-                "context": sum(len(span) for span in prefilled.prompt.chunks),
-                "requests": n_requests,
-                "recorded": decodes.refusal is None,
-                "step_s": step_s,
-                "transformers_step_s": median(stock_s[1:]) if stock_s else None,
-                "tokens_per_s": n_requests / step_s,
-                "bytes": step_bytes(lm, start, n_requests),
-            }
-        )
+        row = {
+            "context": sum(len(span) for span in prefilled.prompt.chunks),
+            "requests": n_requests,
+            "recorded": decodes.refusal is None,
+            "step_s": step_s,
+            "transformers_step_s": median(stock_s[1:]) if stock_s else None,
+            "tokens_per_s": n_requests / step_s,
+            "bytes": step_bytes(lm, start, n_requests),
+        }
+        rows.append(row)
     return rows
 
 

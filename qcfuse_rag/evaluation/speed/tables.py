@@ -38,8 +38,7 @@ DECODE = (
 )
 NARROW = {"context", "method", "ratio", "tier", "rows", "TTFT", "full / it"}
 NARROW_DECODE = {"context", "requests", "step", "transformers", "tokens a second"}
-WIDE_COLUMNS = 220
-"""Least width of a terminal that fits all columns."""
+WIDE_COLUMNS = 220  # least width of a terminal that fits all columns
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -18,8 +18,7 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.prefill_base import FRAMED
 
-LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)
-"""Tokens of the passages, in turn."""
+LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)  # tokens of the passages, in turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,21 +21,11 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
 
 RATIOS = np.array((0.0125, 0.025, 0.05, 0.1, 0.2))
-MEAN = 0.05
-"""The mean ratio of every policy."""
-
-Matrix = NDArray[np.float64]
-"""`[questions, ratios]`."""
+MEAN = 0.05  # the mean ratio of every policy
+Matrix = NDArray[np.float64]  # `[questions, ratios]`
 
 
-def budgets(
-    run: StudyRun,
-    data: list[Path],
-    model: str | None = None,
-    size: int = 20,
-    distractors: int = 2,
-    store: Path | None = None,
-) -> StudyResult:
+def budgets(run: StudyRun, files: DataFiles) -> StudyResult:
     """Compare one recompute ratio for all questions with ratios that differ from question to question.
 
     Measures three figures of `auto` for each question and ratio: the divergence of the first token from full prefill
@@ -50,7 +39,7 @@ def budgets(
     oracle: knows every divergence beforehand, and is the limit of all policies.
     """
     rows: list[dict[str, list[float]]] = []
-    for row in DataFiles(data, model, size, distractors, store).measure(run, make_method("auto").bases, _measure):
+    for row in files.measure(run, make_method("auto").bases, _measure):
         rows.append(row)
         run.keep({"ratios": RATIOS.tolist(), "questions": rows})
     results = policies(rows)

@@ -17,10 +17,9 @@ COLUMNS = (
     "method", "base", "ratio", "rows of full", "F1", "F1 - full", "NLL - full", "off", "KL", "KL, median",
     "time of full",
 )  # fmt: skip
-COMPARED = ("f1", "nll", "off", "kl")
+COMPARED, TITLES = ("f1", "nll", "off", "kl"), ("F1", "NLL", "off", "KL")
 
-Group = dict[tuple[str, str], dict[str, Any]]
-"""The records of a configuration by dataset and question."""
+Group = dict[tuple[str, str], dict[str, Any]]  # the records of a configuration by dataset and question
 
 
 def compare(results: list[Path], method: str = "auto", plot: Path | None = None) -> StudyResult:
@@ -59,12 +58,8 @@ def compare(results: list[Path], method: str = "auto", plot: Path | None = None)
         "configurations": [{"method": m, "base": b, "ratio": r, **figures[m, b, r]} for m, b, r in by_ratio],
         "differences": differences,
     }
-    tables = [markdown_table(COLUMNS, rows), markdown_table((f"`{method}` less", "ratio", *_titles()), lines)]
+    tables = [markdown_table(COLUMNS, rows), markdown_table((f"`{method}` less", "ratio", *TITLES), lines)]
     return StudyResult(data, [heading, tables[0], "", tables[1]])
-
-
-def _titles() -> list[str]:
-    return [name if name == "off" else name.upper() for name in COMPARED]
 
 
 def _read(paths: list[Path]) -> dict[Key, Group]:

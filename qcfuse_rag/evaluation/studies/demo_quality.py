@@ -27,6 +27,11 @@ METHODS = [
     *(make_method("auto", ratio=ratio, guard=False) for ratio in (0.05, 0.15, 0.5)),  # every question is fused
 ]
 PARAMS = SamplingParams(max_new_tokens=24)
+COLUMNS = {
+    "method": "{method}", "base": "{base}", "ratio": "{ratio:g}", "KL": "{kl:.3f}",
+    "95 %": "{kl_interval[0]:.3f}-{kl_interval[1]:.3f}", "same first token": "{same_first_token:.0%}",
+    "correct": "{correct}/{questions}", "TTFT": "{ttft_s:.2f} s",
+}  # fmt: skip
 
 
 def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> StudyResult:
@@ -48,16 +53,15 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
                 prefilled = engine.prefill(prompt, method=method, answer_tokens=PARAMS.max_new_tokens)
                 logits = prefilled.logits
                 answer = TextStream(engine.runner, prefilled, PARAMS).result()
-                rows.append(
-                    {
-                        "kl": divergence(exact, logits),
-                        "same_first_token": float(logits.argmax() == exact.argmax()),
-                        "correct": string_match(answer.text, sample.answers, needs_all=False),
-                        "ttft_s": answer.report.timings.ttft_s,
-                    }
-                )
+                row = {
+                    "kl": divergence(exact, logits),
+                    "same_first_token": float(logits.argmax() == exact.argmax()),
+                    "correct": string_match(answer.text, sample.answers, needs_all=False),
+                    "ttft_s": answer.report.timings.ttft_s,
+                }
+                rows.append(row)
     data: dict[str, Any] = {"model": name, "top_k": top_k, "methods": []}
-    table = Table("method", "base", "ratio", "KL", "95 %", "same first token", "correct", "TTFT")
+    table = Table(*COLUMNS)
     for method, rows in zip(METHODS, answers, strict=True):
         interval = mean_interval([row["kl"] for row in rows])
         line: dict[str, Any] = {
@@ -72,14 +76,5 @@ def demo_quality(run: StudyRun, model: str | None = None, top_k: int = 8) -> Stu
             "ttft_s": median(row["ttft_s"] for row in rows),
         }
         data["methods"].append(line)
-        table.add_row(
-            method.name,
-            line["base"] or "-",
-            f"{method.ratio:g}",
-            f"{line['kl']:.3f}",
-            f"{interval['low']:.3f}-{interval['high']:.3f}",
-            f"{line['same_first_token']:.0%}",
-            f"{line['correct']}/{line['questions']}",
-            f"{line['ttft_s']:.2f} s",
-        )
+        table.add_row(*(cell.format_map({**line, "base": line["base"] or "-"}) for cell in COLUMNS.values()))
     return StudyResult(data, [table])

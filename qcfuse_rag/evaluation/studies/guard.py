@@ -12,8 +12,9 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, copy_entries
-from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, load_engine, take_turns
+from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, load_engine
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt

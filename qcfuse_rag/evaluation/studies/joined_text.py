@@ -36,14 +36,13 @@ def joined_text(run: StudyRun, model: str | None = None, top_k: int = 3, ratio: 
             apart = engine.prompt(sample.question, sample.passages)
             for rows, prompt in zip(sides.values(), (apart, engine.prompt_from_text([("user", text)])), strict=True):
                 full, fused = (engine.prefill(prompt, method=chosen) for chosen in (FULL, method))
-                rows.append(
-                    {
-                        "kl": divergence(full.logits, fused.logits),
-                        "reused": fused.report.reused_tokens / len(prompt),
-                        "rows": fused.report.rows,
-                        "speedup": full.report.timings.ttft_s / fused.report.timings.ttft_s,
-                    }
-                )
+                row = {
+                    "kl": divergence(full.logits, fused.logits),
+                    "reused": fused.report.reused_tokens / len(prompt),
+                    "rows": fused.report.rows,
+                    "speedup": full.report.timings.ttft_s / fused.report.timings.ttft_s,
+                }
+                rows.append(row)
     data: dict[str, Any] = {"model": name, "questions": len(samples)}
     table = Table("passages", "KL", "tokens reused", "rows", "sooner than full")
     for side, rows in sides.items():

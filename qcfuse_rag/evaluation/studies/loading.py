@@ -10,9 +10,10 @@ from statistics import median
 import torch
 from rich.table import Table
 
+from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.measure import random_prompt
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore, fill
-from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.fusion.report import Timings

@@ -16,9 +16,10 @@ from rich.table import Table
 from torch.nn import functional
 
 from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.speed.measure import random_prompt, unguarded
 from qcfuse_rag.evaluation.speed.tiers import fill
-from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model, take_turns
+from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.fusion import probes
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.methods import make_method

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean, median
 
 from rich.table import Table
@@ -25,16 +24,7 @@ DEPTHS = {
 """The depths between which attention counts, as shares of the layers."""
 
 
-def probe_layers(
-    run: StudyRun,
-    data: list[Path],
-    model: str | None = None,
-    size: int = 20,
-    skip: int = 0,
-    distractors: int = 2,
-    ratio: float = 0.05,
-    store: Path | None = None,
-) -> StudyResult:
+def probe_layers(run: StudyRun, files: DataFiles, ratio: float = 0.05) -> StudyResult:
     """Compare the layers that the probe of `auto` may look at; the pass and its wait for caches end after the last.
 
     Each side is `auto` with attention counted between two depths. KL is in nats, from full prefill of the same prompt;
@@ -53,7 +43,6 @@ def probe_layers(
             kl[name].append(divergence(exact, fused.logits))
             share[name].append(fused.report.timings.probe_s / fused.report.timings.ttft_s)
 
-    files = DataFiles(data, model, size, distractors, store, skip)
     for _ in files.measure(run, make_method("auto").bases, measure):
         run.keep({"kl": kl, "probe_share": share})
     table = Table("layers", "KL", "KL, median", "less auto", "probe")

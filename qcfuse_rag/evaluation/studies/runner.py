@@ -78,14 +78,21 @@ class StudyRun:
 
 
 def to_command(study: Callable[..., StudyResult]) -> Callable[..., None]:
-    """Make a Typer command of a study: the study's parameters but `run` become options, and `--json` is added."""
+    """Make a Typer command of a study: its parameters but `run`, and the fields of `files`, become options.
+
+    `--json` is added.
+    """
     options = dict(inspect.signature(study, eval_str=True).parameters)
-    takes_run = options.pop("run", None) is not None
+    takes_run, takes_files = (options.pop(name, None) is not None for name in ("run", "files"))
+    fields = dict(inspect.signature(DataFiles, eval_str=True).parameters) if takes_files else {}
+    options = {**fields, **options}
     options["json"] = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=JsonFile)
 
     @functools.wraps(study)
     def command(json: str | None = None, **settings: Any) -> None:
         run = StudyRun(json)
+        if takes_files:
+            settings["files"] = DataFiles(**{name: settings.pop(name) for name in fields})
         run.publish(study(run, **settings) if takes_run else study(**settings))
 
     command.__signature__ = inspect.Signature([*options.values()])  # type: ignore[attr-defined]
@@ -104,31 +111,20 @@ def load_engine(model: str | None, store: Path | None = None) -> FusionEngine:
     return FusionEngine.load(model or default_model(), store=opened, verdict="ignore")
 
 
-def take_turns(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
-    """Call every side once a round, and return the results of all rounds but a first one, which warms up."""
-    results: dict[str, list[T]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        for name, call in sides.items():
-            result = call()
-            if turn:
-                results[name].append(result)
-    return results
-
-
 def _to_json(data: Mapping[str, Any]) -> str:
     return json.dumps({"about": about_process(PROGRAM), **data}, indent=1, default=str)
 
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The questions of a study over files of JSON lines, and the model that answers them."""
+    """Options of a study over questions in files of JSON lines; `skip` leaves out the first of each file."""
 
-    data: Sequence[Path]
-    model: str | None
-    size: int
-    distractors: int
-    store: Path | None
+    data: list[Path]
+    model: str | None = None
+    size: int = 20
     skip: int = 0
+    distractors: int = 2
+    store: Path | None = None
 
     def examples(self) -> list[Example]:
         """Read the questions of all files."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 
 from rich.table import Table
@@ -26,14 +25,7 @@ AUTO = make_method("auto", guard=False)
 RANKS = (4, 16, 64)
 
 
-def variants(
-    run: StudyRun,
-    data: list[Path],
-    model: str | None = None,
-    size: int = 20,
-    distractors: int = 2,
-    store: Path | None = None,
-) -> StudyResult:
+def variants(run: StudyRun, files: DataFiles) -> StudyResult:
     """Compare `auto` with variants of its parts: is the first token nearer to full prefill's?
 
     Each variant changes one part of `auto`, at the same ratio and on the same questions. KL is in nats, from full
@@ -61,7 +53,7 @@ def variants(
         exact = engine.prefill(reordered, method=FULL).logits
         kl["best first"].append(divergence(exact, engine.prefill(reordered, method=AUTO).logits))
 
-    for _ in DataFiles(data, model, size, distractors, store).measure(run, AUTO.bases, measure):
+    for _ in files.measure(run, AUTO.bases, measure):
         run.keep(kl)
     table = Table("variant", "KL", "less auto")
     for name, values in kl.items():
