@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -18,8 +18,6 @@ from qcfuse_rag.cli.options import Json, ModelOptions, expand_options
 from qcfuse_rag.errors import QCFuseError
 
 if TYPE_CHECKING:
-    from qcfuse_rag.evaluation.speed.store import StoreRates
-    from qcfuse_rag.evaluation.speed.warming import WarmingRates
     from qcfuse_rag.runtime.language_model import LanguageModel
 
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -41,7 +39,7 @@ def bench_store(
     with status("measuring"):
         result = measure_store(folder, megabytes=megabytes, repeats=repeats)
     if as_json:
-        print_json(asdict(result))
+        print_json(result)
     else:
         OUT.print(store_table(result))
 
@@ -62,7 +60,7 @@ def bench_warm(
         lm = _load(options)
         result = measure_warming(lm, chunks=chunks, repeats=repeats, batch_tokens=batch_tokens)
     if as_json:
-        print_json(asdict(result))
+        print_json(result)
     else:
         OUT.print(warming_table(result))
 
@@ -208,25 +206,26 @@ def bench_quality(
     print_line("written: " + ", ".join(map(str, [out, out.with_suffix(".md"), *drawn])))
 
 
-def store_table(result: StoreRates) -> Table:
+def store_table(result: Mapping[str, Any]) -> Table:
     """Return the rates of a store as a table."""
     columns = ("entry", "what", "threads", "store MB/s", "bare MB/s", "ratio", "bare, recycled", "ratio")
-    table = Table(*columns, title=f"A store in {escape(result.folder)}, medians of {result.repeats}")
-    for rate in result.rates:
-        row = [size(rate.entry_bytes), rate.what, str(rate.threads), f"{rate.store_mb_s:,.0f}"]
-        row += [f"{rate.bare_mb_s:,.0f}", f"{rate.ratio:.2f}"]
-        if rate.recycled_mb_s is not None:
-            row += [f"{rate.recycled_mb_s:,.0f}", f"{rate.recycled_ratio:.2f}"]
+    table = Table(*columns, title=f"A store in {escape(result['folder'])}, medians of {result['repeats']}")
+    for rate in result["rates"]:
+        row = [size(rate["entry_bytes"]), rate["what"], str(rate["threads"]), f"{rate['store_mb_s']:,.0f}"]
+        row += [f"{rate['bare_mb_s']:,.0f}", f"{rate['ratio']:.2f}"]
+        if rate["recycled_mb_s"] is not None:
+            row += [f"{rate['recycled_mb_s']:,.0f}", f"{rate['recycled_ratio']:.2f}"]
         table.add_row(*row)
     return table
 
 
-def warming_table(result: WarmingRates) -> Table:
+def warming_table(result: Mapping[str, Any]) -> Table:
     """Return the rates of a warming job as a table."""
-    table = Table("", "seconds", "tokens a second", title=f"{result.chunks} chunks, {result.tokens:,} tokens")
-    for name, times in (("bare forward passes", result.bare_s), ("warming job", result.job_s)):
-        table.add_row(name, duration(median(times)), f"{result.tokens / median(times):,.0f}")
-    table.add_row("ratio", f"{result.ratio:.2f}", "")
+    table = Table("", "seconds", "tokens a second", title=f"{result['chunks']} chunks, {result['tokens']:,} tokens")
+    for name, side in (("bare forward passes", "bare_s"), ("warming job", "job_s")):
+        middle = median(result[side])
+        table.add_row(name, duration(middle), f"{result['tokens'] / middle:,.0f}")
+    table.add_row("ratio", f"{result['ratio']:.2f}", "")
     return table
 
 

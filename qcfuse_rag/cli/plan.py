@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from dataclasses import asdict
 
 from rich.table import Table
 
@@ -29,7 +29,7 @@ def plan_corpus(options: PlanOptions, *, as_json: bool) -> None:
     )
     sizing = size_up(shape, rates, plan)
     if as_json:
-        print_json(sizing.to_dict())
+        print_json(asdict(sizing))
     else:
         _print_sizing(sizing, options)
 
@@ -41,9 +41,8 @@ def _print_sizing(sizing: Sizing, options: PlanOptions) -> None:
         f"{size(sizing.corpus_bytes)} ({options.caches} caches of each, {per_token:.0f} KiB per token), "
         f"{warming} of warming on one machine"
     )
-    uses = sizing.break_even_uses
-    break_even = "warming never pays off at this ratio"
-    if uses < math.inf:
+    uses, break_even = sizing.break_even_uses, "warming never pays off at this ratio"
+    if uses is not None:
         break_even = f"in computing time, warming a passage pays off after {uses:.1f} retrievals"
     print_line(
         f"{break_even}; without a store, the first token of a prompt of {options.retrieved} passages takes "

@@ -6,11 +6,9 @@ measured; those of another GPU are its data sheet's, times the share of them tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -81,21 +79,16 @@ class Sizing:
     """The estimate for a corpus: bytes and warming of all nodes, and the times of a request.
 
     Several machines share the warming hours. `full_ttft_s` is without a store. `break_even_uses` are the retrievals of
-    a node until its warming has paid in computing time; infinite if never.
+    a node until its warming has paid in computing time; None if never.
     """
 
     kv_bytes_per_token: float
     corpus_bytes: float
     warming_hours: float
     full_ttft_s: float
-    break_even_uses: float
+    break_even_uses: float | None
     tiers: dict[str, TierTimes]
     rates: Rates
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, which has no infinity: `break_even_uses` is None if warming never pays."""
-        uses = self.break_even_uses
-        return {**asdict(self), "break_even_uses": uses if math.isfinite(uses) else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +131,7 @@ def size_up(shape: ModelShape, rates: Rates, plan: CorpusPlan) -> Sizing:
         corpus_bytes=plan.caches * plan.nodes * plan.tokens * token_bytes,
         warming_hours=plan.nodes * warm_node_s / 3600,
         full_ttft_s=full_s,
-        break_even_uses=warm_node_s / saved_s if saved_s > 0 else math.inf,
+        break_even_uses=warm_node_s / saved_s if saved_s > 0 else None,
         tiers=tiers,
         rates=rates,
     )

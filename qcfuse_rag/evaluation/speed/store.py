@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -62,36 +63,6 @@ ENTRY_SHAPES = (EntryShape(30, 3, 64, 384, torch.float32), EntryShape(32, 8, 128
 """A passage of SmolLM2-135M on a CPU, and a longer passage of an 8B model."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRate:
-    """One measurement of files of one shape; rates are millions of bytes a second.
-
-    The bare side has the same bytes without the store; reading goes into memory new to the process, or, `recycled`,
-    into memory from the allocator, which is None for writing. Ratios are the store's rate over the other, medians of
-    the pairs.
-    """
-
-    entry: str
-    entry_bytes: int
-    entries: int
-    what: str
-    threads: int
-    store_mb_s: float
-    bare_mb_s: float
-    ratio: float
-    recycled_mb_s: float | None
-    recycled_ratio: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreRates:
-    """The result of `qcfuse bench store`."""
-
-    folder: str
-    repeats: int
-    rates: list[StoreRate]
-
-
 def measure_store(
     folder: Path | None = None,
     *,
@@ -99,10 +70,12 @@ def measure_store(
     repeats: int = 5,
     threads: Sequence[int] = THREADS,
     shapes: Sequence[EntryShape] = ENTRY_SHAPES,
-) -> StoreRates:
+) -> dict[str, Any]:
     """Time writing and reading of entries beside the same without a store; all files are removed.
 
-    Each shape has `megabytes` of entries, in millions of bytes; the bare side writes as many again.
+    Each shape has `megabytes` of entries, in millions of bytes; the bare side writes as many again. Rates are millions
+    of bytes a second. Bare reading goes into memory new to the process, or, `recycled`, into memory from the allocator;
+    that is None for writing. Ratios are the store's rate over the other, medians of the pairs.
     """
     rates = []
     with tempfile.TemporaryDirectory(prefix="qcfuse-bench-", dir=folder) as path:
@@ -111,7 +84,7 @@ def measure_store(
                 benchmark = _StoreBenchmark(store, Path(path) / str(number) / "bare", shape, megabytes)
                 for count in threads:
                     rates += benchmark.measure(count, repeats)
-    return StoreRates(str(folder or Path(path).parent), repeats, rates)
+    return {"folder": str(folder or Path(path).parent), "repeats": repeats, "rates": rates}
 
 
 class _StoreBenchmark:
@@ -126,7 +99,7 @@ class _StoreBenchmark:
         self._keys = [ChunkKey(fingerprint, "blind", "", hash_ids([number])) for number in range(count)]
         bare.mkdir()
 
-    def measure(self, threads: int, repeats: int) -> list[StoreRate]:
+    def measure(self, threads: int, repeats: int) -> list[dict[str, Any]]:
         """Write everything and read it, from the page cache and from disk, all sides in turns."""
         reading = (self._get, self._read_new, self._read_recycled)
         times: dict[str, list[list[float]]] = {what: [] for what in (WRITE, WRITTEN, COLD, CACHED)}
@@ -154,13 +127,18 @@ class _StoreBenchmark:
             seconds[index] = time.perf_counter() - started
         return seconds
 
-    def _rate(self, what: str, threads: int, rounds: list[list[float]]) -> StoreRate:
+    def _rate(self, what: str, threads: int, rounds: list[list[float]]) -> dict[str, Any]:
         total_mb = self._bytes * len(self._keys) / 1e6
         rates = [total_mb / median(seconds) for seconds in zip(*rounds, strict=True)]
         ratios = [median(seconds[side] / seconds[0] for seconds in rounds) for side in range(len(rates))]
-        recycled = (None, None) if what == WRITE else (rates[2], ratios[2])
-        entries = (self._shape, self._bytes, len(self._keys))
-        return StoreRate(*entries, what, threads, rates[0], rates[1], ratios[1], *recycled)
+        reading = what != WRITE
+        return {
+            **{"entry": self._shape, "entry_bytes": self._bytes, "entries": len(self._keys)},
+            **{"what": what, "threads": threads},
+            **{"store_mb_s": rates[0], "bare_mb_s": rates[1], "ratio": ratios[1]},
+            "recycled_mb_s": rates[2] if reading else None,
+            "recycled_ratio": ratios[2] if reading else None,
+        }
 
     def _put(self, key: ChunkKey) -> None:
         self._store.put(key, self._chunk)

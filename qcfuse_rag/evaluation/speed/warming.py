@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -21,31 +21,14 @@ from qcfuse_rag.store.prefill_base import FRAMED
 LENGTHS = (37, 380, 64, 256, 120, 300, 90, 180, 48, 220)  # tokens of the passages, in turn
 
 
-@dataclass(frozen=True, slots=True)
-class WarmingRates:
-    """The result of `qcfuse bench warm`, with the seconds of each run.
-
-    The job writes the caches and forces them to disk; the bare side is transformers' own forward passes over batches of
-    the same passages. `ratio` is the throughput of the job over the bare one, median of the pairs; `computed_share` the
-    tokens that the job computed over those that it stored.
-    """
-
-    chunks: int
-    tokens: int
-    batch_tokens: int
-    job_s: list[float]
-    bare_s: list[float]
-    ratio: float
-    computed_share: float
-
-
 def measure_warming(
     lm: LanguageModel, *, chunks: int = 40, repeats: int = 3, batch_tokens: int | None = None
-) -> WarmingRates:
+) -> dict[str, Any]:
     """Time a job over passages of mixed lengths from the demonstration corpus, in turns with bare forward passes.
 
     The bare passes get batches as well packed as the job's, keep no cache and write nothing. The job prefills after the
-    system prefix, ranks tokens, and writes to a folder.
+    system prefix, ranks tokens, and writes to a folder, all forced to disk. `ratio` is the throughput of the job over
+    the bare one, median of the pairs; `computed_share` the tokens that the job computed over those that it stored.
     """
     ids = lm.tokenizer(" ".join(corpus().values()), add_special_tokens=False)["input_ids"]
     passages: list[tuple[int, ...]] = []
@@ -65,7 +48,8 @@ def measure_warming(
             job_s.append(summary.elapsed_s)
             computed = summary.computed_tokens
     ratio = median(bare / job for bare, job in zip(bare_s, job_s, strict=True))
-    return WarmingRates(len(passages), total, bound, job_s, bare_s, ratio, computed / total)
+    sizes = {"chunks": len(passages), "tokens": total, "batch_tokens": bound}
+    return {**sizes, "job_s": job_s, "bare_s": bare_s, "ratio": ratio, "computed_share": computed / total}
 
 
 @torch.inference_mode()
