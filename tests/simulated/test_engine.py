@@ -206,7 +206,7 @@ def test_the_ring_waits_for_the_link_before_it_reuses_memory(device: Device, mon
     handle.receive()
     assert [tensor.mean().item() for tensor in handle.tensors] == list(range(12))
     assert not device.broken
-    monkeypatch.setattr(PinnedRing, "hold_until", lambda *given: None)
+    monkeypatch.setattr(PinnedRing, "hold_until", lambda *_: None)
     transfer.send(blocks)
     assert "copy_ by the host overwrites what stream 2 is perhaps still reading" in device.broken[0]
     device.broken.clear()

@@ -111,9 +111,8 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
             context_scores(query, key, rows, known, **settings, splits=splits),
             plain_attention_weights(query.float(), key.float(), rows, known, AttentionParams(**settings)),
         )
-    supports_large_tile(
-        device, dtype, dim
-    )  # checked and cached now, because it cannot be checked while a graph is recorded
+    # Checked and cached here, because it cannot be checked while a graph is recorded.
+    supports_large_tile(device, dtype, dim)
     shape, ends = KVShape(KV_HEADS, dim, dim), torch.stack([rows, rows - ROWS])
     buffers = [KVBuffer((random(1, KV_HEADS, TOKENS, dim),), (random(1, KV_HEADS, TOKENS, dim),)) for _ in ends]
     table = KVTable.of(buffers, [shape], TOKENS)

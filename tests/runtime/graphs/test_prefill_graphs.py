@@ -84,12 +84,12 @@ def test_a_recorded_pass_is_the_pass(family: str, tokenizer: PreTrainedTokenizer
     compared = passes.replayed
     for rows in ([0, 1, 2, 9], [5, 70, 71, 72, 90, 99], [3, 4, 5, 6, 7, 8, 9, 120], [30]):
         ids, at, before = torch.arange(7, 7 + len(rows), device=DEVICE), on_device(*rows), recorder.replayed
-        theirs, ours = two_buffers(lm, rows[-1] + 5)
+        launch_buffer, replay_buffer = two_buffers(lm, rows[-1] + 5)
         plan = RowsPlan.of(at, lm.sliding)
-        expected, found = forward_rows(lm, ids, plan, theirs), passes.forward_rows(ids, plan, ours)
+        expected, result = forward_rows(lm, ids, plan, launch_buffer), passes.forward_rows(ids, plan, replay_buffer)
         assert recorder.replayed == before + lm.n_layers
-        assert torch.allclose(found, expected, **CLOSE)
-        assert agree(ours, theirs)
+        assert torch.allclose(result, expected, **CLOSE)
+        assert agree(replay_buffer, launch_buffer)
     assert passes.replayed == compared + 4
 
 
@@ -99,9 +99,9 @@ def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: Pr
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(8,))
     before, depth = recorder.replayed, lm.n_layers - 1
-    theirs, ours = two_buffers(lm, 60)
+    launch_buffer, replay_buffer = two_buffers(lm, 60)
     seen: list[list[tuple[object, ...]]] = []
-    for compute, buffer in ((passes.forward_hidden, ours), (None, theirs)):
+    for compute, buffer in ((passes.forward_hidden, replay_buffer), (None, launch_buffer)):
         seen.append([])
 
         def observe(layer: int, query: Tensor, key: Tensor, *settings: object) -> None:
@@ -121,7 +121,7 @@ def test_a_probe_observes_the_same_in_a_recorded_pass(family: str, tokenizer: Pr
             assert isinstance(expected, Tensor)
             assert result.shape == expected.shape
             assert torch.allclose(result, expected, **CLOSE)
-    assert agree(ours, theirs)
+    assert agree(replay_buffer, launch_buffer)
 
 
 @pytest.fixture(scope="module")
@@ -146,11 +146,11 @@ def test_answers_are_the_same_with_recorded_passes(
     prompt = engine.prompt(QUESTION, PASSAGES[:2])
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.2, base=FRAMED)
     expected, before = prefill(loading_first(engine.lm, engine.store), prompt, chosen), recorder.replayed
-    found = engine.prefill(prompt, method=chosen)
+    result = engine.prefill(prompt, method=chosen)
     assert (recorder.replayed > before) == (method != "full")
-    assert found.report.selected == expected.report.selected
-    assert found.report.row_layers == expected.report.row_layers
-    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+    assert result.report.selected == expected.report.selected
+    assert result.report.row_layers == expected.report.row_layers
+    assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
 
 def test_a_verified_answers_draft_begins_with_recorded_passes(
@@ -158,32 +158,32 @@ def test_a_verified_answers_draft_begins_with_recorded_passes(
 ) -> None:
     engine, recorder = recorded
     prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
-    found = generate_speculative(engine.runner, prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
+    result = generate_speculative(engine.runner, prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
     assert recorder.replayed > before
-    assert found.ids == engine.generate(prompt, params, method=make_method("full")).ids
+    assert result.ids == engine.generate(prompt, params, method=make_method("full")).ids
 
 
 def test_each_layer_waits_for_its_stored_data(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), CountingRecorder()
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
-    theirs, stored = two_buffers(lm, 30)
-    ours = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
-    for tensor in (*ours.keys, *ours.values):
+    launch_buffer, stored = two_buffers(lm, 30)
+    replay_buffer = KVBuffer.allocate(lm.shapes, 30, dtype=lm.dtype, device=lm.device)
+    for tensor in (*replay_buffer.keys, *replay_buffer.values):
         tensor.fill_(torch.nan)
     before, arrived = recorder.replayed, []
 
     def wait_for_layer(layer: int) -> None:
         assert recorder.replayed == before + layer
         arrived.append(layer)
-        for target, source in ((ours.keys, stored.keys), (ours.values, stored.values)):
+        for target, source in ((replay_buffer.keys, stored.keys), (replay_buffer.values, stored.values)):
             target[layer].copy_(source[layer])
 
     plan, ids = RowsPlan.of(on_device(10, 11, 29), lm.sliding), on_device(1, 2, 3)
-    found = passes.forward_rows(ids, plan, replace(ours, wait_for_layer=wait_for_layer))
+    result = passes.forward_rows(ids, plan, replace(replay_buffer, wait_for_layer=wait_for_layer))
     assert arrived == list(range(lm.n_layers))
-    assert torch.allclose(found, forward_rows(lm, ids, plan, theirs), **CLOSE)
-    assert agree(ours, theirs)
+    assert torch.allclose(result, forward_rows(lm, ids, plan, launch_buffer), **CLOSE)
+    assert agree(replay_buffer, launch_buffer)
 
 
 def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
@@ -198,12 +198,12 @@ def test_a_chunk_found_damaged_in_a_recorded_pass_is_computed(
     monkeypatch.setattr(engine.store, "get", lambda wanted: broken if wanted == key else get(wanted))
     monkeypatch.setattr(engine.store, "discard", lambda key, reason: None)  # other tests share the store
     prompt, method = engine.prompt(QUESTION, PASSAGES[:2]), make_method("reuse", base=FRAMED)
-    found = engine.prefill(prompt, method=method)
+    result = engine.prefill(prompt, method=method)
     assert recorder.replayed > before
-    assert [lookup.hit for lookup in found.report.lookups] == [True, True, False]
+    assert [lookup.hit for lookup in result.report.lookups] == [True, True, False]
     expected = prefill(loading_first(engine.lm, engine.store), prompt, method)
-    assert found.report.lookups == expected.report.lookups
-    assert torch.allclose(found.logits, expected.logits, **CLOSE)
+    assert result.report.lookups == expected.report.lookups
+    assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
 
 def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -213,9 +213,9 @@ def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreT
     passes.compile(rows=(4,))
     waits, goes_on = threading.Event(), threading.Event()
     plan, ids = RowsPlan.of(on_device(10, 11, 19), lm.sliding), on_device(1, 2, 3)
-    (theirs, ours), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
+    (launch_buffer, replay_buffer), (_, slow) = two_buffers(lm, 20), two_buffers(lm, 20)
     slow_other = KVBuffer(tuple(key.clone() for key in slow.keys), tuple(value.clone() for value in slow.values))
-    found: list[Tensor] = []
+    result: list[Tensor] = []
 
     def wait_for_layer(layer: int) -> None:
         if layer == 1:
@@ -223,16 +223,18 @@ def test_while_one_pass_runs_recorded_layers_others_are_launched(tokenizer: PreT
             assert goes_on.wait(60)
 
     first = threading.Thread(
-        target=lambda: found.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer)))
+        target=lambda: result.append(passes.forward_rows(ids, plan, replace(slow, wait_for_layer=wait_for_layer)))
     )
     first.start()
     assert waits.wait(60)
     before = recorder.replayed
-    assert torch.allclose(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs), **CLOSE)
+    assert torch.allclose(
+        passes.forward_rows(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer), **CLOSE
+    )
     assert recorder.replayed == before
     goes_on.set()
     first.join(60)
-    assert torch.allclose(found[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
+    assert torch.allclose(result[0], forward_rows(lm, ids, plan, slow_other), **CLOSE)
 
 
 def test_passes_that_fit_no_recording_are_launched(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -248,14 +250,14 @@ def test_passes_that_fit_no_recording_are_launched(tokenizer: PreTrainedTokenize
         "a buffer that is not aligned": (on_device(5, 8), {}, shifted),
     }
     for name, (rows, options, keys) in cases.items():
-        theirs, ours = two_buffers(lm, 9)
+        launch_buffer, replay_buffer = two_buffers(lm, 9)
         if keys is not None:
-            for target, source in zip(keys, ours.keys, strict=True):
+            for target, source in zip(keys, replay_buffer.keys, strict=True):
                 target.copy_(source)
-            ours = KVBuffer(tuple(keys), ours.values)
+            replay_buffer = KVBuffer(tuple(keys), replay_buffer.values)
         plan = RowsPlan(rows, int(rows[-1]) + 1, windows=lm.sliding, **options)  # type: ignore[arg-type]
-        found, expected = passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs)
-        assert torch.allclose(found, expected, **CLOSE), name
+        result, expected = passes.forward_rows(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer)
+        assert torch.allclose(result, expected, **CLOSE), name
         assert recorder.replayed == before, name
 
 
@@ -274,9 +276,9 @@ def test_a_model_that_gives_its_layers_other_inputs_is_launched(
     passes = PrefillRunner(lm, recorder)
     passes.compile(rows=(4,))
     before = recorder.replayed
-    theirs, ours = two_buffers(lm, 9)
+    launch_buffer, replay_buffer = two_buffers(lm, 9)
     plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
-    expected = forward_rows(lm, ids, plan, theirs)
+    expected = forward_rows(lm, ids, plan, launch_buffer)
     rotary, made = lm.model.get_decoder().rotary_emb, []
 
     def doubled(module: object, inputs: object, result: tuple[Tensor, Tensor]) -> tuple[Tensor, ...] | None:
@@ -284,10 +286,10 @@ def test_a_model_that_gives_its_layers_other_inputs_is_launched(
         return (*result, result[0]) if len(made) == 1 else None
 
     with rotary.register_forward_hook(doubled):  # type: ignore[union-attr]
-        found = passes.forward_rows(ids, plan, ours)
+        result = passes.forward_rows(ids, plan, replay_buffer)
     assert len(made) == 2
     assert recorder.replayed == before
-    assert torch.allclose(found, expected, **CLOSE)
+    assert torch.allclose(result, expected, **CLOSE)
 
 
 class Forgetful(AgainAndAgain):
@@ -327,9 +329,11 @@ def test_without_memory_for_many_rows_fewer_are_recorded(
         assert f"{size}: they cannot be recorded: OutOfMemoryError: no room" in caplog.text
     compared = passes.replayed
     for rows, replayed in ((on_device(2, 8), 1), (on_device(1, 2, 3, 4, 8), 0)):
-        theirs, ours = two_buffers(lm, 9)
+        launch_buffer, replay_buffer = two_buffers(lm, 9)
         plan = RowsPlan.of(rows, lm.sliding)
-        assert torch.allclose(passes.forward_rows(rows, plan, ours), forward_rows(lm, rows, plan, theirs), **CLOSE)
+        assert torch.allclose(
+            passes.forward_rows(rows, plan, replay_buffer), forward_rows(lm, rows, plan, launch_buffer), **CLOSE
+        )
         assert passes.replayed == compared + replayed
         compared = passes.replayed
 
@@ -380,9 +384,9 @@ def test_passes_that_cannot_be_recorded_are_launched_and_the_reason_is_logged(
         passes.compile(rows=(4,))
     assert reason in str(passes.refusal)
     assert reason in caplog.text
-    theirs, ours = two_buffers(lm, 9)
+    launch_buffer, replay_buffer = two_buffers(lm, 9)
     plan, ids = RowsPlan.of(on_device(2, 8), lm.sliding), on_device(1, 2)
-    assert torch.equal(passes.forward_rows(ids, plan, ours), forward_rows(lm, ids, plan, theirs))
+    assert torch.equal(passes.forward_rows(ids, plan, replay_buffer), forward_rows(lm, ids, plan, launch_buffer))
 
 
 def test_without_kernels_nothing_is_recorded(

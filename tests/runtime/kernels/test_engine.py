@@ -44,20 +44,23 @@ def test_the_engine_answers_alike_with_and_without_kernels(
 ) -> None:
     engine, lm = warmed, warmed.lm
     prompt, method = engine.prompt(QUESTION, PASSAGES), make_method("prophetkv", ratio=0.3, base=FRAMED)
-    ours = engine.prefill(prompt, method=method, answer_tokens=4)
+    with_kernels_result = engine.prefill(prompt, method=method, answer_tokens=4)
     assert set(with_kernels) == {"attention", "score", "place"}
     with_kernels.clear()
-    followed = forward_step(lm, [7], [len(prompt)], [ours.buffer])
+    followed = forward_step(lm, [7], [len(prompt)], [with_kernels_result.buffer])
     assert set(with_kernels) == {"by table", "append"}
     seams.transfer(monkeypatch, lambda runner: None)
     seams.engine_has_kernels(monkeypatch, lambda *_: False)
     with_kernels.clear()
-    theirs = engine.prefill(prompt, method=method, answer_tokens=4)
+    without_kernel_result = engine.prefill(prompt, method=method, answer_tokens=4)
     assert not with_kernels
-    assert ours.report.selected == theirs.report.selected
-    assert ours.report.bytes_loaded == theirs.report.bytes_loaded or engine.store.stats()[0].numbers != "model"
-    assert relative_error(ours.logits, theirs.logits) < 1e-4
-    assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [theirs.buffer])) < 1e-4
+    assert with_kernels_result.report.selected == without_kernel_result.report.selected
+    assert (
+        with_kernels_result.report.bytes_loaded == without_kernel_result.report.bytes_loaded
+        or engine.store.stats()[0].numbers != "model"
+    )
+    assert relative_error(with_kernels_result.logits, without_kernel_result.logits) < 1e-4
+    assert relative_error(followed, forward_step(lm, [7], [len(prompt)], [without_kernel_result.buffer])) < 1e-4
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -87,11 +90,13 @@ def test_passages_are_warmed_alike_with_and_without_kernels(warmed: FusionEngine
     other.warm(PASSAGES[:1], bases=(FRAMED,))
     assert set(with_kernels) == {"attention", "score"}
     [key] = other.corpus.keys(other.prompts.chunk_ids(PASSAGES[0]), (FRAMED,))
-    ours, theirs = other.store.get(key), warmed.store.get(key)
-    assert isinstance(ours, ChunkKV)
-    assert isinstance(theirs, ChunkKV)
-    for name in theirs.names():
-        assert torch.allclose(ours.blocks[name].float(), theirs.blocks[name].float(), rtol=1e-4, atol=1e-4)
+    with_kernels_result, without_kernel_result = other.store.get(key), warmed.store.get(key)
+    assert isinstance(with_kernels_result, ChunkKV)
+    assert isinstance(without_kernel_result, ChunkKV)
+    for name in without_kernel_result.names():
+        assert torch.allclose(
+            with_kernels_result.blocks[name].float(), without_kernel_result.blocks[name].float(), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_damaged_block_is_a_miss_with_kernels_too(warmed: FusionEngine, with_kernels: list[str]) -> None:

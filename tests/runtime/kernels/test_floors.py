@@ -17,9 +17,9 @@ from tests.support.recorders import DEVICE
 def test_both_sides_do_the_same_work() -> None:
     config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2}
     config["intermediate_size"] = 48
-    found = list(cases(LayerSizes.of(config, torch.float32, DEVICE), 1030, 40))
-    assert len(found) == 7 + 2 * 4
-    for case in found:
+    all_cases = list(cases(LayerSizes.of(config, torch.float32, DEVICE), 1030, 40))
+    assert len(all_cases) == 7 + 2 * 4
+    for case in all_cases:
         result = case.kernel().clone()  # both sides place into the same buffer
         with without_kernels():
             assert relative_error(result, case.plain()) < 1e-5, case.name

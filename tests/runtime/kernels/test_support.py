@@ -30,14 +30,14 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
     assert unavailable_reason(device, *half) == "place is off by nan"
     unavailable_reason.cache_clear()
 
-    def broken(*given: Any) -> dict[str, float]:
+    def broken(*_: Any) -> dict[str, float]:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(support, "kernel_errors", broken)
     assert unavailable_reason(device, *half) == "they do not run here (RuntimeError: no such instruction)"
     unavailable_reason.cache_clear()
 
-    def full(*given: Any) -> dict[str, float]:
+    def full(*_: Any) -> dict[str, float]:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(support, "kernel_errors", full)
