@@ -183,12 +183,13 @@ class PrefillAttempt:
         total_s = time.perf_counter() - started
         stages = [_computing_s(first, last, fused) for first, last in pairwise(marks)]
 
+        positions: list[int] = recomputed.tolist()  # once: every copy from the device makes the host wait
         limit = None if selection.until is not None or method.layer_hook is not None else budget
         try:
-            check_selection(recomputed, candidates, fused.known, limit)
+            check_selection(positions, candidates, fused.known, limit)
         except ValueError as error:
             raise ValueError(f"method {method.name!r} {error}") from None
-        report = _report(fused, method, recomputed, Timings(total_s - sum(stages), *stages), refusal)
+        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), refusal)
         return Prefilled(fused.prompt, logits, fused.await_all(), report, scores)
 
     def _load(self, fused: FusedPrompt, refused: Mapping[int, Miss]) -> None:
@@ -211,7 +212,7 @@ class PrefillAttempt:
 def _report(
     fused: FusedPrompt,
     method: Method,
-    recomputed: Tensor,
+    recomputed: list[int],
     timings: Timings,
     refusal: str | None,
 ) -> FusionReport:
@@ -225,7 +226,7 @@ def _report(
         context_tokens=sum(len(span) for span in prompt.chunks),
         reused_tokens=len(prompt) - unstored - recomputed_tokens,
         rows=unstored + recomputed_tokens,
-        selected=tuple(recomputed.tolist()),
+        selected=tuple(recomputed),
         row_layers=fused.row_layers,
         n_layers=fused.lm.n_layers,
         lookups=tuple(fused.lookups),

@@ -217,11 +217,11 @@ def recomputable_chunks(fused: FusedPrompt) -> list[PlacedChunk]:
     return [placed for placed in fused.placed_chunks if not placed.exact]
 
 
-def check_selection(recomputed: Tensor, candidates: list[PlacedChunk], known: Tensor, limit: int | None) -> None:
+def check_selection(recomputed: list[int], candidates: list[PlacedChunk], known: Tensor, limit: int | None) -> None:
     """Check that a selector kept to its contract.
 
     Args:
-        recomputed: `[S]` int64, the reused positions that were recomputed.
+        recomputed: the reused positions that were recomputed.
         candidates: placed chunks that are not exact.
         known: `[T]` bool on the CPU, positions that hold stored keys and values.
         limit: most tokens it may choose; None if a layer hook shrinks the set later.
@@ -229,16 +229,15 @@ def check_selection(recomputed: Tensor, candidates: list[PlacedChunk], known: Te
     Raises:
         ValueError: if it did not; the message begins with a verb, for the method's name to stand before it.
     """
-    positions = recomputed.tolist()
-    if len(set(positions)) < len(positions) or not bool(known[positions].all()):
+    if len(set(recomputed)) < len(recomputed) or not bool(known[recomputed].all()):
         raise ValueError("selects a token twice, or one that is computed anyway")
     allowed = torch.zeros(len(known), dtype=torch.bool)
     for placed in candidates:
         allowed[placed.span.start : placed.span.stop] = True
-    if not bool(allowed[positions].all()):
+    if not bool(allowed[recomputed].all()):
         raise ValueError("selects a token that is none of the candidates'")
-    if limit is not None and len(positions) > limit:
-        raise ValueError(f"selects {len(positions):,} tokens, of which {limit:,} are allowed")
+    if limit is not None and len(recomputed) > limit:
+        raise ValueError(f"selects {len(recomputed):,} tokens, of which {limit:,} are allowed")
 
 
 def split_budget(budget: int, wanted: list[float], most: list[int]) -> list[int]:
