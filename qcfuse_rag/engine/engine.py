@@ -187,8 +187,8 @@ class FusionEngine:
             RenderedText(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
         )
         self._require_short(rendered.text)  # the template has added to it
-        signatures = self.corpus.signatures
         try:
+            signatures = self.corpus.signatures
             matches = signatures.find(rendered.text)
             note = f"no warmed passage was found in the text, of {signatures.count():,} that are known"
         except StoreError as error:

@@ -52,7 +52,7 @@ class TableLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
-        from qcfuse_rag.runtime.kernels.paged_attention import append_rows
+        from qcfuse_rag.runtime.kernels.table_attention import append_rows
 
         append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
         return key_states, value_states

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from statistics import fmean
 
@@ -147,7 +147,7 @@ def verify(
     comparisons: dict[str, list[Comparison]] = {name: [] for name in groups}
     for name, cases in groups.items():
         for case in cases:
-            comparisons[name].append(_compare(engine, replace(method, guard=None), case))
+            comparisons[name].append(_compare(engine, method.unguarded, case))
             done += 1
             if progress is not None:
                 progress(done, total)

@@ -342,6 +342,20 @@ def test_passages_of_other_models_and_tenants_are_not_recognised(llama: Language
         assert make_engine(llama, theirs).prompt_from_text(flat(PASSAGES)).chunks == ()
 
 
+def test_a_manifest_that_is_damaged_before_the_first_prompt_costs_time_and_is_reported(
+    llama: LanguageModel, tmp_path: Path
+) -> None:
+    with FusionEngine(llama, DiskStore(tmp_path), method=QCFUSE) as engine:
+        engine.warm(PASSAGES)
+    for file in tmp_path.glob("sources.db*"):
+        file.write_bytes(b"no database" * 500)
+    with FusionEngine(llama, DiskStore(tmp_path), method=QCFUSE) as engine:
+        prompt = engine.prompt_from_text(flat(PASSAGES))
+        prefilled = engine.prefill(prompt)
+    assert torch.allclose(prefilled.logits, references.plain_forward(llama, prompt.ids)[0][-1], atol=1e-4)
+    assert str(prefilled.report.fallback).startswith("no passages were looked for: ")
+
+
 def test_a_manifest_that_cannot_be_read_costs_time_and_is_reported(llama: LanguageModel, tmp_path: Path) -> None:
     with DiskStore(tmp_path) as store:
         engine = FusionEngine(llama, store, method=QCFUSE)

@@ -65,8 +65,8 @@ kernel_check_rows = _seam("qcfuse_rag.runtime.kernels.support.ROWS")
 kernel_check_tokens = _seam("qcfuse_rag.runtime.kernels.support.TOKENS")
 KERNELS = {
     "attention": _seam("qcfuse_rag.runtime.kernels.sparse_attention.sparse_attention"),
-    "by table": _seam("qcfuse_rag.runtime.kernels.paged_attention.table_attention"),
-    "append": _seam("qcfuse_rag.runtime.kernels.paged_attention.append_rows"),
+    "by table": _seam("qcfuse_rag.runtime.kernels.table_attention.table_attention"),
+    "append": _seam("qcfuse_rag.runtime.kernels.table_attention.append_rows"),
     "score": _seam("qcfuse_rag.runtime.kernels.context_score.context_scores"),
     "place": _seam("qcfuse_rag.runtime.kernels.placement.place_blocks"),
 }

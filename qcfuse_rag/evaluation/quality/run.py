@@ -92,8 +92,8 @@ class BatchedDecoder:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
-        assembler = Detokenizer(self.lm.tokenizer.backend_tokenizer, ())
-        return ("".join(assembler.push(token) for token in ids) + assembler.flush()).strip()
+        detokenizer = Detokenizer(self.lm.tokenizer.backend_tokenizer, ())
+        return ("".join(detokenizer.push(token) for token in ids) + detokenizer.flush()).strip()
 
     def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
         """Compute rows of all sequences from `position` on: ids `[B, R]` to logits `[B, keep, vocabulary]` float32."""

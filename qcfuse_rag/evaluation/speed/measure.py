@@ -127,7 +127,7 @@ def measure_speed(
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
             result["prefill"] += _prefills(runner, tiers, prompt, options)
             method = (options.methods or (FULL,))[0].method
-            prefilled = prefill(runner, prompt, unguarded(method), answer_tokens=STEPS)
+            prefilled = prefill(runner, prompt, method.unguarded, answer_tokens=STEPS)
             result["decode"] += decode_steps(lm, runner.decodes, prefilled, options.requests)
             del prefilled  # free its buffer before the next one is allocated
             ceilings = ceilings.or_better(measure_ceilings(lm))
@@ -150,11 +150,6 @@ def random_prompt(lm: LanguageModel, context: int, chunk: int, generator: torch.
     roles = [Role.HEAD, *(Role.CHUNK for _ in sizes), Role.QUESTION]
     segments = tuple(Segment(role, ids, "") for role, ids in zip(roles, drawn, strict=True))
     return Prompt(segments, prefix_ids=drawn[0])
-
-
-def unguarded(method: Method) -> Method:
-    """Return a method that always fuses, so that fusing is what is timed."""
-    return replace(method, guard=None)
 
 
 @dataclass(slots=True)
@@ -188,7 +183,7 @@ def _prefills(
     calls: dict[str, Callable[[], Any]] = {"stock": stock_s}
     first = StoreTier("-", LOSSLESS, tiers[0].store)
     for tier, chosen in [(first, FULL), *((tier, chosen) for tier in tiers for chosen in options.methods)]:
-        call = partial(run, runner.with_store(tier.store), unguarded(chosen.method))
+        call = partial(run, runner.with_store(tier.store), chosen.method.unguarded)
         replayed = runner.prefills.replayed
         sides.append(_Side(tier, chosen, call(), runner.prefills.replayed - replayed))
         calls[str(len(sides))] = call
@@ -199,7 +194,7 @@ def _prefills(
         # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
         unpooled = runner.with_store(side.tier.store)
         unpooled.pool = None
-        again = partial(prefill, unpooled, prompt, unguarded(side.configuration.method))
+        again = partial(prefill, unpooled, prompt, side.configuration.method.unguarded)
         row = _row(side, [report.timings for report in side_reports], lm, prompt, full_s, median(stock_times))
         rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})
     return rows

@@ -27,9 +27,9 @@ from qcfuse_rag.runtime.fused_layers.pointwise import Norm
 from qcfuse_rag.runtime.fused_layers.product import STRIPS, Strip, gate_projected, projected
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, Tile, default_tile
-from qcfuse_rag.runtime.kernels.paged_attention import table_attention
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
 from qcfuse_rag.runtime.kernels.support import supports_kernels
+from qcfuse_rag.runtime.kernels.table_attention import table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import plain_attention_weights
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan

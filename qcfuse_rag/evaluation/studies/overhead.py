@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
-from qcfuse_rag.evaluation.speed.measure import random_prompt, unguarded
+from qcfuse_rag.evaluation.speed.measure import random_prompt
 from qcfuse_rag.evaluation.speed.tiers import fill
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
 from qcfuse_rag.fusion import probes
@@ -51,7 +51,7 @@ def overhead(
     rest is the model's own code.
     """
     lm = load_model(model)
-    chosen, store = unguarded(make_method(method, ratio=ratio)), MemoryStore(UNLIMITED)
+    chosen, store = make_method(method, ratio=ratio).unguarded, MemoryStore(UNLIMITED)
     prompt = random_prompt(lm, tokens, 512, torch.Generator().manual_seed(0))
     fill(lm, [store], prompt, [chosen])
     runner = ModelRunner(lm, store)

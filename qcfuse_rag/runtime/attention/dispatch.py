@@ -100,7 +100,7 @@ def rows_attention(
     if fusion.observe is not None:
         fusion.observe(layer, query, key, AttentionParams(scaling, softcap, window))
     if isinstance(fusion, TablePlan):
-        from qcfuse_rag.runtime.kernels.paged_attention import table_attention
+        from qcfuse_rag.runtime.kernels.table_attention import table_attention
 
         return table_attention(
             query, fusion.table, layer, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux

@@ -93,10 +93,10 @@ class LayerGraphs:
         Raises:
             GraphMismatch: if the pass differs from what was recorded.
         """
-        hooked_pass = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.model(hooked_pass) as model:
+        replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
+        with self._views.model(replay) as model:
             logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
-        hooked_pass.check_complete(self._lm.n_layers)
+        replay.check_complete(self._lm.n_layers)
         return logits[0, -1].float()
 
     def hidden(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, depth: int) -> Literal[True]:
@@ -105,10 +105,10 @@ class LayerGraphs:
         Raises:
             GraphMismatch: if the pass differs from what was recorded.
         """
-        hooked_pass = _LayerReplay(self._layers, self._hidden, plan, buffer)
-        with self._views.decoder(depth, hooked_pass) as decoder:
+        replay = _LayerReplay(self._layers, self._hidden, plan, buffer)
+        with self._views.decoder(depth, replay) as decoder:
             decoder(**self._inputs(ids, plan, buffer))
-        hooked_pass.check_complete(depth)
+        replay.check_complete(depth)
         return True
 
     def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:

@@ -190,8 +190,8 @@ class PrefillRunner:
                 replayed.values[layer].copy_(launched.values[layer])
 
             plan = RowsPlan.of(rows, lm.sliding)
-            arriving = replace(replayed, wait_for_layer=wait_for_layer)
-            logits = self._exclusively(lambda: graphs.logits(ids, plan, arriving))  # noqa: B023
+            loading = replace(replayed, wait_for_layer=wait_for_layer)
+            logits = self._exclusively(lambda: graphs.logits(ids, plan, loading))  # noqa: B023
             if logits is None:
                 raise RuntimeError("a pass differs from its recording")
             query = graphs.last_query.clone()

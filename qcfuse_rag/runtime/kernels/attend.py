@@ -118,7 +118,7 @@ def attend(
     scaling,
     softcap,
     window,
-    PAGED: tl.constexpr,
+    BY_TABLE: tl.constexpr,
     KV_DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -154,7 +154,7 @@ def attend(
     split_keys = tl.cdiv(tl.cdiv(stop - start, tl.num_programs(1)), BLOCK_KEYS) * BLOCK_KEYS
     start += split * split_keys
     stop = tl.minimum(start + split_keys, stop)
-    if PAGED:
+    if BY_TABLE:
         entry = table + request * TABLE_COLUMNS
         keys = tl.load(entry).to(tl.pointer_type(KV_DTYPE)) + kv_head * tl.load(entry + 2)
         values = tl.load(entry + 1).to(tl.pointer_type(KV_DTYPE)) + kv_head * tl.load(entry + 3)

@@ -1,7 +1,7 @@
 """Sparse-row attention: few rows at arbitrary positions against a long buffer of keys, without a mask in memory.
 
 Keys and values are the tensors of one request. For several requests at once, and for CUDA graphs that serve any
-request, a table in device memory holds their addresses; see `paged_attention`. Where rows are too few to fill a device,
+request, a table in device memory holds their addresses; see `table_attention`. Where rows are too few to fill a device,
 the keys are split and the parts combined afterwards.
 """
 
@@ -40,7 +40,7 @@ QUESTION_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKV:
+class TableKV:
     """Keys and values of several requests, each in its own buffer with contiguous tokens.
 
     Attributes:
@@ -106,7 +106,7 @@ def sparse_attention(
 
 def launch_attention(
     query: Tensor,
-    kv: tuple[Tensor, Tensor] | PagedKV,
+    kv: tuple[Tensor, Tensor] | TableKV,
     rows: Tensor,
     longest: int,
     *,
@@ -136,7 +136,7 @@ def launch_attention(
     """
     check_extras(query, scaling, window, sinks)
     requests, n_heads, n_rows, dim = query.shape
-    if isinstance(kv, PagedKV):
+    if isinstance(kv, TableKV):
         key = value = query
         table, kv_heads, value_dim, aligned = kv.entries, kv.kv_heads, kv.value_dim, kv.aligned
     else:
@@ -169,7 +169,7 @@ def launch_attention(
             scaling,
             softcap or 1.0,
             window or 0,
-            PAGED=isinstance(kv, PagedKV),
+            BY_TABLE=isinstance(kv, TableKV),
             KV_DTYPE=triton_type(query.dtype),
             ALIGNED=aligned,
             GROUP=group,

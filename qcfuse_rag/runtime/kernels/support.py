@@ -79,13 +79,13 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     `runtime.fused_layers.fused_modules`.
     """
     from qcfuse_rag.runtime.kernels.context_score import context_scores
-    from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention, table_attention_reference
     from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
     from qcfuse_rag.runtime.kernels.sparse_attention import (
         sparse_attention,
         sparse_attention_reference,
         supports_large_tile,
     )
+    from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
     from qcfuse_rag.runtime.kv_table import KVTable
     from qcfuse_rag.runtime.reference_attention import plain_attention_weights
     from qcfuse_rag.runtime.rows import AttentionParams

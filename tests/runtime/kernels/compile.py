@@ -30,9 +30,9 @@ from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, 
 from qcfuse_rag.runtime.fused_layers.product import STRIPS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
-from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
+from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 

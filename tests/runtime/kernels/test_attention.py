@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from qcfuse_rag.runtime.kernels import launch
 from qcfuse_rag.runtime.kernels import sparse_attention as attention
 from qcfuse_rag.runtime.kernels.context_score import context_scores
-from qcfuse_rag.runtime.kernels.paged_attention import table_attention, table_attention_reference
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from qcfuse_rag.runtime.kernels.table_attention import table_attention, table_attention_reference
 from tests.runtime.kernels.operands import DTYPES, TOLERANCE, operands, relative_error, tabled
 from tests.support.recorders import DEVICE
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.kernels.paged_attention import append_rows, table_attention, table_attention_reference
+from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention, table_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
 from tests.runtime.kernels.operands import DTYPES, TOLERANCE, relative_error, tabled
 from tests.support.recorders import DEVICE

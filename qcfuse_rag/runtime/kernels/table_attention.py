@@ -16,7 +16,7 @@ from torch import Tensor
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.attend import TABLE_COLUMNS
 from qcfuse_rag.runtime.kernels.launch import Tile, block_dim, on_device, triton_type
-from qcfuse_rag.runtime.kernels.sparse_attention import PagedKV, launch_attention, sparse_attention_reference
+from qcfuse_rag.runtime.kernels.sparse_attention import TableKV, launch_attention, sparse_attention_reference
 from qcfuse_rag.runtime.kv_table import KVTable
 
 ROWS_PER_PROGRAM = 16
@@ -138,7 +138,7 @@ def table_attention(
         raise ValueError(f"{query.shape[1]} query heads over {shape.kv_heads} key heads")
     return launch_attention(
         query,
-        PagedKV(entries, shape.kv_heads, shape.value_dim, table.aligned),
+        TableKV(entries, shape.kv_heads, shape.value_dim, table.aligned),
         rows,
         table.longest,
         scaling=scaling,
