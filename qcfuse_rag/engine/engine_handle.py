@@ -27,7 +27,10 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's callers wait in the queue: they do not handle refusals."""
 
-ENGINE_SETTINGS = ("model", "model_name", "store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+"""The settings that an engine is loaded by, besides the model."""
+
+ENGINE_SETTINGS = ("model", "model_name", *LOAD_SETTINGS)
 """The settings of frameworks' objects that an engine is loaded by."""
 
 

@@ -7,10 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.engine_handle import EngineHandle
-
-LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
-"""Fields that load an engine, besides the model's name."""
+from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
 
 
 class EngineSettings(BaseModel):

@@ -46,7 +46,7 @@ class Garbage:
                 wanted = bool(database.execute(IS_WANTED, (address,)).fetchone())
                 if not wanted:
                     removed += self._store.discard(address)
-                # A remote that is away may still have the entry: it stays marked.
+                # An unreachable remote may still have the entry: it stays marked.
                 lookup = None if wanted else self._store.open(address)
                 gone = isinstance(lookup, Miss) and lookup.reason in ("absent", "expired")
                 if gone:
@@ -59,7 +59,7 @@ class Garbage:
         return removed
 
     def count(self) -> int:
-        """Return how many entries could not be removed yet, such as those of a remote that is away."""
+        """Return how many entries could not be removed yet, such as those of an unreachable remote."""
         return len(self._addresses())
 
     def removed_since(self, number: int | None) -> tuple[int, list[str]]:

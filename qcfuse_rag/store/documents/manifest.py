@@ -106,7 +106,7 @@ class Manifest:
             self._database, self._reader, self._writable = open_manifest(self._path)
         except (sqlite3.Error, OSError) as error:
             damaged = "not a database" in str(error)
-            hint = "; `qcfuse store rebuild` puts it aside, warm again then" if damaged else ""
+            hint = "; `qcfuse store rebuild` moves it aside; then warm again" if damaged else ""
             raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
 
 
@@ -176,7 +176,7 @@ def manifest_damage(folder: Path) -> str | None:
         return None
     except sqlite3.DatabaseError as error:
         result = str(error)
-    return None if result == "ok" else f"{path}: {result}; `qcfuse store rebuild` puts it aside, warm again then"
+    return None if result == "ok" else f"{path}: {result}; `qcfuse store rebuild` moves it aside; then warm again"
 
 
 def quarantine_manifest(folder: Path) -> Path | None:
