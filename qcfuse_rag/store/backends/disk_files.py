@@ -176,7 +176,7 @@ def _checked(name: str, ending: str) -> str:
         CorruptEntry: if it does.
     """
     if not name.endswith(ending) or set(name) & {"/", "\\", "\0"}:
-        raise CorruptEntry(f"the index names {name!r}, which is no file of this store; `qcfuse store rebuild` repairs it")
+        raise CorruptEntry(f"the index names {name!r}, not a file of this store; `qcfuse store rebuild` repairs it")
     return name
 
 

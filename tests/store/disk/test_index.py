@@ -226,7 +226,7 @@ def test_what_the_index_names_outside_while_the_store_is_open_is_an_error(
 ) -> None:
     put(store, 0)
     name_outside(store, tag, name, KEY.address, thesis)
-    with pytest.raises(StoreError, match="is no file of this store; `qcfuse store rebuild` repairs it"):
+    with pytest.raises(StoreError, match="not a file of this store; `qcfuse store rebuild` repairs it"):
         collect_garbage(store)
     assert thesis.exists()
     rebuild(store)
