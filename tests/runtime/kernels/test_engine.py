@@ -149,7 +149,7 @@ def test_first_passes_compile_all_kernels_of_other_lengths(
     engine = make_engine(lm, MemoryStore())
     warming.run_first_passes(engine.runner, engine.prompts)
     all_ways = {(rows, split) for rows in (16, 64) for split in (False, True)}
-    launched = {(constants["BLOCK_ROWS"], constants["SPLIT"]) for constants in attended if not constants["PAGED"]}
+    launched = {(constants["BLOCK_ROWS"], constants["SPLIT"]) for constants in attended if not constants["BY_TABLE"]}
     assert launched == {*all_ways, (launch.LARGE_TILE.rows, False)}
     assert {(constants["BLOCK_ROWS"], constants["BLOCK_SPLITS"] > 1) for constants in scored} == all_ways
     assert {constants["BLOCK_SPLITS"] for constants in scored} == {1, parts.MAX_SPLITS}
