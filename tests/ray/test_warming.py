@@ -13,7 +13,7 @@ import pytest
 from qcfuse_rag import FusionEngine, QCFuseError, RayWorkers, open_store
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED, PRIMED
 from tests.support.cli import Run
-from tests.support.engines import METHOD
+from tests.support.engines import METHOD, METHOD_OPTIONS
 from tests.support.passages import PASSAGES, QUESTION
 
 pytestmark = [pytest.mark.ray, pytest.mark.enable_socket, pytest.mark.timeout(600)]
@@ -117,6 +117,7 @@ def test_the_command(cluster: str, model: str, run: Run, tmp_path: Path) -> None
         "warm", "run", str(broken), "--model", model, "--store", str(tmp_path / "new"), "--ray", cluster
     )
     assert (code, f"cannot read {broken}" in error.replace("\n", "")) == (1, True), "it was named outright"
-    code, answer, _ = run("ask", QUESTION, "--store", str(tmp_path / "there"), "--model", model, "--json")
+    ask = ("ask", QUESTION, "--store", str(tmp_path / "there"), "--model", model, *METHOD_OPTIONS, "--json")
+    code, answer, _ = run(*ask)
     assert code == 0
     assert json.loads(answer)["report"]["fallback"] is None
