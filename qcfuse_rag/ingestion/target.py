@@ -1,4 +1,4 @@
-"""Where chunks are prefilled: a model, a store, and the fixed texts in front of the chunks."""
+"""The target of a warming job: a model, a store, and the fixed texts in front of the chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in production.
+"""Observe an engine in production.
 
 In: reports of fused prefills.
 Out: pictures, metrics, traces and comparisons with full prefill.

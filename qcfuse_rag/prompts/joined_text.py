@@ -103,7 +103,7 @@ def _equal_runs(left: list[PositionedToken], right: list[PositionedToken]) -> It
         if size:
             yield i - size, j - size, size
             size = 0
-        # Advance the list whose token starts earlier; at equal starts the one that ends earlier, such as whitespace.
+        # Advance the list whose token starts earlier; if both start together, the list whose token ends earlier.
         if left[i][:2] <= right[j][:2]:
             i += 1
         else:

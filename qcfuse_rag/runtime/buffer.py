@@ -20,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import PlannedLayer, RowsPlan
 
 SPARE_BYTES = 1 << 30
 ALIGNMENT = 64
@@ -89,7 +88,7 @@ class KVBuffer:
         )
 
 
-class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
+class RowsLayer(PlannedLayer):
     """A cache layer that writes fresh keys and values at their positions and returns all keys up to the plan's length.
 
     Args:
@@ -100,8 +99,6 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         wait_for_layer: waits for this layer's stored chunks; None if nothing is being loaded.
     """
 
-    is_sliding = False
-
     def __init__(
         self,
         keys: Tensor,
@@ -110,14 +107,9 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         length: int,
         wait_for_layer: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(length, keys.shape[2])
         self.wait_for_layer = wait_for_layer
-        self.keys, self.values = keys, values
-        self.at, self.length = at, length
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffer exists before the pass."""
+        self.keys, self.values, self.at = keys, values, at
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to their rows; return `[B, Hkv, length, D]` views."""
@@ -128,19 +120,6 @@ class RowsLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys[:, :, self.at] = key_states
         self.values[:, :, self.at] = value_states
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys and the position of the first."""
-        return self.length, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of keys up to the pass's last row."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Return the buffer's capacity."""
-        assert self.keys is not None
-        return self.keys.shape[2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,12 +6,14 @@ idea; see docs/reference/architecture.md.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +111,41 @@ class AttentionParams:
     scaling: float
     softcap: float | None = None
     window: int | None = None
+
+
+class PlannedLayer(CacheLayerMixin, ABC):  # type: ignore[misc]
+    """A transformers cache layer over buffers that exist before the pass; subclasses write fresh keys and values.
+
+    Args:
+        length: number of keys that the pass may read.
+        capacity: number of keys that the buffer holds.
+    """
+
+    is_sliding = False
+
+    def __init__(self, length: int, capacity: int) -> None:
+        super().__init__()
+        self.length, self.capacity = length, capacity
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the buffers exist."""
+
+    @abstractmethod
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write fresh keys and values `[B, Hkv, R, D]`; return the keys and values that attention reads."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys and the position of the first."""
+        return self.length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of keys up to the pass's last row."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Return the capacity."""
+        return self.capacity
 
 
 Observer = Callable[[int, Tensor, Tensor, AttentionParams], None]

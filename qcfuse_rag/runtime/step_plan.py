@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.rows import PlannedLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,18 +34,12 @@ class StepPlan:
         return Cache(layers=[StepLayer(self, layer) for layer in range(len(self.buffers[0].keys))])
 
 
-class StepLayer(CacheLayerMixin):  # type: ignore[misc]
+class StepLayer(PlannedLayer):
     """A cache layer that writes each request's fresh key and value to its own buffer, where attention reads them."""
 
-    is_sliding = False
-
     def __init__(self, plan: StepPlan, layer: int) -> None:
-        super().__init__()
+        super().__init__(max(plan.positions) + 1, max(buffer.capacity for buffer in plan.buffers))
         self.plan, self.layer = plan, layer
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers exist before the step."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, 1, D]` fresh keys and values to the buffers; return them unchanged."""
@@ -53,15 +47,3 @@ class StepLayer(CacheLayerMixin):  # type: ignore[misc]
             buffer.keys[self.layer][0, :, position] = key_states[index, :, 0]
             buffer.values[self.layer][0, :, position] = value_states[index, :, 0]
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys of the longest request, and the position of the first."""
-        return max(self.plan.positions) + 1, 0
-
-    def get_seq_length(self) -> int:
-        """Return the number of keys of the longest request."""
-        return max(self.plan.positions) + 1
-
-    def get_max_length(self) -> int:
-        """Return the capacity of the largest buffer."""
-        return max(buffer.capacity for buffer in self.plan.buffers)

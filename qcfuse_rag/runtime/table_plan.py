@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from qcfuse_rag.runtime.kv_table import KVTable
-from qcfuse_rag.runtime.rows import Observer
+from qcfuse_rag.runtime.rows import Observer, PlannedLayer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +36,12 @@ class TablePlan:
         return Cache(layers=[TableLayer(self, layer) for layer in range(len(self.table.shapes))])
 
 
-class TableLayer(CacheLayerMixin):  # type: ignore[misc]
+class TableLayer(PlannedLayer):
     """A cache layer that writes fresh keys and values to the table's buffers, where attention reads them."""
 
-    is_sliding = False
-
     def __init__(self, plan: TablePlan, layer: int) -> None:
-        super().__init__()
+        super().__init__(plan.table.longest, plan.table.longest)
         self.plan, self.layer = plan, layer
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers exist before the pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write `[B, Hkv, R, D]` fresh keys and values to the buffers; return them unchanged."""
@@ -56,15 +49,3 @@ class TableLayer(CacheLayerMixin):  # type: ignore[misc]
 
         append_rows(key_states, value_states, self.plan.table, self.layer, self.plan.rows)
         return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the most keys that a request may have, and the position of the first."""
-        return self.plan.table.longest, 0
-
-    def get_seq_length(self) -> int:
-        """Return the most keys that a request may have."""
-        return self.plan.table.longest
-
-    def get_max_length(self) -> int:
-        """Return the most keys that a request may have."""
-        return self.plan.table.longest

@@ -54,7 +54,7 @@ class StudyRun:
 
     @property
     def prints_json(self) -> bool:
-        """Whether standard output belongs to JSON."""
+        """Whether JSON goes to standard output, so that nothing else may be printed there."""
         return self._json_file == PRINT_JSON
 
     def track(self, items: Sequence[T]) -> Iterable[T]:

@@ -81,7 +81,7 @@ def sparse_attention(
         window: sliding window in tokens, or None.
         sinks: `[Hq]` logits that take part in the softmax only, or None.
         splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
-        tile: block size of a program; None chooses the one that fills the device.
+        tile: block size of a program; None chooses the size that fills the device.
 
     Returns:
         `[1, R, Hq, Dv]` in the dtype of `value`.
