@@ -1,11 +1,67 @@
-"""Compare two predictions of the first token."""
+"""Compare two predictions: of the first token, or of every token along an answer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from statistics import fmean
+
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDivergence:
+    """How two caches differ along the greedy answer over the first, at every token.
+
+    Attributes:
+        kl: Kullback-Leibler divergence before each token, in nats.
+        agrees: whether both caches predict the same most likely token, before each token.
+    """
+
+    kl: tuple[float, ...]
+    agrees: tuple[bool, ...]
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean divergence along the answer, in nats a token."""
+        return fmean(self.kl)
+
+    @property
+    def first_kl(self) -> float:
+        """Divergence at the first token, in nats."""
+        return self.kl[0]
+
+    @property
+    def top1(self) -> float:
+        """Share of the tokens on which both caches agree."""
+        return fmean(self.agrees)
+
+    @property
+    def identical(self) -> bool:
+        """Whether all tokens agree.
+
+        Then the greedy answer over the second cache is that over the first: by induction, each of its tokens is chosen
+        after the same tokens. Predictions equal within rounding can make an exception.
+        """
+        return all(self.agrees)
 
 
 def divergence(oracle: Tensor, other: Tensor) -> float:
     """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""
     log_p, log_q = oracle.double().log_softmax(-1), other.double().log_softmax(-1)
     return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
+
+
+def compare_answers(full: Tensor, other: Tensor) -> AnswerDivergence:
+    """Compare two caches along the greedy answer over the first.
+
+    Args:
+        full: `[N, vocabulary]` logits before each token of the answer, N at least 1, usually over full prefill's cache.
+        other: `[N, vocabulary]` logits before each token of the same answer over the other cache.
+
+    Raises:
+        ValueError: if the shapes differ or there is no token.
+    """
+    if full.shape != other.shape or not len(full):
+        raise ValueError(f"compare logits of the same answer, not of shapes {[*full.shape]} and {[*other.shape]}")
+    kl = tuple(divergence(oracle, logits) for oracle, logits in zip(full, other, strict=True))
+    return AnswerDivergence(kl, tuple((full.argmax(-1) == other.argmax(-1)).tolist()))
