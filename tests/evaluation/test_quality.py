@@ -5,21 +5,26 @@ from __future__ import annotations
 import io
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
-from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, configurations
 from qcfuse_rag.evaluation.quality.measure import on_methods
 from qcfuse_rag.evaluation.quality.offline import prepare
-from qcfuse_rag.evaluation.quality.run import BatchedDecoder
+from qcfuse_rag.evaluation.quality.run import PendingQuestion, answer, answer_text, gold_nll
 from qcfuse_rag.evaluation.quality.tables import terminal_tables
+from qcfuse_rag.evaluation.studies.compare import compare
 from qcfuse_rag.generation.stop_criteria import end_tokens
 from qcfuse_rag.store.prefill_base import BASES
+from qcfuse_rag.verification.samples import Example
 from tests.support import seams
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -36,10 +41,10 @@ RECORDS = [
     }
     for i in range(3)
 ]
-FAMILIES = ["llama", "mistral-sliding", "gemma2-softcap", "gpt-oss-sinks", "qwen2-moe-silent-window"]
+FULL = make_method("full")
 KEYS = (
-    "id dataset method base ratio rows context_tokens f1 em rouge_l match nll kl ttft_s answer "
-    "probe_s select_s load_s recompute_s bytes_loaded"
+    "id dataset method base ratio rows context_tokens f1 em rouge_l match nll kl answer_kl top1 identical length_ratio "
+    "position_kl ttft_s answer probe_s select_s load_s recompute_s bytes_loaded"
 )
 
 
@@ -74,52 +79,44 @@ def bench(run: Run, model_folder: str, tmp_path: Path) -> Bench:
     return Bench(run, model_folder, tmp_path)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_answers_in_one_batch_are_those_given_one_by_one(family: str, tokenizer: Any) -> None:
-    lm = LanguageModel.wrap(build_model(family), tokenizer, name=family)
+def test_every_answer_is_that_of_the_users_own_path(tokenizer: Any) -> None:
+    lm = LanguageModel.wrap(build_model("gemma2-softcap"), tokenizer, name="gemma2")
     engine = make_engine(lm, MemoryStore())
-    chosen = configurations(["reuse", "random", "qcfuse"], [0.2, 0.6], ["blind", "framed"])
+    full, *methods = configurations(["reuse", "random", "qcfuse"], [0.2, 0.6], ["blind", "framed"])
+    chosen = [full, FLOOR, *methods]
     prepare(engine, chosen, PASSAGES)
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    prefilled = (engine.prefill(prompt, method=one.method, answer_tokens=24) for one in chosen)
-    together = BatchedDecoder.stack(lm, prefilled, len(chosen), len(prompt), 24)
-    gold = tuple(tokenizer("the harbour school of the island", add_special_tokens=False)["input_ids"])[:20]
-
-    likelihoods = together.gold_nll(gold)
-    answers = together.greedy(8)
-    assert len({*answers}) > 1, "methods that all say the same would prove nothing"
-    for one, ids, nll in zip(chosen, answers, likelihoods, strict=True):
-        alone = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=one.method)
-        assert ids == alone.ids
-        assert together.text(ids) == alone.text.strip()
-        apart = BatchedDecoder.stack(
-            lm, [engine.prefill(prompt, method=one.method, answer_tokens=24)], 1, len(prompt), 24
-        )
-        assert apart.gold_nll(gold)[0] == pytest.approx(nll, abs=1e-4)
+    prompt, floor = engine.prompt(QUESTION, PASSAGES), engine.prompt(QUESTION)
+    example = Example(QUESTION, tuple(PASSAGES), ("school",), id="0", dataset="d", max_new_tokens=8)
+    records = list(answer(engine, PendingQuestion(example, prompt, floor, (40, 50, 60), ""), chosen))
+    exact = engine.generate(prompt, SamplingParams(max_new_tokens=8), method=FULL)
+    for configuration, record in zip(chosen, records, strict=True):
+        seen = floor if configuration is FLOOR else prompt
+        alone = engine.generate(seen, SamplingParams(max_new_tokens=8), method=configuration.method)
+        assert record["answer"] == alone.text.strip(), configuration.key
+        assert record["identical"] == (alone.ids == exact.ids)
+        assert record["length_ratio"] == len(alone.ids) / len(exact.ids)
+        assert record["answer_kl"] == pytest.approx(statistics.fmean(record["position_kl"]), rel=1e-3)
+        assert record["kl"] == pytest.approx(record["position_kl"][0], rel=1e-3)
+        assert (record["rows"] < len(prompt)) == (configuration is not full)
+    assert [record["identical"] for record in records[:2]] == [True, False]
+    assert len({record["answer"] for record in records}) > 2, "methods that all say the same would prove nothing"
 
 
 def test_the_likelihood_of_the_gold_answer_is_the_models_own(engine: FusionEngine) -> None:
-    import torch
-
     prompt, gold = engine.prompt(QUESTION, PASSAGES), tuple(range(30, 60))
-    full = engine.prefill(prompt, method=make_method("full"), answer_tokens=len(gold))
-    found = BatchedDecoder.stack(engine.lm, [full], 1, len(prompt), len(gold)).gold_nll(gold)[0]
+    full = engine.prefill(prompt, method=FULL, answer_tokens=len(gold))
     with torch.inference_mode():
         logits = engine.lm.model(torch.tensor([[*prompt.ids, *gold]])).logits[0, len(prompt) - 1 : -1]
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(gold))
-    assert found == pytest.approx(float(expected), abs=1e-4)
+    assert gold_nll(engine.runner, full, gold) == pytest.approx(float(expected), abs=1e-4)
+    assert gold_nll(engine.runner, full, ()) == 0
 
 
-def test_a_sequence_ends_at_its_end_token(engine: FusionEngine) -> None:
-    prompt = engine.prompt(QUESTION, PASSAGES)
-    one = engine.prefill(prompt, method=make_method("full"), answer_tokens=8)
-    together = BatchedDecoder.stack(engine.lm, [one, one], 2, len(prompt), 8)
+def test_the_text_of_an_answer_ends_before_its_end_token(engine: FusionEngine) -> None:
     end = min(end_tokens(engine.lm))
-    together.logits[0, end] = together.logits.max() + 1
-    first, second = together.greedy(5)
-    assert first == (end,)
-    assert together.text(first) == ""
-    assert len(second) == 5 or second[-1] == end
+    assert answer_text(engine.lm, (end,)) == ""
+    school = engine.lm.tokenizer.backend_tokenizer.encode(" the school", add_special_tokens=False).ids
+    assert answer_text(engine.lm, (*school, end)) == "the school"
 
 
 def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> None:
@@ -128,6 +125,7 @@ def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> Non
     assert sorted(of_one, key=str) == sorted(
         [
             ("full", None, 1.0),
+            ("no passages", None, None),
             ("reuse", "framed", 0.0),
             *(("qcfuse", "blind", ratio) for ratio in (0.1, 0.5)),
             *(("random", "blind", ratio) for ratio in (0.1, 0.5)),
@@ -137,8 +135,11 @@ def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> Non
     assert {r["id"] for r in found["records"]} == {"q0", "q1"}
     assert all(set(KEYS.split()) <= set(r) and r["fallback"] is None for r in found["records"])
     full = [r for r in found["records"] if r["method"] == "full"]
-    assert all(r["kl"] == 0 and r["full_ttft_s"] == r["ttft_s"] for r in full)
-    assert all(len({r["context_tokens"] for r in found["records"] if r["id"] == i}) == 1 for i in ("q0", "q1"))
+    assert all(r["kl"] == r["answer_kl"] == 0 and r["full_ttft_s"] == r["ttft_s"] for r in full)
+    for name in ("q0", "q1"):
+        read = {r["method"]: r["context_tokens"] for r in found["records"] if r["id"] == name}
+        assert read.pop("no passages") == 0
+        assert len(set(read.values())) == 1
     assert found["about"]["options"]["size"] == 2
     assert found["about"]["command"].startswith("qcfuse bench quality")
 
@@ -146,12 +147,14 @@ def test_every_question_has_a_record_of_every_configuration(bench: Bench) -> Non
 def test_the_summary_has_a_line_for_each_configuration(bench: Bench) -> None:
     found = bench("--methods", "qcfuse,random", "--ratios", ".5")
     lines = {line["method"]: line for line in found["summary"]}
-    assert list(lines) == ["full", "qcfuse", "random"]
+    assert list(lines) == ["full", "no passages", "qcfuse", "random"]
     qcfuse, full = lines["qcfuse"], lines["full"]
     assert qcfuse["n"] == 3
     assert qcfuse["minus_full"]["nll"]["mean"] == pytest.approx(qcfuse["nll"] - full["nll"])
-    assert qcfuse["minus_random"]["kl"]["mean"] == pytest.approx(qcfuse["kl"] - lines["random"]["kl"])
-    assert qcfuse["intervals"]["kl"]["low"] <= qcfuse["kl"] <= qcfuse["intervals"]["kl"]["high"]
+    to_random = qcfuse["minus_random"]["answer_kl"]["mean"]
+    assert to_random == pytest.approx(qcfuse["answer_kl"] - lines["random"]["answer_kl"])
+    for name in ("answer_kl", "identical", "top1", "kl"):
+        assert qcfuse["intervals"][name]["low"] <= qcfuse[name] <= qcfuse["intervals"][name]["high"]
     assert qcfuse["offline_s_per_chunk"] > 0
     assert qcfuse["offline_bytes_per_chunk"] > 0
     assert full["offline_bytes"] == 0
@@ -180,6 +183,28 @@ def test_a_methods_parameters_are_shown_as_they_were_written(bench: Bench) -> No
     assert "| auto[rows=question] | primed | 0.2 |" in (bench.out.parent / "r.md").read_text()
 
 
+def test_results_are_pooled_and_compared_by_answers(bench: Bench, tmp_path: Path) -> None:
+    records = bench("--methods", "reuse,random", "--ratios", "0", "--size", 2)["records"]
+    found = compare([bench.out], "reuse", tmp_path / "plot.png")
+    lines = {line["method"]: line for line in found.data["configurations"]}
+    for name in ("identical", "answer_kl"):
+        means = {m: statistics.fmean(r[name] for r in records if r["method"] == m) for m in ("reuse", "random")}
+        assert lines["reuse"][name] == pytest.approx(means["reuse"])
+        [difference] = found.data["differences"]
+        assert difference[name]["mean"] == pytest.approx(means["reuse"] - means["random"])
+    assert any("| `no passages` | - | - |" in str(part) for part in found.shown)
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_results_without_answers_are_refused(bench: Bench) -> None:
+    result = bench("--methods", "reuse", "--size", 1)
+    for record in result["records"]:
+        del record["answer_kl"]
+    bench.out.write_text(json.dumps(result))
+    with pytest.raises(QCFuseError, match="compares first tokens only"):
+        compare([bench.out])
+
+
 def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
     first = bench("--methods", "reuse", "--size", 2)
     again = bench("--methods", "reuse", "--size", 2)
@@ -188,7 +213,7 @@ def test_running_again_adds_only_what_is_missing(bench: Bench) -> None:
     assert more["records"][: len(first["records"])] == first["records"]
     added = more["records"][len(first["records"]) :]
     assert [(r["id"], r["method"]) for r in added if r["id"] != "q2"] == [("q0", "random"), ("q1", "random")]
-    assert {r["method"] for r in added if r["id"] == "q2"} == {"full", "reuse", "random"}
+    assert {r["method"] for r in added if r["id"] == "q2"} == {"full", "no passages", "reuse", "random"}
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(bench: Bench) -> None:
@@ -238,7 +263,7 @@ def test_records_of_caches_made_beside_other_passages_are_made_anew(bench: Bench
     more = bench(*options, "--size", 3)
     assert "4 records of enriched or captured passages were made anew" in bench.printed
     assert [r for r in few["records"] if r in more["records"]] == [
-        r for r in few["records"] if r["method"] in ("full", "reuse")
+        r for r in few["records"] if r["method"] in ("full", "no passages", "reuse")
     ]
     again = bench(*options, "--size", 3)
     assert likelihoods(again) == likelihoods(more)
@@ -289,7 +314,7 @@ def test_the_qcfuse_releases_layout_and_names_are_understood(bench: Bench) -> No
     release = [{"input": QUESTION, "context": PASSAGES, "answers": "school"} for _ in range(2)]
     bench.write("release", release)
     found = bench("--baseline", "ours", "--baseline", "fullreuse", "--top-k", 2, dataset="release")
-    assert {r["method"] for r in found["records"]} == {"full", "qcfuse", "reuse"}
+    assert {r["method"] for r in found["records"]} == {"full", "no passages", "qcfuse", "reuse"}
     assert {r["id"] for r in found["records"]} == {"1", "2"}
 
 
@@ -298,8 +323,10 @@ def test_several_datasets_and_a_folder_as_store(bench: Bench, tmp_path: Path) ->
     found = bench("--methods", "reuse", "--store", tmp_path / "kv", dataset="harbour,other")
     assert [(line["dataset"], line["method"], line["n"]) for line in found["summary"]] == [
         ("harbour", "full", 3),
+        ("harbour", "no passages", 3),
         ("harbour", "reuse", 3),
         ("other", "full", 1),
+        ("other", "no passages", 1),
         ("other", "reuse", 1),
     ]
     assert any((tmp_path / "kv").iterdir())
@@ -320,7 +347,7 @@ def test_datasets_of_one_name_in_two_folders_are_two(bench: Bench, tmp_path: Pat
 def test_lines_of_a_table_are_in_the_order_asked_for(bench: Bench) -> None:
     found = bench("--methods", "reuse,qcfuse", "--ratios", ".1,.5")
     lines = [(line["method"], line["ratio"]) for line in found["summary"]]
-    assert lines == [("full", 1.0), ("reuse", 0.0), ("qcfuse", 0.1), ("qcfuse", 0.5)]
+    assert lines == [("full", 1.0), ("no passages", None), ("reuse", 0.0), ("qcfuse", 0.1), ("qcfuse", 0.5)]
 
 
 def test_a_number_of_tokens_is_not_crossed_with_ratios(bench: Bench) -> None:
@@ -347,23 +374,8 @@ def test_questions_are_prepared_in_groups(bench: Bench) -> None:
         [(r["id"], r["answer"]) for r in found["records"] if r["method"] == "reuse"] for found in (one_by_one, at_once)
     ]
     assert answers[0] == answers[1]
-    chunks = [found["summary"][1]["offline_chunks"] for found in (one_by_one, at_once)]
+    chunks = [found["summary"][2]["offline_chunks"] for found in (one_by_one, at_once)]
     assert chunks == [9, 9], "titles differ, so no passage is in two questions"
-
-
-def test_a_batch_too_large_for_memory_is_answered_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--methods", "reuse,random", "--bases", "blind,framed", "--size", 2)
-    whole = bench(*options)
-    seams.batch_bytes(monkeypatch, 1)
-    bench.out = bench.out.with_name("parts.json")
-    parts = bench(*options)
-
-    def what(found: dict[str, Any]) -> list[Any]:
-        return [
-            (r["id"], r["method"], r["base"], r["answer"], pytest.approx(r["kl"], abs=1e-5)) for r in found["records"]
-        ]
-
-    assert what(parts) == what(whole)
 
 
 def test_a_question_too_long_for_the_model_is_named_and_left_out(bench: Bench) -> None:
@@ -414,7 +426,7 @@ def test_a_dataset_that_is_not_there_is_named_with_those_that_are(bench: Bench) 
 
 
 def test_the_default_method_is_measured_beside_full_prefill_where_none_is_named(bench: Bench) -> None:
-    assert {record["method"] for record in bench("--size", 1)["records"]} == {"full", "auto"}
+    assert {record["method"] for record in bench("--size", 1)["records"]} == {"full", "no passages", "auto"}
 
 
 def test_the_help_names_every_base_there_is(run: Run) -> None:

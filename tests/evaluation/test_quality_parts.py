@@ -14,7 +14,8 @@ from qcfuse_rag.errors import QCFuseError, UnknownMethod
 from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
 from qcfuse_rag.evaluation.quality.metrics import exact_match, rouge_l, rouge_scorer, scores, token_f1
 from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, NeighbourPool, OfflineCost, prepare
-from qcfuse_rag.evaluation.quality.summary import mean_interval, summarize
+from qcfuse_rag.evaluation.quality.summary import NEARNESS, mean_interval, summarize
+from qcfuse_rag.evaluation.quality.tables import row
 from qcfuse_rag.ingestion.neighbours import covering_groups
 from qcfuse_rag.store.prefill_base import ENRICHED, FRAMED
 from qcfuse_rag.verification.checks import string_match
@@ -29,6 +30,13 @@ def test_words_are_compared_without_case_punctuation_and_articles() -> None:
     assert token_f1("", ["Paris"]) == 0
     assert token_f1("no no no", ["no"]) == pytest.approx(0.5), "a word counts as often as both have it"
     assert (exact_match("An Orla.", ["orla"]), exact_match("Orla B", ["Orla"])) == (1, 0)
+
+
+def test_answers_without_words_are_compared_by_their_characters() -> None:
+    assert (exact_match("\\", [":"]), token_f1("\\", [":"])) == (0, 0)
+    assert (exact_match(" : ", [":"]), token_f1(" : ", [":"])) == (1, 1)
+    assert (exact_match("a", ["A"]), exact_match("the", ["A"])) == (1, 0), "an article can be the answer"
+    assert (exact_match("", ["-"]), exact_match("...", ["Orla"]), token_f1("a ferry", ["A"])) == (0, 0, 0)
 
 
 def test_rouge_is_that_of_the_package_with_stemming() -> None:
@@ -158,8 +166,8 @@ def test_an_interval_is_where_the_means_of_resamples_lie() -> None:
     assert mean_interval([0.25]) == {"mean": 0.25, "low": 0.25, "high": 0.25}
 
 
-def record(method: str, name: str, f1: float, **more: float) -> dict[str, Any]:
-    zeros = dict.fromkeys(["em", "rouge_l", "match", "nll", "kl", "probe_s", "select_s"], 0.0)
+def record(method: str, name: str, f1: float, **more: object) -> dict[str, Any]:
+    zeros = dict.fromkeys(["em", "rouge_l", "match", "nll", *NEARNESS, "probe_s", "select_s"], 0.0)
     base, ratio = (None, 1.0) if method == "full" else ("blind", 0.1)
     about = {"dataset": "d", "method": method, "base": base, "ratio": ratio, "id": name}
     return {**about, **zeros, "f1": f1, "ttft_s": 1.0, "full_ttft_s": 2.0, **more}
@@ -168,7 +176,7 @@ def record(method: str, name: str, f1: float, **more: float) -> dict[str, Any]:
 def test_differences_are_paired_by_question() -> None:
     records = [record("full", str(i), f1=i / 10) for i in range(10)]
     records += [record("qcfuse", str(i), f1=i / 10 - 0.1) for i in reversed(range(5))]
-    records += [record("random", str(i), f1=0.0, kl=1.0) for i in range(5)]
+    records += [record("random", str(i), f1=0.0, answer_kl=1.0) for i in range(5)]
     costs = [OfflineCost("warm blind", 4, 1.0, 400), OfflineCost("warm blind", 1, 1.0, 100)]
     full, qcfuse, _ = summarize(records, costs, {("qcfuse", "blind", 0.1): "warm blind"})
     assert {name: round(value, 9) for name, value in qcfuse["minus_full"]["f1"].items()} == {
@@ -176,23 +184,48 @@ def test_differences_are_paired_by_question() -> None:
         "low": -0.1,
         "high": -0.1,
     }
-    assert qcfuse["minus_random"]["kl"]["mean"] == -1
+    assert qcfuse["minus_random"]["answer_kl"]["mean"] == -1
     assert qcfuse["ttft_to_full"] == 0.5
     assert (qcfuse["offline_s_per_chunk"], qcfuse["offline_bytes_per_chunk"]) == (0.4, 100)
     assert full["zero_share"] == 0.1
 
 
+def floor(name: str, f1: float, **more: object) -> dict[str, Any]:
+    return record("no passages", name, f1, base=None, ratio=None, **more)
+
+
+def test_what_a_method_recovers_is_its_share_of_full_prefills_gain() -> None:
+    records = [record("full", str(i), f1=0.8, match=0.5) for i in range(4)]
+    records += [floor(str(i), f1=0.4, match=0.5) for i in range(4)]
+    records += [record("qcfuse", str(i), f1=f1, match=0.5) for i, f1 in enumerate((0.8, 0.7, 0.6, 0.3))]
+    full, bottom, qcfuse = (line["recovered"] for line in summarize(records))
+    assert full["mean"] == full["low"] == full["high"] == pytest.approx(1)
+    assert bottom["mean"] == bottom["low"] == bottom["high"] == 0
+    assert qcfuse["mean"] == pytest.approx((0.6 - 0.4) / (0.8 - 0.4))
+    assert -0.25 <= qcfuse["low"] < qcfuse["mean"] < qcfuse["high"] <= 1
+    ruler = summarize([{**line, "dataset": "ruler_mv"} for line in records])
+    assert [line["recovered"] for line in ruler] == [None] * 3, "by match, full prefill finds no more than the floor"
+
+
+def test_what_is_recovered_has_no_interval_where_full_prefill_may_gain_nothing() -> None:
+    records = [record("full", "0", f1=1.0), record("full", "1", f1=0.0), floor("0", f1=0.0), floor("1", f1=0.9)]
+    line = summarize([*records, record("reuse", "0", f1=0.5), record("reuse", "1", f1=0.5)])[-1]
+    assert line["recovered"] == {"mean": pytest.approx(0.5 / 0.5 * 0.1 / 0.1), "low": None, "high": None}
+    assert "%" in row(line)["recovered"]
+    assert "[" not in row(line)["recovered"]
+
+
 def test_a_control_is_known_by_its_method_its_base_and_its_ratio() -> None:
     records = [record(method, "0", f1=0.0) for method in ("full", "qcfuse[layers=1]", "reuse")]
     records += [
-        record("random[seed=3]", "0", f1=0.0, kl=1.0),
-        record("random[ratio=0.2]", "0", f1=0, ratio=0.2, kl=9.0),
+        record("random[seed=3]", "0", f1=0.0, answer_kl=1.0),
+        record("random[ratio=0.2]", "0", f1=0, ratio=0.2, answer_kl=9.0),
     ]
     lines = {line["method"]: line["minus_random"] for line in summarize(records)}
-    assert lines["qcfuse[layers=1]"]["kl"]["mean"] == lines["reuse"]["kl"]["mean"] == -1
+    assert lines["qcfuse[layers=1]"]["answer_kl"]["mean"] == lines["reuse"]["answer_kl"]["mean"] == -1
     assert lines["random[seed=3]"] is lines["random[ratio=0.2]"] is lines["full"] is None
-    again = summarize([*records, record("random", "0", f1=0.0, kl=2.0)])
-    assert again[1]["minus_random"]["kl"]["mean"] == -2, "the plain one, if it is there"
+    again = summarize([*records, record("random", "0", f1=0.0, answer_kl=2.0)])
+    assert again[1]["minus_random"]["answer_kl"]["mean"] == -2, "the plain one, if it is there"
 
 
 def test_each_preparation_is_done_once_and_charged_to_all_who_need_it(engine: FusionEngine) -> None:

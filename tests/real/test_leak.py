@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
-from qcfuse_rag.evaluation.quality.run import BatchedDecoder
+from qcfuse_rag.evaluation.quality.run import gold_nll
 from qcfuse_rag.store.prefill_base import ENRICHED
 from tests.support.engines import make_engine
 
@@ -42,8 +42,7 @@ def likelihoods(lm: LanguageModel, secret: str, *, access: dict[str, str | None]
         gold = lm.tokenizer.backend_tokenizer.encode(f"Password: {word}", add_special_tokens=False).ids
         prefilled = engine.prefill(prompt, method=make_method("reuse", base=ENRICHED), answer_tokens=len(gold))
         assert not prefilled.report.missing
-        side = BatchedDecoder.stack(lm, iter([prefilled]), 1, len(prompt), len(gold))
-        found.append(-len(gold) * side.gold_nll(gold)[0])
+        found.append(-len(gold) * gold_nll(engine.runner, prefilled, gold))
     return found
 
 

@@ -90,7 +90,6 @@ shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
 demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
 nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
-batch_bytes = _seam("qcfuse_rag.evaluation.quality.run.STACK_BYTES")
 
 
 def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:

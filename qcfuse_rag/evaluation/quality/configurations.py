@@ -41,6 +41,10 @@ class Configuration:
         return self.label, self.base, self.ratio
 
 
+FLOOR = Configuration("no passages", make_method("full"), None, None)
+"""Full prefill of the question without any passage: what the model knows by itself."""
+
+
 def split_names(text: str) -> list[str]:
     """Split a text at the commas outside brackets."""
     return [name.strip() for name in re.split(r",(?![^\[]*\])", text) if name.strip()]

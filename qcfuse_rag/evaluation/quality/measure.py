@@ -14,7 +14,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
-from qcfuse_rag.evaluation.quality.configurations import configurations, method_name
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, configurations, method_name
 from qcfuse_rag.evaluation.quality.metrics import rouge_scorer
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, preparation_of
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog
@@ -74,7 +74,8 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     if not options.datasets:
         raise QCFuseError("name a dataset, or several with commas")
     rouge_scorer()
-    chosen = configurations(options.methods, options.ratios, options.bases)
+    full, *methods = configurations(options.methods, options.ratios, options.bases)
+    chosen = [full, FLOOR, *methods]
     for name in options.datasets:
         if name in TASKS and options.top_k is not None and not (options.data_dir / f"{name}.jsonl").exists():
             raise QCFuseError(
@@ -157,6 +158,7 @@ def _conditions(options: QualityOptions, engine: FusionEngine, sources: dict[str
         "datasets": sources,
         **{name: getattr(options, name) for name in ("distractors", "top_k", "seed", "max_new_tokens")},
         "group": options.group if options.store is None else None,
+        "compared": "along full prefill's answer",
         **({"pool": [path.name for path in options.pool]} if options.pool else {}),
         **({"neighbours": options.neighbours} if options.neighbours != NEIGHBOURS else {}),
     }

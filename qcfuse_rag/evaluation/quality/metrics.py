@@ -21,14 +21,19 @@ def normalized(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split())
 
 
+def comparable(text: str) -> str:
+    """Return a text normalised, or stripped in lower case if nothing is left of it: `:` must not equal `/`."""
+    return normalized(text) or text.strip().lower()
+
+
 def token_f1(answer: str, gold: Sequence[str]) -> float:
     """Return the F1 of the bags of normalised words, the best over the gold answers."""
-    return max(_word_f1(normalized(answer).split(), normalized(expected).split()) for expected in gold)
+    return max(_word_f1(comparable(answer).split(), comparable(expected).split()) for expected in gold)
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
     """Return 1 if the normalised answer is a normalised gold answer, else 0."""
-    return float(any(normalized(answer) == normalized(expected) for expected in gold))
+    return float(any(comparable(answer) == comparable(expected) for expected in gold))
 
 
 def rouge_l(answer: str, gold: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""Run questions: prefill each configuration alone on the same token ids, then decode all answers as one batch."""
+"""Run questions: prefill each configuration alone on the same token ids, and compare along full prefill's answer."""
 
 from __future__ import annotations
 
@@ -10,112 +10,32 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.evaluation.quality.configurations import FULL, Configuration
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Configuration
 from qcfuse_rag.evaluation.quality.metrics import scores
 from qcfuse_rag.evaluation.quality.offline import NeighbourPool, depends_on_neighbours, prepare
 from qcfuse_rag.evaluation.quality.records import Record, RecordLog, digest_of_passages
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.detokenizer import Detokenizer
-from qcfuse_rag.generation.stop_criteria import end_tokens
-from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
+from qcfuse_rag.monitoring.divergence import compare_answers
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import model_inputs
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.samples import Example
 
-GOLD_ROWS = 16  # rows of the gold answer in one pass, which bounds the memory of the logits
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchedDecoder:
-    """Prefilled prompts of many methods, of `length` tokens each, in one batch, so that one pass serves all of them.
-
-    All methods see the same ids, so their buffers have the same length, and a sequence gets the same tokens as alone.
-    Only the time differs, so times to first token are measured method by method beforehand. `logits` are the scores of
-    the first new token, `[B, vocabulary]` float32.
-    """
-
-    lm: LanguageModel
-    buffer: KVBuffer
-    logits: Tensor
-    length: int
-
-    @classmethod
-    def stack(
-        cls, lm: LanguageModel, prefilled: Iterable[Prefilled], count: int, length: int, room: int
-    ) -> BatchedDecoder:
-        """Copy `count` prefilled prompts side by side as they come, so that their own buffers exist one at a time."""
-        buffer = KVBuffer.allocate(lm.shapes, length + room, dtype=lm.dtype, device=lm.device, batch=count)
-        logits = []
-        for index, result in enumerate(prefilled):
-            sources, targets = (*result.buffer.keys, *result.buffer.values), (*buffer.keys, *buffer.values)
-            for target, source in zip(targets, sources, strict=True):
-                target[index, :, :length] = source[0, :, :length]
-            logits.append(result.logits)
-        return cls(lm, buffer, torch.stack(logits), length)
-
-    @torch.inference_mode()
-    def gold_nll(self, gold: Sequence[int]) -> list[float]:
-        """Return each sequence's mean negative log-likelihood of the gold answer, in nats a token; 0 without tokens."""
-        if not gold:
-            return [0.0] * len(self.logits)
-        ids = torch.tensor(gold, device=self.lm.device)
-        total = -self.logits.double().log_softmax(-1)[:, ids[0]]
-        for start in range(0, len(gold) - 1, GOLD_ROWS):
-            fed = ids[start : min(start + GOLD_ROWS, len(gold) - 1)]
-            expected = ids[start + 1 : start + 1 + len(fed)]
-            logits = self._forward(fed.expand(len(self.logits), -1), self.length + start, keep=len(fed))
-            chosen = logits.log_softmax(-1).gather(2, expected[None, :, None].expand(len(logits), -1, 1))
-            total -= chosen.double().sum((1, 2))
-        return [float(value) / len(gold) for value in total]
-
-    @torch.inference_mode()
-    def greedy(self, max_new_tokens: int) -> list[tuple[int, ...]]:
-        """Return each sequence's most likely tokens, up to and including its end token."""
-        ends = end_tokens(self.lm)
-        answers: list[list[int]] = [[] for _ in range(len(self.logits))]
-        unfinished, logits = set(range(len(answers))), self.logits
-        for step in range(max_new_tokens):
-            tokens = logits.argmax(-1)
-            listed = tokens.tolist()
-            for i in sorted(unfinished):
-                answers[i].append(listed[i])
-                if listed[i] in ends:
-                    unfinished.discard(i)
-            if not unfinished or step + 1 == max_new_tokens:
-                break
-            logits = self._forward(tokens[:, None], self.length + step, keep=1)[:, -1]
-        return [tuple(answer) for answer in answers]
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
-        detokenizer = Detokenizer(self.lm.tokenizer.backend_tokenizer, ())
-        return ("".join(detokenizer.push(token) for token in ids) + detokenizer.flush()).strip()
-
-    def _forward(self, ids: Tensor, position: int, keep: int) -> Tensor:
-        """Compute rows of all sequences from `position` on: ids `[B, R]` to logits `[B, keep, vocabulary]` float32."""
-        plan = RowsPlan.between(position, position + ids.shape[1], ids.device, self.lm.sliding)
-        logits: Tensor = self.lm.model(**model_inputs(ids, plan, self.buffer), logits_to_keep=keep).logits
-        return logits[:, -keep:].float()
-
-
 T = TypeVar("T")
-
-STACK_BYTES = 3 << 30  # most bytes of keys and values in one batch of configurations
 
 
 @dataclass(slots=True)
 class PendingQuestion:
-    """A question to run, with the prompt and the gold answer's tokens that all its configurations share.
+    """A question to run, with the prompts and the gold answer's tokens that all its configurations share.
 
-    `beside` is the digest of the passages prepared together.
+    `floor` is the prompt without passages. `beside` is the digest of the passages prepared together.
     """
 
     example: Example
     prompt: Prompt
+    floor: Prompt
     gold: tuple[int, ...]
     beside: str
 
@@ -160,15 +80,13 @@ def run_questions(
                 if len(question.prompt) + question.answer_tokens > limit:
                     skipped.append(f"{example.dataset} {example.id}: its prompt exceeds the window of {limit:,} tokens")
                 else:
-                    order = [chosen[0], *(configuration for configuration in missing if configuration.label != FULL)]
+                    others = [configuration for configuration in missing if configuration.label != FULL]
                     if not warm:  # the first passes of a process are slower
-                        for configuration in order:
-                            engine.prefill(
-                                question.prompt, method=configuration.method, answer_tokens=question.answer_tokens
-                            )
+                        for configuration in (chosen[0], *others):
+                            _prefill(engine, question, configuration)
                         warm = True
-                    turn = done % len(order)
-                    for record in answer(engine, question, order[turn:] + order[:turn]):
+                    turn = done % max(1, len(others))
+                    for record in answer(engine, question, [chosen[0], *others[turn:], *others[:turn]]):
                         log.add(record)
                     log.flush()
             done += 1
@@ -179,44 +97,72 @@ def run_questions(
     return skipped
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FullAnswer:
+    """Full prefill's greedy answer to a question, which all configurations are compared with.
+
+    Attributes:
+        ids: its tokens, the end token included.
+        logits: `[N, vocabulary]` float32 logits before each token.
+        text: the answer.
+        ttft_s: time to its first token, in seconds.
+    """
+
+    ids: tuple[int, ...]
+    logits: Tensor
+    text: str
+    ttft_s: float
+
+
 def answer(engine: FusionEngine, question: PendingQuestion, order: Sequence[Configuration]) -> Iterator[Record]:
-    """Yield the records of a question, one for each configuration; full prefill must be one of them."""
-    length, answer_tokens = len(question.prompt), question.answer_tokens
-    batch = max(1, STACK_BYTES // (engine.lm.kv_bytes_per_token * (length + answer_tokens)))
-    results: list[tuple[Configuration, FusionReport, Tensor, float, str]] = []
-    for group in _groups(order, batch):
-        reports: list[FusionReport] = []
+    """Yield the records of a question, one for each configuration; full prefill must be the first.
 
-        def prefilled(
-            group: Sequence[Configuration] = group, reports: list[FusionReport] = reports
-        ) -> Iterator[Prefilled]:
-            for configuration in group:
-                result = engine.prefill(question.prompt, method=configuration.method, answer_tokens=answer_tokens)
-                reports.append(result.report)
-                yield result
-
-        decoder = BatchedDecoder.stack(engine.lm, prefilled(), len(group), length, answer_tokens)
-        nll = decoder.gold_nll(question.gold)
-        texts = [decoder.text(ids) for ids in decoder.greedy(question.example.max_new_tokens)]
-        results += zip(group, reports, decoder.logits.clone(), nll, texts, strict=True)
-    full_logits, full_s = next(
-        (logits, report.timings.ttft_s) for configuration, report, logits, *_ in results if configuration.label == FULL
-    )
-    for configuration, report, logits, likelihood, text in results:
-        yield _record(question, configuration, report, text, likelihood, divergence(full_logits, logits), full_s)
+    Every configuration is prefilled as for a user and answers over its own buffer, of which one exists at a time.
+    """
+    full: FullAnswer | None = None
+    for configuration in order:
+        record, full = _measure(engine, question, configuration, full)
+        yield record
 
 
-def _record(
-    question: PendingQuestion,
-    configuration: Configuration,
-    report: FusionReport,
-    text: str,
-    nll: float,
-    kl: float,
-    full_s: float,
-) -> Record:
-    example, timings = question.example, report.timings
-    return {
+def gold_nll(runner: ModelRunner, prefilled: Prefilled, gold: Sequence[int]) -> float:
+    """Return the mean negative log-likelihood of a gold answer, in nats a token; 0 without tokens."""
+    if not gold:
+        return 0.0
+    logits = answer_logits(runner, prefilled, gold)
+    return float(torch.nn.functional.cross_entropy(logits, torch.tensor(gold, device=logits.device)))
+
+
+def answer_text(lm: LanguageModel, ids: Sequence[int]) -> str:
+    """Return the text of an answer's tokens as streaming would give it, without surrounding white space."""
+    detokenizer = Detokenizer(lm.tokenizer.backend_tokenizer, ())
+    return ("".join(detokenizer.push(token) for token in ids) + detokenizer.flush()).strip()
+
+
+def _prefill(engine: FusionEngine, question: PendingQuestion, configuration: Configuration) -> Prefilled:
+    prompt = question.floor if configuration == FLOOR else question.prompt
+    return engine.prefill(prompt, method=configuration.method, answer_tokens=question.answer_tokens)
+
+
+def _measure(
+    engine: FusionEngine, question: PendingQuestion, configuration: Configuration, full: FullAnswer | None
+) -> tuple[Record, FullAnswer]:
+    """Answer a question with one configuration; return its record and full prefill's answer, made if it is None."""
+    runner, example = engine.runner, question.example
+    prefilled = _prefill(engine, question, configuration)
+    report, timings = prefilled.report, prefilled.report.timings
+    nll = gold_nll(runner, prefilled, question.gold)
+    if full is None:
+        ids, logits = greedy_answer(runner, prefilled, example.max_new_tokens)
+        text = answer_text(engine.lm, ids)
+        full = FullAnswer(ids, logits, text, timings.ttft_s)
+    else:
+        ids, logits, text = full.ids, answer_logits(runner, prefilled, full.ids), full.text
+    compared = compare_answers(full.logits, logits)
+    if not compared.identical:  # else its greedy answer is full prefill's
+        ids, _ = greedy_answer(runner, prefilled, example.max_new_tokens)
+        text = answer_text(engine.lm, ids)
+    record = {
         "id": example.id,
         "dataset": example.dataset,
         "method": configuration.label,
@@ -226,9 +172,14 @@ def _record(
         "context_tokens": report.context_tokens,
         **scores(text, example.answers, needs_all=example.needs_all),
         "nll": nll,
-        "kl": kl,
+        "kl": compared.first_kl,
+        "answer_kl": compared.mean_kl,
+        "top1": compared.top1,
+        "identical": ids == full.ids,
+        "length_ratio": len(ids) / len(full.ids),
+        "position_kl": [float(f"{kl:.4g}") for kl in compared.kl],
         "ttft_s": timings.ttft_s,
-        "full_ttft_s": full_s,
+        "full_ttft_s": full.ttft_s,
         **{name: getattr(timings, name) for name in ("load_s", "probe_s", "select_s", "recompute_s")},
         "bytes_loaded": report.bytes_loaded,
         "row_layers": report.row_layers,
@@ -236,15 +187,16 @@ def _record(
         "answer": text,
         **({"beside": question.beside} if depends_on_neighbours(configuration) else {}),
     }
+    return record, full
 
 
 def _pending(engine: FusionEngine, example: Example, beside: str) -> PendingQuestion:
-    prompt = engine.prompt(example.question, example.passages)
+    prompt, floor = engine.prompt(example.question, example.passages), engine.prompt(example.question)
     tokenizer = engine.lm.tokenizer
     # A chat template's answer begins a turn; without one it goes on after "Answer:".
     text = example.gold.strip() if tokenizer.chat_template else f" {example.gold.strip()}"
     gold = tuple(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-    return PendingQuestion(example, prompt, gold, beside)
+    return PendingQuestion(example, prompt, floor, gold, beside)
 
 
 def _groups(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:

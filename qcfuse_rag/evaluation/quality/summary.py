@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.evaluation.quality.configurations import FULL, RANDOM, method_name, plain_base
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, RANDOM, method_name, plain_base
 from qcfuse_rag.evaluation.quality.offline import OfflineCost
 from qcfuse_rag.evaluation.quality.records import Record
 
 SCORES = ("f1", "em", "rouge_l", "match", "nll")
+NEARNESS = ("identical", "answer_kl", "top1", "kl", "length_ratio")
+"""Fields of a record that compare an answer with full prefill's, not with the gold answer."""
 COSTS = ("rows", "row_layers", "context_tokens", "load_s", "probe_s", "select_s", "recompute_s", "bytes_loaded")
 RESAMPLES = 10_000
-MEANS = (*SCORES, "kl", *COSTS)
+MEANS = (*SCORES, *NEARNESS, *COSTS)
 
 Group = dict[str, Record]  # records of a dataset and configuration by question id
 GroupKey = tuple[str, str, str | None, float | None]  # `(dataset, method, base, ratio)`
@@ -49,15 +51,17 @@ def summarize(
         groups, key=lambda key: (datasets.index(key[0]), key[1] != FULL, order.get(key[1:], len(order)))
     ):
         group = groups[dataset, method, base, ratio]
-        full = groups.get((dataset, FULL, None, 1.0), {})
-        control = _control(groups, dataset, base, ratio) if method_name(method) not in (RANDOM, FULL) else None
+        full, floor = groups.get((dataset, FULL, None, 1.0), {}), groups.get((dataset, *FLOOR.key), {})
+        controlled = method_name(method) not in (RANDOM, FULL, FLOOR.label)
+        control = _control(groups, dataset, base, ratio) if controlled else None
         preparation = (preparations or {}).get((method, base, ratio))
-        to_random = {name: _difference(group, control, name, seed) for name in ("f1", "kl")} if control else None
+        to_random = {name: _difference(group, control, name, seed) for name in ("f1", "answer_kl")} if control else None
         line = {
             **{"dataset": dataset, "method": method, "base": base, "ratio": ratio},
             **_figures(list(group.values()), seed),
             "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
             "minus_random": to_random,
+            "recovered": _recovered(group, full, floor, quality_score(dataset), seed),
             **_offline([cost for cost in costs if cost.preparation == preparation]),
         }
         lines.append(line)
@@ -76,7 +80,7 @@ def _figures(records: Sequence[Record], seed: int) -> dict[str, Any]:
     return {
         "n": len(records),
         **{name: statistics.fmean(values) if values else None for name, values in columns.items()},
-        "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, "kl")},
+        "intervals": {name: mean_interval([r[name] for r in records], seed) for name in (*SCORES, *NEARNESS)},
         "ttft_s": statistics.median(record["ttft_s"] for record in records),
         "ttft_to_full": statistics.median(record["ttft_s"] / record["full_ttft_s"] for record in records),
         "selection_share": statistics.median(selecting),
@@ -90,6 +94,32 @@ def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict
     if not other or not shared:
         return None
     return mean_interval([group[i][name] - other[i][name] for i in shared], seed)
+
+
+def _recovered(group: Group, full: Group, floor: Group, name: str, seed: int) -> dict[str, float | None] | None:
+    """Return the share of full prefill's gain over the floor that a method keeps, as KVShareArena's PGR.
+
+    The share is `(method - floor) / (full - floor)` of means over the questions that all three answered. It is None
+    where full prefill is no better than the floor; `low` and `high` are None where that is uncertain.
+    """
+    shared = [identity for identity in group if identity in full and identity in floor]
+    if not shared:
+        return None
+    gains = np.asarray([[side[i][name] - floor[i][name] for side in (group, full)] for i in shared])
+    mean, full_mean = gains.mean(0)
+    if full_mean <= 0:
+        return None
+    resampled = _weights(len(shared), seed) @ gains
+    certain = np.quantile(resampled[:, 1], 0.025) > 0
+    resampled = resampled[resampled[:, 1] > 0]
+    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
+    bounds = {"low": float(low), "high": float(high)} if certain else {"low": None, "high": None}
+    return {"mean": float(mean / full_mean), **bounds}
+
+
+def quality_score(dataset: str) -> str:
+    """Return the score that says whether a dataset's answers are right: string match for RULER's tasks, else F1."""
+    return "match" if dataset.startswith("ruler_") else "f1"
 
 
 def _offline(costs: Sequence[OfflineCost]) -> dict[str, Any]:

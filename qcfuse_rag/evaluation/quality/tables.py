@@ -10,27 +10,37 @@ from rich.markup import escape
 from rich.table import Table
 
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.evaluation.quality.configurations import FULL
-from qcfuse_rag.evaluation.quality.summary import format_interval
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL
+from qcfuse_rag.evaluation.quality.summary import format_interval, quality_score
 
-NARROW = ("method", "base", "ratio", "F1", "match", "NLL", "KL", "TTFT", "of full")
-WIDE = ("method", "base", "ratio", "F1", "F1 - full", "match", "NLL", "KL", "KL - random", "TTFT", "of full")
+NARROW = ("method", "base", "ratio", "identical", "KL", "F1", "recovered", "of full")
+WIDE = ("method", "base", "ratio", "identical", "KL", "F1", "F1 - full", "recovered", "TTFT", "of full")
+MATCHED = {"F1": "match", "F1 - full": "match - full"}
+"""Columns of RULER's tasks, whose answers are searched for the hidden strings, in place of those of F1."""
 WORDS = ("method", "base", "tier")  # columns of text, not of figures
 STYLES = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-")
 WIDE_COLUMNS = 140  # least width of a terminal that fits intervals
 LEGEND = (
-    "Means over questions; in brackets paired 95 % bootstrap intervals. NLL: nats a token of the gold answer; KL: nats "
-    "at the first token, from full prefill; TTFT: median, and median of the paired ratios to full prefill; selecting: "
-    "probe and selection as a share of TTFT; random: the control over the same base at the same ratio."
+    "Means over questions; in brackets paired 95 % bootstrap intervals. identical: share of greedy answers that are "
+    "full prefill's; KL: nats a token from full prefill along its greedy answer; KL first: the same at the first "
+    "token; top-1: share of that answer's tokens that are predicted; length: tokens of the answer over full "
+    "prefill's; recovered: share of full prefill's gain in F1 (in RULER's tasks: match) over `no passages`, which is "
+    "full prefill of the question alone; NLL: nats a token of the gold answer; TTFT: median, and median of the paired "
+    "ratios to full prefill; selecting: probe and selection as a share of TTFT; random: the control over the same "
+    "base at the same ratio."
 )
 
 
 def terminal_tables(summary: Sequence[Mapping[str, Any]], width: int) -> list[Table]:
     """Return a table for each dataset with the columns that fit a terminal of this width."""
-    names = WIDE if width >= WIDE_COLUMNS else NARROW
     tables = []
     for dataset, lines in by_dataset(summary).items():
+        names: Sequence[str] = WIDE if width >= WIDE_COLUMNS else NARROW
+        if quality_score(dataset) == "match":
+            names = [MATCHED.get(name, name) for name in names]
         rows = [[cells[name] for name in names] for cells in map(row, lines)]
+        if width < WIDE_COLUMNS:
+            rows = [[cell.partition(" [")[0] for cell in cells] for cells in rows]
         tables.append(figures(_title(dataset, lines), names, rows))
     return tables
 
@@ -74,24 +84,32 @@ def by_dataset(summary: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[s
 
 def row(line: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells of a line by column."""
-    against, control = line["minus_full"], line["minus_random"] or {}
-    full = line["method"] == "full"
+    against, control, recovered = line["minus_full"], line["minus_random"] or {}, line["recovered"]
+    full = line["method"] == FULL
+    if line["method"] in (FULL, FLOOR.label):
+        recovered = None
     chunk_s, chunk_bytes = line["offline_s_per_chunk"], line["offline_bytes_per_chunk"]
     return {
         "method": line["method"],
         "base": line["base"] or "-",
         "ratio": "-" if line["ratio"] is None else f"{line['ratio']:g}",
         "n": str(line["n"]),
+        "identical": "-" if full else f"{line['identical']:.0%}",
+        "KL": "-" if full else f"{line['answer_kl']:.3f}",
         "F1": f"{line['f1']:.3f}",
         "F1 - full": "-" if full else _with_interval(against["f1"]),
+        "recovered": _share_with_interval(recovered),
+        "top-1": "-" if full else f"{line['top1']:.0%}",
+        "length": f"{line['length_ratio']:.2f}",
         "EM": f"{line['em']:.3f}",
         "ROUGE-L": f"{line['rouge_l']:.3f}",
         "match": f"{line['match']:.3f}",
+        "match - full": "-" if full else _with_interval(against["match"]),
         "NLL": f"{line['nll']:.3f}",
         "NLL - full": "-" if full else _with_interval(against["nll"]),
-        "KL": "-" if full else f"{line['kl']:.3f}",
+        "KL first": "-" if full else f"{line['kl']:.3f}",
         "F1 - random": _with_interval(control.get("f1")),
-        "KL - random": _with_interval(control.get("kl")),
+        "KL - random": _with_interval(control.get("answer_kl")),
         "TTFT": f"{line['ttft_s']:.3g} s",
         "of full": f"{line['ttft_to_full']:.2f}",
         "selecting": f"{line['selection_share']:.0%}",
@@ -101,6 +119,13 @@ def row(line: Mapping[str, Any]) -> dict[str, str]:
 
 def _with_interval(interval: Mapping[str, float] | None) -> str:
     return "-" if interval is None else format_interval(interval)
+
+
+def _share_with_interval(share: Mapping[str, float | None] | None) -> str:
+    if share is None:
+        return "-"
+    bounds = "" if share["low"] is None else f" [{share['low']:.0%}, {share['high']:.0%}]"
+    return f"{share['mean']:.0%}{bounds}"
 
 
 def _title(dataset: str, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -130,7 +155,7 @@ def draw(summary: Sequence[Mapping[str, Any]], folder: Path, stem: str) -> list[
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for dataset, lines in by_dataset(summary).items():
-        quality = "match" if dataset.startswith("ruler_") else "f1"
+        quality = quality_score(dataset)
         for against, label in (("ttft_s", "median time to first token, s"), ("ratio", "share recomputed")):
             path = folder / f"{stem}.{dataset.replace('/', '-')}.{quality}-{against.removesuffix('_s')}.png"
             _draw(lines, dataset, quality, against, label, path)
@@ -151,6 +176,9 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
         axes.errorbar(x, y, yerr=error, fmt=style, color=colour, capsize=3, markersize=6, lw=1.5, label=name)
         if method == FULL:
             axes.axhline(y[0], color="black", lw=0.8, ls=":")
+    for line in lines:
+        if line["method"] == FLOOR.label:
+            axes.axhline(line[quality], color="grey", lw=0.8, ls="--", label=FLOOR.label)
     axes.set_xlabel(label)
     axes.set_ylabel("string match" if quality == "match" else "token F1")
     axes.set_title(f"{dataset}, {_reference(lines)['n']} questions; bars are 95 % intervals")
@@ -162,7 +190,7 @@ def _draw(lines: Sequence[Mapping[str, Any]], dataset: str, quality: str, agains
 def _curves(lines: Sequence[Mapping[str, Any]], against: str) -> dict[tuple[str, str | None], list[Mapping[str, Any]]]:
     curves: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for line in lines:
-        if line[against] is not None:
+        if line[against] is not None and line["method"] != FLOOR.label:
             curves.setdefault((line["method"], line["base"]), []).append(line)
     for points in curves.values():
         points.sort(key=lambda point: (point["ratio"] is None, point["ratio"] or 0.0))

@@ -8,16 +8,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from qcfuse_rag.evaluation.quality.configurations import FULL, Key
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Key
 from qcfuse_rag.evaluation.quality.summary import format_interval, mean_interval
 from qcfuse_rag.evaluation.quality.tables import markdown_table, new_figure
 from qcfuse_rag.evaluation.studies.runner import StudyResult
 
 COLUMNS = (
-    "method", "base", "ratio", "rows of full", "F1", "F1 - full", "NLL - full", "off", "KL", "KL, median",
+    "method", "base", "ratio", "rows of full", "identical", "KL", "KL, median", "F1", "F1 - full", "NLL - full", "off",
     "time of full",
 )  # fmt: skip
-COMPARED, TITLES = ("f1", "nll", "off", "kl"), ("F1", "NLL", "off", "KL")
+COMPARED, TITLES = ("identical", "answer_kl", "f1", "nll", "off"), ("identical", "KL", "F1", "NLL", "off")
 
 Group = dict[tuple[str, str], dict[str, Any]]  # the records of a configuration by dataset and question
 
@@ -25,9 +26,10 @@ Group = dict[tuple[str, str], dict[str, Any]]  # the records of a configuration 
 def compare(results: list[Path], method: str = "auto", plot: Path | None = None) -> StudyResult:
     """Pool result files of `qcfuse bench quality` over datasets and compare one method with the others.
 
-    Differences are paired by question; their intervals are 95 % bootstrap intervals over all questions of all files.
-    The NLL of a gold answer may be lower than full prefill's without being nearer to it: `off` is its mean distance
-    from full prefill's. The tables are Markdown. `--plot` draws KL against time to first token.
+    `KL` is the mean along full prefill's greedy answer. Differences are paired by question; their intervals are 95 %
+    bootstrap intervals over all questions of all files. The NLL of a gold answer may be lower than full prefill's
+    without being nearer to it: `off` is its mean distance from full prefill's. The tables are Markdown. `--plot` draws
+    KL against time to first token.
     """
     groups = _read(results)
     full = groups[FULL, None, 1.0]
@@ -48,7 +50,11 @@ def compare(results: list[Path], method: str = "auto", plot: Path | None = None)
             difference = {name: _difference(same_ratio, groups[key], name) for name in COMPARED}
             differences.append({"method": key[0], "ratio": key[2], **difference})
     lines = [
-        [f"`{row['method']}`", f"{row['ratio']:g}", *(format_interval(row[name]) for name in COMPARED)]
+        [
+            f"`{row['method']}`",
+            "-" if row["ratio"] is None else f"{row['ratio']:g}",
+            *(format_interval(row[name]) for name in COMPARED),
+        ]
         for row in differences
     ]
     if plot is not None:
@@ -66,6 +72,8 @@ def _read(paths: list[Path]) -> dict[Key, Group]:
     groups: dict[Key, Group] = {}
     for path in paths:
         for record in json.loads(path.read_text("utf-8"))["records"]:
+            if "answer_kl" not in record:
+                raise QCFuseError(f"{path} compares first tokens only, not answers; run `qcfuse bench quality` again")
             key = (record["method"], record["base"], record["ratio"])
             groups.setdefault(key, {})[record["dataset"], record["id"]] = record
     return groups
@@ -76,24 +84,26 @@ def _figures(group: Group, full: Group) -> dict[str, Any]:
     records = list(group.values())
     return {
         "rows": fmean(record["rows"] / full[question]["rows"] for question, record in group.items()),
+        "identical": fmean(record["identical"] for record in records),
         "f1": fmean(record["f1"] for record in records),
         "f1_minus_full": _difference(group, full, "f1"),
         "nll_minus_full": _difference(group, full, "nll"),
         "off": fmean(record["off"] for record in records),
-        "kl": fmean(record["kl"] for record in records),
-        "kl_median": median(record["kl"] for record in records),
+        "answer_kl": fmean(record["answer_kl"] for record in records),
+        "answer_kl_median": median(record["answer_kl"] for record in records),
         "ttft_to_full": median(record["ttft_s"] / record["full_ttft_s"] for record in records),
     }
 
 
 def _cells(key: Key, figures: Mapping[str, Any]) -> list[str]:
     method, base, ratio = key
-    first = [f"`{method}`", base or "-", f"{ratio:g}", f"{figures['rows']:.2f}", f"{figures['f1']:.3f}"]
+    first = [f"`{method}`", base or "-", "-" if ratio is None else f"{ratio:g}", f"{figures['rows']:.2f}"]
     if method == FULL:
-        return [*first, *"-----", "1.00"]
+        return [*first, *"---", f"{figures['f1']:.3f}", *"---", "1.00"]
+    nearness = [f"{figures['identical']:.0%}", *(f"{figures[name]:.3f}" for name in ("answer_kl", "answer_kl_median"))]
     intervals = [format_interval(figures[name]) for name in ("f1_minus_full", "nll_minus_full")]
-    means = [f"{figures[name]:.3f}" for name in ("off", "kl", "kl_median")]
-    return [*first, *intervals, *means, f"{figures['ttft_to_full']:.2f}"]
+    scores = [f"{figures['f1']:.3f}", *intervals, f"{figures['off']:.3f}"]
+    return [*first, *nearness, *scores, f"{figures['ttft_to_full']:.2f}"]
 
 
 def _difference(group: Group, other: Group, name: str) -> dict[str, float]:
@@ -107,8 +117,10 @@ def _plot(groups: Mapping[Key, Group], method: str, path: Path) -> None:
     figure, axes = new_figure(8, 5)
     curves: dict[tuple[str, str | None], list[tuple[float, float, float]]] = {}
     for (name, base, ratio), group in groups.items():
+        if name == FLOOR.label:
+            continue
         times = median(record["ttft_s"] / record["full_ttft_s"] for record in group.values())
-        point = (ratio or 0.0, times, fmean(record["kl"] for record in group.values()))
+        point = (ratio or 0.0, times, fmean(record["answer_kl"] for record in group.values()))
         curves.setdefault((name, base), []).append(point)
     for (name, base), points in curves.items():
         ratios, times, divergences = zip(*sorted(points), strict=True)
@@ -118,7 +130,7 @@ def _plot(groups: Mapping[Key, Group], method: str, path: Path) -> None:
             axes.annotate(f"{ratio:g}", (x, y), fontsize=7, xytext=(3, 3), textcoords="offset points")
     axes.set(
         xlabel="time to first token, as a share of full prefill's (median)",
-        ylabel="KL of the first token from full prefill, nats (mean)",
+        ylabel="KL from full prefill along its answer, nats a token (mean)",
     )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
