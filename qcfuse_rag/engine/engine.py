@@ -219,7 +219,7 @@ class FusionEngine:
             self.corpus.evict_removed()
             prefilled = prefill(self.runner, prompt, chosen, answer_tokens=answer_tokens, pause=pause)
         if shadow is not None:
-            shadow.note(prefilled)
+            shadow.note(prefilled, chosen)
         for observer in self._observers:
             try:
                 observer(prefilled.report)

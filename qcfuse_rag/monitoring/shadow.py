@@ -1,8 +1,9 @@
 """Shadow mode: compare a sample of the requests with full prefill, to measure how far fusion drifts.
 
-A verdict measures a method beforehand; shadow mode measures it on the real questions. Answers stay as they are. Full
-prefill runs afterwards, in a background thread, while no request is being prefilled. A few prompts wait in memory and
-are dropped after their comparison, so two numbers are all that is kept of a question.
+A verdict measures a method beforehand; shadow mode measures it on the real questions. Answers stay as they are. A
+background thread prefills the prompt again afterwards, in full and by the same method, and compares both along the
+beginning of full prefill's greedy answer. It starts while no request is being prefilled. A few prompts wait in memory
+and are dropped after their comparison, so three numbers are all that is kept of a question.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from torch import Tensor
-
 from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
-from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
+from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.runner import ModelRunner
 
@@ -40,9 +40,11 @@ class Drift:
     Attributes:
         requests: number of fused requests with at least one stored passage.
         compared: number of requests that were compared with full prefill.
-        dropped: requests that were to be compared, but too many others waited.
-        kl: mean divergence of the first token over the last comparisons, in nats; None before the first comparison.
-        agreement: share of these comparisons in which the first token was full prefill's.
+        dropped: requests that were to be compared, but too many others waited or their passages were removed.
+        kl: mean divergence along full prefill's answers over the last comparisons, in nats a token; None before the
+            first comparison.
+        agreement: mean share of these answers' tokens that were predicted.
+        identical: share of these comparisons in which the answer was full prefill's.
         sustained: whether the mean over a whole window exceeds the limit.
         ratio: the raised ratio, or None while the method's ratio is in use.
         in_full: whether requests are prefilled in full now.
@@ -55,6 +57,7 @@ class Drift:
     dropped: int
     kl: float | None
     agreement: float | None
+    identical: float | None
     sustained: bool
     ratio: float | None
     in_full: bool
@@ -72,11 +75,12 @@ class ShadowSettings:
 
     Attributes:
         every: compare one of this many requests.
-        limit: mean divergence, in nats, above which fusion drifts.
+        limit: mean divergence, in nats a token, above which fusion drifts.
         window: number of comparisons in the mean; drift is sustained when the mean of a whole window exceeds the limit.
         on_drift: what to do about sustained drift: only `report` it, `raise` the ratio (double it, then prefill in
             full), or prefill in `full`.
         most_waiting: most prompts that may wait for their comparison; further prompts are dropped and counted.
+        answer_tokens: most tokens of an answer to compare.
 
     Raises:
         ValueError: if a setting is out of range.
@@ -87,10 +91,11 @@ class ShadowSettings:
     window: int = 10
     on_drift: DriftAction = "report"
     most_waiting: int = 4
+    answer_tokens: int = 16
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.window < 1 or self.most_waiting < 1:
-            raise ValueError("every, window and most_waiting must be at least 1")
+        if min(self.every, self.window, self.most_waiting, self.answer_tokens) < 1:
+            raise ValueError("every, window, most_waiting and answer_tokens must be at least 1")
         if self.on_drift not in ("report", "raise", "full"):
             raise ValueError(f"on_drift must be 'report', 'raise' or 'full', got {self.on_drift!r}")
 
@@ -120,11 +125,20 @@ class InFlight:
             return self._changed.wait_for(lambda: not self._running, timeout_s)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _QueuedPrompt:
+    """A prompt that waits for its comparison, with the method that answered it and the share it recomputed."""
+
+    prompt: Prompt
+    method: Method
+    ratio: float
+
+
 class Shadow:
     """Compares a sample of an engine's requests with full prefill, in a background thread.
 
     Args:
-        runner: computes the full prefills.
+        runner: computes the comparisons.
         settings: the settings.
         in_flight: the engine's running prefills; comparisons wait for them.
     """
@@ -132,8 +146,8 @@ class Shadow:
     def __init__(self, runner: ModelRunner, settings: ShadowSettings, in_flight: InFlight) -> None:
         self.settings = settings
         self._runner, self._in_flight = runner, in_flight
-        self._waiting: deque[tuple[Prompt, Tensor, float]] = deque()
-        self._comparisons: deque[tuple[float, bool]] = deque(maxlen=settings.window)
+        self._waiting: deque[_QueuedPrompt] = deque()
+        self._comparisons: deque[tuple[float, float, bool]] = deque(maxlen=settings.window)  # KL, top-1, identical
         self._changed = threading.Condition()
         self._requests = self._compared = self._dropped = self._failed = 0
         self._error: str | None = None
@@ -155,11 +169,10 @@ class Shadow:
             return requested
         return replace(requested, budget=FixedRatio(raised))
 
-    def note(self, prefilled: Prefilled) -> None:
-        """Count a fused request, and queue one of every `settings.every` for comparison."""
-        fused = any(lookup.hit and lookup.role == "chunk" for lookup in prefilled.report.lookups)
+    def note(self, prefilled: Prefilled, method: Method) -> None:
+        """Count a request that a method fused, and queue one of every `settings.every` for comparison."""
         with self._changed:
-            if self._closed or not fused:
+            if self._closed or not _is_fused(prefilled):
                 return
             self._requests += 1
             if self._requests % self.settings.every:
@@ -167,18 +180,21 @@ class Shadow:
             if len(self._waiting) >= self.settings.most_waiting:
                 self._dropped += 1
                 return
-            self._waiting.append((prefilled.prompt, prefilled.logits.clone(), prefilled.report.ratio))
+            self._waiting.append(_QueuedPrompt(prefilled.prompt, method, prefilled.report.ratio))
             self._changed.notify_all()
 
     def drift(self) -> Drift:
         """Return the drift so far."""
         with self._changed:
+            means = tuple(map(fmean, zip(*self._comparisons, strict=True)))
+            kl, agreement, identical = means or (None, None, None)
             return Drift(
                 requests=self._requests,
                 compared=self._compared,
                 dropped=self._dropped,
-                kl=fmean(kl for kl, _ in self._comparisons) if self._comparisons else None,
-                agreement=fmean(agrees for _, agrees in self._comparisons) if self._comparisons else None,
+                kl=kl,
+                agreement=agreement,
+                identical=identical,
                 sustained=self._sustained,
                 ratio=self._ratio,
                 in_full=self._full_prefill,
@@ -210,13 +226,10 @@ class Shadow:
             with self._changed:
                 if not self._waiting:
                     continue
-                prompt, logits, ratio = self._waiting.popleft()
+                queued = self._waiting.popleft()
                 self._busy = True
             try:
-                full = prefill(self._runner, prompt, Method("full", base=None))
-                kl, agrees = divergence(full.logits, logits), int(full.logits.argmax()) == int(logits.argmax())
-                del full
-                self._record(kl, agrees, ratio)
+                self._record(self._compare(queued), queued.ratio)
             except Exception as error:  # shadow mode survives any error, such as too little memory
                 with self._changed:
                     self._failed, self._error = self._failed + 1, f"{type(error).__name__}: {error}"
@@ -226,13 +239,31 @@ class Shadow:
                     self._busy = False
                     self._changed.notify_all()
 
-    def _record(self, kl: float, agrees: bool, ratio: float) -> None:
+    def _compare(self, queued: _QueuedPrompt) -> AnswerDivergence | None:
+        """Compare along full prefill's answer; return None if the passages are no longer stored.
+
+        Between its parts it lets requests that arrived meanwhile begin first, for at most a second each time.
+        """
+        runner, prompt = self._runner, queued.prompt
+        tokens = min(self.settings.answer_tokens, runner.lm.window.tokens - len(prompt) + 1)
+        full = prefill(runner, prompt, Method("full", base=None), answer_tokens=tokens - 1)
+        self._in_flight.wait_idle(1.0)
+        ids, logits = greedy_answer(runner, full, tokens)
+        del full
+        self._in_flight.wait_idle(1.0)
+        fused = prefill(runner, prompt, queued.method.unguarded, answer_tokens=tokens - 1)
+        return compare_answers(logits, answer_logits(runner, fused, ids)) if _is_fused(fused) else None
+
+    def _record(self, compared: AnswerDivergence | None, ratio: float) -> None:
         with self._changed:
+            if compared is None:
+                self._dropped += 1
+                return
             if self._ratio is not None and ratio < self._ratio:
                 return  # prefilled before the ratio was raised
-            self._comparisons.append((kl, agrees))
+            self._comparisons.append((compared.mean_kl, compared.top1, compared.identical))
             self._compared += 1
-            mean = fmean(kl for kl, _ in self._comparisons)
+            mean = fmean(kl for kl, *_ in self._comparisons)
             self._sustained = len(self._comparisons) == self.settings.window and mean > self.settings.limit
             if not self._sustained:
                 return
@@ -248,3 +279,7 @@ class Shadow:
             self._full_prefill = True
         else:
             self._ratio = ratio
+
+
+def _is_fused(prefilled: Prefilled) -> bool:
+    return any(lookup.hit and lookup.role == "chunk" for lookup in prefilled.report.lookups)

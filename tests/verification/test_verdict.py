@@ -1,10 +1,8 @@
-"""Verdicts on methods before use, and shadow mode during use."""
+"""Verdicts on methods before use."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,17 +11,15 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, ShadowSettings, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, method_digest, require_verdict
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.checks import VerifyLimits, passage_cases, verify
-from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
-from tests.support.passages import PASSAGES, QUESTION
+from tests.support.passages import PASSAGES
 
 QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
 REUSE = make_method("reuse", base=FRAMED)
@@ -159,121 +155,3 @@ def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Pa
         FusionEngine.load(model_folder, method=QCFUSE).close()
     with pytest.raises(Unverified, match="has not been verified"):
         FusionEngine.load(model_folder, method=QCFUSE, verdict="require")
-
-
-# --- shadow
-
-
-@pytest.fixture
-def served(llama: LanguageModel) -> Iterator[FusionEngine]:
-    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
-    engine.warm(PASSAGES)
-    yield engine
-    engine.close()
-
-
-def ask(engine: FusionEngine, times: int) -> None:
-    for _ in range(times):
-        engine.prefill(engine.prompt(QUESTION, PASSAGES))
-
-
-def test_one_in_so_many_requests_is_compared_with_full_prefill(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=3, most_waiting=10))
-    ask(served, 7)
-    assert shadow.wait(30)
-    drift = shadow.drift()
-    assert (drift.requests, drift.compared, drift.dropped) == (7, 2, 0)
-    assert drift.kl is not None
-    assert drift.kl > 0
-    assert not drift.sustained
-
-
-def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1))
-    served.prefill(served.prompt(QUESTION, PASSAGES), method=REUSE)
-    assert shadow.drift().requests == 0
-
-
-@pytest.mark.parametrize(
-    ("on_drift", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
-)
-def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio: float | None, in_full: bool) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, on_drift=on_drift, most_waiting=10))  # type: ignore[arg-type]
-    ask(served, 2)
-    assert shadow.wait(30)
-    drift = shadow.drift()
-    assert drift.sustained
-    assert (drift.ratio, drift.in_full) == (ratio, in_full)
-    report = served.prefill(served.prompt(QUESTION, PASSAGES)).report
-    assert report.base == (None if in_full else "framed")
-    assert report.ratio == (1.0 if in_full else ratio or 0.1)
-
-
-def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise", most_waiting=10))
-    for _ in range(4):
-        ask(served, 1)
-        assert shadow.wait(30)
-    assert shadow.drift().in_full
-
-
-def test_no_drift_changes_nothing(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, on_drift="full"))
-    ask(served, 2)
-    assert shadow.wait(30)
-    assert not shadow.drift().sustained
-    assert served.prefill(served.prompt(QUESTION, PASSAGES)).report.base == "framed"
-
-
-def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
-    with served._in_flight.track():
-        ask(served, 4)
-        time.sleep(0.05)
-        assert shadow.drift().compared == 0
-    assert shadow.wait(30)
-    assert (shadow.drift().compared, shadow.drift().dropped) == (2, 2)
-
-
-def test_prompts_that_reuse_nothing_are_not_watched(served: FusionEngine) -> None:
-    shadow = served.watch(ShadowSettings(every=1))
-    served.prefill(served.prompt(QUESTION, []))
-    served.prefill(served.prompt(QUESTION, ["A passage that nobody warmed."]))
-    assert shadow.drift().requests == 0
-
-
-def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("out of memory")
-
-    shadow = served.watch(ShadowSettings(every=1))
-    with monkeypatch.context() as patch:
-        seams.shadow_prefill(patch, fails)
-        ask(served, 1)
-        assert shadow.wait(30)
-    ask(served, 1)
-    assert shadow.wait(30)
-    drift = shadow.drift()
-    assert (drift.compared, drift.dropped, drift.failed) == (1, 0, 1)
-    assert drift.error == "RuntimeError: out of memory"
-
-
-def test_closing_ends_the_thread(served: FusionEngine) -> None:
-    served.watch(ShadowSettings(every=1))
-    assert any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
-    served.close()
-    assert not any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"window": 0}, {"most_waiting": 0}, {"on_drift": "panic"}])
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        ShadowSettings(**wrong)  # type: ignore[arg-type]
-
-
-def test_activity_knows_when_nothing_goes_on() -> None:
-    in_flight = InFlight()
-    assert in_flight.wait_idle(0)
-    with in_flight.track():
-        assert not in_flight.wait_idle(0.01)
-    assert in_flight.wait_idle(0)

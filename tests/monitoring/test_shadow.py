@@ -1,0 +1,198 @@
+"""Shadow mode compares a sample of the requests with full prefill along its answer, and keeps numbers only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+import torch
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.monitoring.shadow import InFlight
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support import seams
+from tests.support.passages import PASSAGES, QUESTION
+
+QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
+REUSE = make_method("reuse", base=FRAMED)
+FULL = make_method("full")
+
+
+@pytest.fixture
+def served(llama: LanguageModel) -> Iterator[FusionEngine]:
+    engine = FusionEngine(llama, MemoryStore(), method=QCFUSE)
+    engine.warm(PASSAGES)
+    yield engine
+    engine.close()
+
+
+def ask(engine: FusionEngine, times: int) -> None:
+    for _ in range(times):
+        engine.prefill(engine.prompt(QUESTION, PASSAGES))
+
+
+def test_one_in_so_many_requests_is_compared_with_full_prefill(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=3, most_waiting=10))
+    ask(served, 7)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert (drift.requests, drift.compared, drift.dropped) == (7, 2, 0)
+    assert not drift.sustained
+
+
+def answer_of(engine: FusionEngine, prompt: Prompt, *, method: Method, tokens: int) -> tuple[int, ...]:
+    return engine.generate(prompt, SamplingParams(max_new_tokens=tokens), method=method).ids
+
+
+def test_drift_is_measured_along_full_prefills_answer(served: FusionEngine) -> None:
+    tokens = 5
+    shadow = served.watch(ShadowSettings(every=1, most_waiting=10, answer_tokens=tokens))
+    prompts = [served.prompt(question, PASSAGES) for question in (QUESTION, "Who?", "Where?")]
+    kl, agreement, identical = [], [], []
+    for prompt in prompts:
+        served.prefill(prompt)
+        exact = answer_of(served, prompt, method=FULL, tokens=tokens)
+        fused = served.prefill(prompt, method=QCFUSE, answer_tokens=tokens)
+        logits = [fused.logits]
+        for index, token in enumerate(exact[:-1]):
+            logits.append(served.runner.decodes([token], [len(prompt) + index], [fused.buffer])[0])
+        with torch.inference_mode():
+            own = served.lm.model(torch.tensor([[*prompt.ids, *exact]])).logits[0, len(prompt) - 1 : -1].float()
+        kl.append(fmean(divergence(mine, other) for mine, other in zip(own, logits, strict=True)))
+        agreement.append(fmean(int(row.argmax()) == token for row, token in zip(logits, exact, strict=True)))
+        identical.append(answer_of(served, prompt, method=QCFUSE, tokens=tokens) == exact)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert drift.kl == pytest.approx(fmean(kl), rel=1e-2)
+    assert fmean(kl) > 0
+    assert drift.agreement == pytest.approx(fmean(agreement))
+    assert drift.identical == pytest.approx(fmean(identical))
+    assert {"kl", "agreement", "identical"} <= drift.to_dict().keys()
+
+
+def test_before_a_comparison_there_are_no_figures(served: FusionEngine) -> None:
+    drift = served.watch(ShadowSettings()).drift()
+    assert (drift.kl, drift.agreement, drift.identical) == (None, None, None)
+
+
+def test_a_prompt_that_fills_the_window_is_compared_at_its_first_token(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    window, length = served.lm.window.tokens, len(served.prompt("", PASSAGES))
+    ids = served.lm.tokenizer.backend_tokenizer.encode("?" * (2 * window)).ids
+    prompt = served.prompt("", PASSAGES)
+    question = replace(prompt.segments[-1], ids=(*ids[: window - length], *prompt.segments[-1].ids))
+    full = replace(prompt, segments=(*prompt.segments[:-1], question))
+    assert len(full) == window
+    served.prefill(full)
+    assert shadow.wait(30)
+    assert (shadow.drift().compared, shadow.drift().error) == (1, None)
+
+
+def test_passages_that_were_removed_meanwhile_are_not_compared(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    with served._in_flight.track():
+        ask(served, 1)
+        served.store.clear()
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert (drift.compared, drift.dropped, drift.failed) == (0, 1, 0)
+
+
+def test_requests_with_a_method_of_their_own_are_not_watched(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    served.prefill(served.prompt(QUESTION, PASSAGES), method=REUSE)
+    assert shadow.drift().requests == 0
+
+
+@pytest.mark.parametrize(
+    ("on_drift", "ratio", "in_full"), [("report", None, False), ("raise", 0.2, False), ("full", None, True)]
+)
+def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio: float | None, in_full: bool) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=2, on_drift=on_drift, most_waiting=10))  # type: ignore[arg-type]
+    ask(served, 2)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert drift.sustained
+    assert (drift.ratio, drift.in_full) == (ratio, in_full)
+    report = served.prefill(served.prompt(QUESTION, PASSAGES)).report
+    assert report.base == (None if in_full else "framed")
+    assert report.ratio == (1.0 if in_full else ratio or 0.1)
+
+
+def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise", most_waiting=10))
+    for _ in range(4):
+        ask(served, 1)
+        assert shadow.wait(30)
+    assert shadow.drift().in_full
+
+
+def test_no_drift_changes_nothing(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, limit=1e9, window=1, on_drift="full"))
+    ask(served, 2)
+    assert shadow.wait(30)
+    assert not shadow.drift().sustained
+    assert served.prefill(served.prompt(QUESTION, PASSAGES)).report.base == "framed"
+
+
+def test_comparisons_wait_for_idle_time_and_too_many_are_dropped(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1, most_waiting=2))
+    with served._in_flight.track():
+        ask(served, 4)
+        time.sleep(0.05)
+        assert shadow.drift().compared == 0
+    assert shadow.wait(30)
+    assert (shadow.drift().compared, shadow.drift().dropped) == (2, 2)
+
+
+def test_prompts_that_reuse_nothing_are_not_watched(served: FusionEngine) -> None:
+    shadow = served.watch(ShadowSettings(every=1))
+    served.prefill(served.prompt(QUESTION, []))
+    served.prefill(served.prompt(QUESTION, ["A passage that nobody warmed."]))
+    assert shadow.drift().requests == 0
+
+
+def test_a_failing_comparison_does_not_end_the_watch(served: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    shadow = served.watch(ShadowSettings(every=1))
+    with monkeypatch.context() as patch:
+        seams.shadow_prefill(patch, fails)
+        ask(served, 1)
+        assert shadow.wait(30)
+    ask(served, 1)
+    assert shadow.wait(30)
+    drift = shadow.drift()
+    assert (drift.compared, drift.dropped, drift.failed) == (1, 0, 1)
+    assert drift.error == "RuntimeError: out of memory"
+
+
+def test_closing_ends_the_thread(served: FusionEngine) -> None:
+    served.watch(ShadowSettings(every=1))
+    assert any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
+    served.close()
+    assert not any(thread.name == "qcfuse-shadow" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"window": 0}, {"most_waiting": 0}, {"answer_tokens": 0}, {"on_drift": "panic"}]
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        ShadowSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_activity_knows_when_nothing_goes_on() -> None:
+    in_flight = InFlight()
+    assert in_flight.wait_idle(0)
+    with in_flight.track():
+        assert not in_flight.wait_idle(0.01)
+    assert in_flight.wait_idle(0)
