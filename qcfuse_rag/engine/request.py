@@ -11,17 +11,15 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
 
-from torch import Tensor
-
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.decode import Generation, finished_answer
+from qcfuse_rag.generation.decoder import AnswerDecoder
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
-from qcfuse_rag.generation.stop_criteria import PartialAnswer
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.runner import ModelRunner
 
 
 class RequestHandle(Iterator[str]):
@@ -41,10 +39,8 @@ class RequestHandle(Iterator[str]):
         self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
-        self._answer = PartialAnswer(lm, params)
         self._sampler = Sampler(params, lm)
-        self._prefilled: Prefilled | None = None
-        self._logits: Tensor | None = None
+        self._decoder: AnswerDecoder | None = None
         self._started = 0.0
         self._cancelled = threading.Event()
         self._finished = threading.Event()
@@ -52,6 +48,14 @@ class RequestHandle(Iterator[str]):
         self._interruption: Exception | None = None
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._wake_reader: Callable[[], object] = lambda: None
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens so far that are known to be full prefill's greedy tokens; None if nothing is yet."""
+        generation, decoder = self.generation, self._decoder
+        if generation is not None:
+            return generation.verified_upto
+        return None if decoder is None else decoder.verified_upto
 
     def cancel(self) -> None:
         """End the answer before its next token, from any thread; the text so far stays."""
@@ -126,20 +130,10 @@ class RequestHandle(Iterator[str]):
         return len(self.prompt) + self.params.max_new_tokens
 
     @property
-    def last_token(self) -> int:
-        """The token to continue from."""
-        return self._answer.ids[-1]
-
-    @property
-    def position(self) -> int:
-        """Position of the last token."""
-        return len(self.prompt) + len(self._answer.ids) - 1
-
-    @property
-    def buffer(self) -> KVBuffer:
-        """Keys and values of prompt and answer."""
-        assert self._prefilled is not None
-        return self._prefilled.buffer
+    def decoder(self) -> AnswerDecoder:
+        """The state of the running answer."""
+        assert self._decoder is not None
+        return self._decoder
 
     @property
     def finished(self) -> bool:
@@ -152,29 +146,21 @@ class RequestHandle(Iterator[str]):
             self._end()
         return self._finished.is_set()
 
-    def start(self, prefilled: Prefilled) -> None:
+    def start(self, runner: ModelRunner, prefilled: Prefilled) -> None:
         """Begin to decode a prefilled prompt."""
-        self._prefilled, self._logits, self.report = prefilled, prefilled.logits, prefilled.report
-        self._started = time.perf_counter()
+        self.report, self._started = prefilled.report, time.perf_counter()
+        self._decoder = AnswerDecoder(runner, prefilled, self.params, self._sampler)
 
     def advance(self) -> bool:
-        """Choose the next token; return whether another one follows."""
-        if self._cancelled.is_set():
-            self._answer.finish_reason = "cancelled"
-        else:
-            assert self._logits is not None
-            try:
-                self._emit(self._answer.push(self._sampler(self._logits)))
-            except Exception as error:
-                self.fail(error)
-                return False
-        if self._answer.finish_reason is not None:
+        """Choose the next token, if its logits are there; return whether the answer goes on."""
+        try:
+            self._emit(self.decoder.cancel() if self._cancelled.is_set() else self.decoder.choose())
+        except Exception as error:
+            self.fail(error)
+            return False
+        if self.decoder.finish_reason is not None:
             self._end()
-        return self._answer.finish_reason is None
-
-    def set_logits(self, logits: Tensor) -> None:
-        """Take the logits of the token after the last one."""
-        self._logits = logits
+        return not self.finished
 
     def fail(self, error: Exception) -> None:
         """End the request with an error, which its reader gets; free the tensors that the error's frames hold."""
@@ -183,14 +169,11 @@ class RequestHandle(Iterator[str]):
         self._end()
 
     def _end(self) -> None:
-        prefilled, self._prefilled, self._logits = self._prefilled, None, None  # frees the buffer
-        if prefilled is not None and self._error is None:
-            self._emit(self._answer.finish())
-            elapsed = time.perf_counter() - self._started
-            ids = tuple(self._answer.ids)
-            reason = self._answer.finish_reason
-            assert reason is not None
-            self.generation = Generation(self._answer.text, ids, reason, prefilled.report, elapsed)
+        decoder, self._decoder = self._decoder, None  # frees the buffer
+        if decoder is not None and self._error is None:
+            assert self.report is not None
+            self._emit(decoder.answer.finish())
+            self.generation = finished_answer(decoder, self.report, time.perf_counter() - self._started)
         self._finished.set()
         self._pieces.put(None)
         self._notify()

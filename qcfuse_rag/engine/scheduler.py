@@ -70,6 +70,7 @@ class Scheduler:
         self._active: list[RequestHandle] = []
         self._changed = threading.Condition()
         self._closed = False
+        self._turn, self._saved_s = 0, 0.0
         self._thread = threading.Thread(target=self._run, name="qcfuse-scheduler", daemon=True)
         self._thread.start()
 
@@ -184,32 +185,75 @@ class Scheduler:
         except Exception as error:
             request.fail(error)
         else:
-            request.start(prefilled)
+            request.start(self._engine.runner, prefilled)
             self._active.append(request)
 
     def _step(self) -> None:
-        """Choose the next token of every answer, and compute the logits of those that continue."""
+        """Choose the next token of every answer, and compute what comes next for those that continue."""
         continuing = [request for request in self._active if request.advance()]
-        self._decode(continuing)
+        if len(continuing) == 1:
+            self._compute(continuing[0])  # heals in the pass of its step
+        elif continuing:
+            self._heal(continuing)
+            self._decode([request for request in continuing if not request.finished and request.decoder.steps])
         self._active = [request for request in continuing if not request.finished]
 
     def _decode(self, requests: list[RequestHandle]) -> None:
-        """Compute the next logits; if that fails for several requests, compute them one by one to find the failing."""
+        """Compute a step together; if that fails, compute the steps one by one to find the failing request."""
         if not requests:
             return
+        decoders = [request.decoder for request in requests]
         try:
             logits = self._engine.runner.decodes(
-                [request.last_token for request in requests],
-                [request.position for request in requests],
-                [request.buffer for request in requests],
+                [decoder.answer.ids[-1] for decoder in decoders],
+                [decoder.position for decoder in decoders],
+                [decoder.buffer for decoder in decoders],
             )
         except Exception as error:
             if len(requests) == 1:
                 requests[0].fail(error)
                 return
         else:
-            for request, request_logits in zip(requests, logits, strict=True):
-                request.set_logits(request_logits)
+            for decoder, request_logits in zip(decoders, logits, strict=True):
+                decoder.take_logits(request_logits)
             return
         for request in requests:
             self._decode([request])
+
+    def _compute(self, request: RequestHandle) -> None:
+        """Compute the next pass of one request; an error ends the request."""
+        try:
+            request.decoder.compute()
+        except Exception as error:
+            request.fail(error)
+
+    def _heal(self, requests: list[RequestHandle]) -> None:
+        """Heal one of several requests, in turns, by a pass between two steps.
+
+        An answer that is held back is healed like a prefill, which also makes the others wait. The rest is healed when
+        the time that its pass takes has been saved up from the share by which steps may be slower.
+        """
+        healing = [request for request in requests if request.decoder.heals]
+        if not healing:
+            return
+        self._turn += 1
+        request = healing[self._turn % len(healing)]
+        try:
+            rows = self._settings.rows if request.decoder.holds_back else self._affordable_rows(request)
+            if rows:
+                request.decoder.heal(rows)
+        except Exception as error:
+            request.fail(error)
+
+    def _affordable_rows(self, request: RequestHandle) -> int:
+        """Save up the time by which this step may be slower; return the rows of a pass if that pays for one, else 0.
+
+        The pass has so many rows that they take about as long as reading the weights for them.
+        """
+        costs = self._engine.runner.step_costs()
+        rows = min(self._settings.rows, max(1, round(costs.step_s / costs.row_s)))
+        self._saved_s = min(self._saved_s + request.params.slowdown * costs.step_s, costs.pass_s(rows))
+        if self._saved_s < costs.pass_s(rows):
+            return 0
+        self._saved_s = 0.0
+        return rows

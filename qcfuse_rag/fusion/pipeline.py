@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ from qcfuse_rag.runtime.loading.layer_loader import LateMissError
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget, call_with_timeout
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.quantization import LOSSLESS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +41,8 @@ class Prefilled:
         buffer: keys and values of the whole prompt, with capacity for the answer.
         report: what was done.
         scores: the probe's scores, if there was a probe.
+        exact_tokens: number of leading positions whose keys and values are full prefill's; the whole prompt if
+            everything was computed. Recomputed positions behind stale ones do not count.
     """
 
     prompt: Prompt
@@ -47,6 +50,7 @@ class Prefilled:
     buffer: KVBuffer
     report: FusionReport
     scores: Scores | None = None
+    exact_tokens: int = 0
 
 
 @torch.inference_mode()
@@ -190,7 +194,8 @@ class PrefillAttempt:
         except ValueError as error:
             raise ValueError(f"method {method.name!r} {error}") from None
         report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), refusal)
-        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores)
+        exact_tokens = _exact_tokens(fused, positions if hook is None else [])
+        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens)
 
     def _load(self, fused: FusedPrompt, refused: Mapping[int, Miss]) -> None:
         self.shared.give(fused)
@@ -207,6 +212,27 @@ class PrefillAttempt:
             fused.await_all()  # after one unreadable chunk nothing is computed before everything is there
         if self.shared.keep or self.shared.held:
             self.shared.take(fused, fused.known)
+
+
+def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
+    """Return the first position whose keys and values are not full prefill's; the prompt's length if there is none.
+
+    A chunk counts as exact only as it was stored, and not from a quantized store.
+
+    Args:
+        fused: the prompt with its rows computed.
+        recomputed: reused positions that were recomputed in all layers.
+    """
+    altered = {lookup.start for lookup in fused.lookups if lookup.note is not None}
+    recomputed = frozenset(recomputed)
+    for placed in sorted(fused.placed, key=lambda placed: placed.span.start):
+        span = placed.span
+        if placed.exact and placed.chunk.numbers == LOSSLESS and span.start not in altered:
+            continue
+        stale = next((position for position in range(span.start, span.stop) if position not in recomputed), None)
+        if stale is not None:
+            return stale
+    return len(fused.prompt)
 
 
 def _report(

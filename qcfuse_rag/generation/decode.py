@@ -10,8 +10,9 @@ from typing import Any
 
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.decoder import AnswerDecoder, HealingReport
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
-from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
+from qcfuse_rag.generation.stop_criteria import FinishReason
 from qcfuse_rag.runtime.runner import ModelRunner
 
 
@@ -25,6 +26,7 @@ class Generation:
         finish_reason: `end` for an end token, `stop` for a stop string, `length` for the token limit, or `cancelled`.
         report: of the prefill.
         decode_s: seconds from the first token's logits to the last token.
+        healing: what healing did; None for answers that are not healed.
     """
 
     text: str
@@ -32,6 +34,12 @@ class Generation:
     finish_reason: FinishReason
     report: FusionReport
     decode_s: float
+    healing: HealingReport | None = None
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens known to be full prefill's greedy tokens; None if nothing was verified."""
+        return None if self.healing is None else self.healing.verified_upto
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -41,6 +49,8 @@ class Generation:
             "finish_reason": self.finish_reason,
             "decode_s": self.decode_s,
             "usage": asdict(self.usage),
+            "verified_upto": self.verified_upto,
+            "healing": None if self.healing is None else asdict(self.healing),
             "report": self.report.to_dict(),
         }
 
@@ -91,8 +101,13 @@ class TextStream(Iterator[str]):
         self.report = prefilled.report
         self.prefilled = prefilled
         self.generation: Generation | None = None
-        self._runner, self._params = runner, params
-        self._pieces = self._decode(sampler or Sampler(params, runner.lm), cancel or threading.Event())
+        self._decoder = AnswerDecoder(runner, prefilled, params, sampler or Sampler(params, runner.lm))
+        self._pieces = self._decode(cancel or threading.Event())
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading tokens so far that are known to be full prefill's greedy tokens; None if nothing is yet."""
+        return self._decoder.verified_upto
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -104,24 +119,22 @@ class TextStream(Iterator[str]):
         assert self.generation is not None
         return self.generation
 
-    def _decode(self, sampler: Sampler, cancel: threading.Event) -> Iterator[str]:
-        started = time.perf_counter()
-        answer = PartialAnswer(self._runner.lm, self._params)
-        logits, position = self.prefilled.logits, self.report.prompt_tokens
+    def _decode(self, cancel: threading.Event) -> Iterator[str]:
+        started, decoder = time.perf_counter(), self._decoder
         while True:
-            if cancel.is_set():
-                answer.finish_reason = "cancelled"
-                break
-            token = sampler(logits)
-            piece = answer.push(token)
+            piece = decoder.cancel() if cancel.is_set() else decoder.choose()
             if piece:
                 yield piece
-            if answer.finish_reason is not None:
+            if decoder.finish_reason is not None:
                 break
-            logits = self._runner.decodes([token], [position], [self.prefilled.buffer])[0]
-            position += 1
-        last_piece = answer.finish()
-        if last_piece:
+            decoder.compute()
+        if last_piece := decoder.answer.finish():
             yield last_piece
-        elapsed = time.perf_counter() - started
-        self.generation = Generation(answer.text, tuple(answer.ids), answer.finish_reason, self.report, elapsed)
+        self.generation = finished_answer(decoder, self.report, time.perf_counter() - started)
+
+
+def finished_answer(decoder: AnswerDecoder, report: FusionReport, decode_s: float) -> Generation:
+    """Return the answer of a decoder that has a finish reason."""
+    answer, reason = decoder.answer, decoder.finish_reason
+    assert reason is not None
+    return Generation(answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report())

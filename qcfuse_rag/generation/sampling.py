@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,10 +12,18 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.runtime.language_model import LanguageModel
 
+Fidelity = Literal["fast", "heal", "exact"]
+"""How closely an answer follows full prefill's.
+
+`fast` decodes over the fused cache as it is. `heal` recomputes the rest of the prompt while the answer is written, as
+far as that slows no token much, so later tokens are nearer to full prefill's. `exact` shows no text before the prompt
+is recomputed and the text is verified: a greedy answer is full prefill's, token for token.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings of one answer.
+    """Settings of one answer.
 
     Attributes:
         max_new_tokens: limit of the answer, in tokens.
@@ -24,6 +33,9 @@ class SamplingParams:
         stop: strings that end the answer and are not part of it.
         seed: of the random numbers; None takes a new seed each time.
         grammar: that the answer has to follow, see `generation.grammar`; None for any text.
+        fidelity: see `Fidelity`. A sampled answer cannot be verified: `exact` then recomputes the prompt before the
+            first token.
+        slowdown: most that `heal` may slow a token, as a share of its time; 0.1 is 10 %.
     """
 
     max_new_tokens: int = 256
@@ -33,6 +45,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     grammar: str | None = None
+    fidelity: Fidelity = "fast"
+    slowdown: float = 0.1
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -45,6 +59,10 @@ class SamplingParams:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must fit 64 bits, got {self.seed}")
+        if self.fidelity not in get_args(Fidelity):
+            raise ValueError(f"fidelity must be fast, heal or exact, got {self.fidelity!r}")
+        if self.slowdown < 0:
+            raise ValueError(f"slowdown must not be negative, got {self.slowdown}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
 

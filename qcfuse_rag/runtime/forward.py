@@ -41,9 +41,12 @@ def forward_rows(
 
 
 @torch.inference_mode()
-def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
-    """Compute the plan's rows like `forward_rows`; return the `[R, vocabulary]` float32 logits after each row."""
-    logits: Tensor = lm.model(**model_inputs(ids, plan, buffer), logits_to_keep=0).logits
+def forward_logits(lm: LanguageModel, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, *, last: int = 0) -> Tensor:
+    """Compute the plan's rows like `forward_rows`; return the `[R, vocabulary]` float32 logits after each row.
+
+    With `last` above 0, only the logits after the last so many rows are computed and returned.
+    """
+    logits: Tensor = lm.model(**model_inputs(ids, plan, buffer), logits_to_keep=last).logits
     return logits[0].float()
 
 

@@ -14,6 +14,7 @@ from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
+from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
 
 LOAD_LIMIT_S = 30.0
@@ -37,6 +38,7 @@ class ModelRunner:
         prefills: computes rows of a prompt.
         decodes: computes the next token's row of one or several requests.
         costs: the measured costs of passes and loading, which a method's guard uses.
+        step_costs: the measured costs of decode steps with further rows, which healing uses.
         pool: provides buffers in host memory, or None.
 
     Raises:
@@ -59,6 +61,7 @@ class ModelRunner:
         self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
         self.decodes = DecodeRunner(lm, candidate_views=leanest_steps)
         self.costs = MeasuredCosts(lm, store, self.prefills)
+        self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
         self._link: TransferLink | None = None
         self._link_lock = threading.Lock()

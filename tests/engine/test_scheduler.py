@@ -151,7 +151,7 @@ def test_cancelling_frees_the_buffer_and_leaves_the_others(engine: FusionEngine,
     other = scheduler.submit(engine.prompt("Why?", PASSAGES), LONG)
     answer = scheduler.submit(prompt, SamplingParams(max_new_tokens=200))
     next(answer)
-    held = weakref.ref(answer.buffer.keys[0])
+    held = weakref.ref(answer.decoder.buffer.keys[0])
     answer.cancel()
     assert answer.result(20).finish_reason == "cancelled"
     wait_until(lambda: gc.collect() is not None and held() is None)
@@ -195,7 +195,7 @@ def test_a_failed_step_ends_only_the_answers_it_fails_for(
         first, wrong = scheduler.submit(good, LONG), scheduler.submit(bad, LONG)
     with pytest.raises(RuntimeError, match="out of memory"):
         wrong.result(20)
-    assert wrong._prefilled is None
+    assert wrong._decoder is None
     monkeypatch.undo()
     assert first.result(20).ids == engine.generate(good, LONG).ids
 

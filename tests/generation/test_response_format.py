@@ -16,7 +16,6 @@ from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, QCF
 from qcfuse_rag.errors import InvalidGrammar, InvalidTemplate, UnsupportedModel
 from qcfuse_rag.generation.grammar import close_objects, json_grammar
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
-from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag.generation.tool_parsers import TOOL_CALL_PARSERS, ToolCall, ToolCallParser, tool_call_parser
 from tests.support.engines import make_engine
 from tests.support.families import build_model, build_tokenizer
@@ -302,15 +301,6 @@ class TestSchemas:
             scheduler.submit(engine.prompt(QUESTION), params)
         with pytest.raises(InvalidGrammar):
             engine.stream(engine.prompt(QUESTION), params)
-
-    def test_verified_answers_follow_no_grammar(self, engine: FusionEngine) -> None:
-        with pytest.raises(ValueError, match="not a grammar"):
-            generate_speculative(
-                engine.runner,
-                engine.prompt(QUESTION),
-                SamplingParams(grammar=json_grammar({"type": "null"})),
-                method=engine.method,
-            )
 
     def test_without_llguidance_the_fix_is_named(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore())

@@ -22,6 +22,9 @@ from qcfuse_rag.runtime.rows import RowsPlan
 LEAF_ROWS = 64
 """Rows whose staircase is not split further; products of fewer rows reach less of a processor's throughput."""
 
+WIDE_GAP = 4 * LEAF_ROWS
+"""Keys between two neighbouring rows of a staircase from which on the rows are split, so that few scores are masked."""
+
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 """Torch's fused attention; the only one that returns the logarithms of the softmax sums."""
 
@@ -67,6 +70,9 @@ def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[At
             blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "causal" if len(row_ends) > 1 else "all"))
         elif row_ends[0] == row_ends[-1]:
             blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "all"))
+        elif gap := next((row for row in range(1, len(row_ends)) if row_ends[row] - row_ends[row - 1] > WIDE_GAP), 0):
+            split(start, start + gap, first)
+            split_shared(start + gap, stop, first)
         elif len(row_ends) <= leaf_rows:
             mask = _staircase_mask(row_ends, first)
             blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "staircase", mask))

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, make_method
 from qcfuse_rag.fusion.pipeline import prefill
-from qcfuse_rag.generation.speculative import generate_speculative
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
 from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
@@ -153,13 +152,14 @@ def test_answers_are_the_same_with_recorded_passes(
     assert torch.allclose(result.logits, expected.logits, **CLOSE)
 
 
-def test_a_verified_answers_draft_begins_with_recorded_passes(
+def test_an_exact_answer_is_healed_by_recorded_passes(
     recorded: tuple[FusionEngine, CountingRecorder],
 ) -> None:
     engine, recorder = recorded
     prompt, params, before = engine.prompt(QUESTION, PASSAGES[:2]), SamplingParams(max_new_tokens=4), recorder.replayed
-    result = generate_speculative(engine.runner, prompt, params, method=make_method("epic", ratio=0.2, base=FRAMED))
-    assert recorder.replayed > before
+    exact = replace(params, fidelity="exact")
+    result = engine.generate(prompt, exact, method=make_method("epic", ratio=0.2, base=FRAMED))
+    assert recorder.replayed > before + 1, "the prefill, and passes that heal"
     assert result.ids == engine.generate(prompt, params, method=make_method("full")).ids
 
 

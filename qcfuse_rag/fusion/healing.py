@@ -1,0 +1,145 @@
+"""Healing: compute the rest of a fused prompt while its answer is decoded, until the cache equals full prefill's.
+
+A decode step reads all weights of the model for one row, so some more rows cost little beside it. Healing computes the
+rows behind the exact beginning of a prompt in ascending order, without a gap, and writes them over the reused keys and
+values. A row sees only positions up to its own. All of them are exact, so the row is exact too, by induction. The rows
+of the answer follow those of the prompt: their logits are full prefill's before each token of the answer. That verifies
+a greedy answer, as drafts are verified in speculative decoding (VeriCache, arXiv 2605.17613), without a second cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.runtime.forward import forward_logits, forward_rows
+from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.runner import ModelRunner
+
+
+class Healing:
+    """Heals the cache of one request, in place. An answer is given as the token ids so far.
+
+    A pass that fails leaves `healed` as it was. The rows that it has written are exact, so the cache stays usable.
+
+    Args:
+        runner: the model.
+        prefilled: the prompt, with capacity for the answer.
+
+    Attributes:
+        healed: number of leading positions whose keys and values are full prefill's; the positions from here on are
+            not exact yet.
+    """
+
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled) -> None:
+        self.healed = prefilled.exact_tokens
+        self._runner, self._buffer, self._prompt = runner, prefilled.buffer, prefilled.prompt
+        # The exact greedy token for each index of the answer, as far as the logits before it are exact.
+        self._expected = [int(prefilled.logits.argmax())] if self.healed == len(self._prompt) else []
+
+    @property
+    def prompt_left(self) -> int:
+        """Number of rows of the prompt to heal, without its last row, whose logits choose the first token."""
+        return max(0, len(self._prompt) - 1 - self.healed)
+
+    def is_through(self, answer: Sequence[int]) -> bool:
+        """Return whether every position before the answer's last token is exact, so that its row will be exact too."""
+        return self.healed >= len(self._prompt) + len(answer) - 1
+
+    def verified(self, answer: Sequence[int]) -> int | None:
+        """Return how many leading tokens are full prefill's greedy tokens; None before any exact logits are known."""
+        if not self._expected:
+            return None
+        pairs = zip(self._expected, answer, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def advance(self, answer: Sequence[int], rows: int) -> None:
+        """Heal at most so many rows in a pass of their own; the row of the answer's last token is left out."""
+        stop = min(self.healed + rows, len(self._prompt) + len(answer) - 1)
+        if stop > self.healed:
+            self._compute(answer, stop)
+
+    def step(self, answer: Sequence[int], rows: int) -> Tensor:
+        """Compute the row of the answer's last token, and heal at most so many rows before it in the same pass.
+
+        Args:
+            answer: the token ids so far, at least one.
+            rows: most rows to heal.
+
+        Returns:
+            `[vocabulary]` float32 logits after the last token.
+        """
+        last = len(self._prompt) + len(answer) - 1
+        return self._compute(answer, min(self.healed + rows, last), step=True)[-1]
+
+    def finish(self, answer: Sequence[int]) -> Tensor:
+        """Heal all that is left in one pass, the row of the answer's last token included.
+
+        Args:
+            answer: the token ids so far, none or more, of which no row has been healed.
+
+        Returns:
+            `[len(answer) + 1, vocabulary]` float32 logits of full prefill, before each token and after the last.
+        """
+        return self._compute(answer, len(self._prompt) + len(answer))
+
+    def note_step(self, answer: Sequence[int], logits: Tensor) -> None:
+        """Note that the row of the answer's last token was computed by a decode step, with these logits after it."""
+        if self.is_through(answer):
+            self._expect(logits[None], len(answer))
+            self.healed = len(self._prompt) + len(answer)
+
+    def shorten(self, answer: Sequence[int]) -> None:
+        """Note that an answer was cut behind these tokens; the rows of the tokens that were cut off are not read."""
+        self.healed = min(self.healed, len(self._prompt) + len(answer))
+        del self._expected[len(answer) + 1 :]
+
+    @torch.inference_mode()
+    def restart(self) -> Tensor:
+        """Compute the whole prompt anew, in one pass; return `[vocabulary]` float32 logits of the first token."""
+        lm, length = self._runner.lm, len(self._prompt)
+        plan = RowsPlan.between(0, length, lm.device, lm.sliding)
+        logits = forward_rows(lm, torch.tensor(self._prompt.ids, device=lm.device), plan, self._buffer)
+        self.healed, self._expected = length, []
+        self._expect(logits[None], 0)
+        return logits
+
+    @torch.inference_mode()
+    def _compute(self, answer: Sequence[int], stop: int, *, step: bool = False) -> Tensor:
+        """Compute the rows up to `stop` and, for a step, that of the last token.
+
+        Returns:
+            `[K, vocabulary]` logits of the rows from the prompt's last row on, which are the last `K` rows of the pass.
+        """
+        lm, length, runner = self._runner.lm, len(self._prompt), self._runner
+        last = length + len(answer) - 1
+        rows = [*range(self.healed, stop), *([last] if step else [])]
+        first_index = max(self.healed, length - 1) - (length - 1)  # of the answer's tokens
+        healed_logits = max(0, stop - (length - 1) - first_index)
+        kept = healed_logits + step
+        ids = [self._prompt.ids[row] if row < length else answer[row - length] for row in rows]
+        tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
+        plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
+        if not kept:
+            runner.prefills.forward_hidden(tokens, plan, self._buffer, depth=lm.n_layers)
+            logits = torch.empty(0)
+        elif kept == 1:
+            logits = runner.prefills.forward_rows(tokens, plan, self._buffer)[None]
+        else:
+            logits = forward_logits(lm, tokens, plan, self._buffer, last=kept)
+        if healed_logits:
+            self._expect(logits[:healed_logits], first_index)
+        self.healed = stop
+        if step and stop == last:  # the last token's row has seen exact positions only
+            self._expect(logits[-1:], len(answer))
+            self.healed = last + 1
+        return logits
+
+    def _expect(self, logits: Tensor, first_index: int) -> None:
+        """Keep the greedy tokens of exact logits, the first of which is before the answer's token of this index."""
+        del self._expected[first_index:]
+        self._expected += logits.argmax(-1).tolist()

@@ -1,0 +1,248 @@
+"""Decode one answer token by token, and heal the prompt's cache as far as the request asks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.sampling import Fidelity, Sampler, SamplingParams
+from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
+from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.runner import ModelRunner
+
+LOG = logging.getLogger(__name__)
+
+DRAFT_TOKENS = 32
+"""Most tokens that `exact` drafts before it verifies them; VeriCache drafts 25 to 40."""
+
+ROWS_PER_PASS = 256
+"""Rows of a pass that only heals: between two of them a request can be cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealingReport:
+    """What healing did for one answer.
+
+    Attributes:
+        fidelity: as the request asked.
+        prompt_tokens: length of the prompt.
+        exact_tokens: leading positions of the prompt whose keys and values are full prefill's at the end.
+        verified_upto: number of leading answer tokens that are known to be full prefill's greedy tokens; None if
+            nothing can be verified: the answer is sampled, or the prompt was not healed through.
+        drafted: tokens that `exact` drafted on the fused cache.
+        accepted: leading drafted tokens that are full prefill's.
+        reason: why the prompt was not healed through, or how an error was survived; None if all went well.
+    """
+
+    fidelity: Fidelity
+    prompt_tokens: int
+    exact_tokens: int
+    verified_upto: int | None
+    drafted: int = 0
+    accepted: int = 0
+    reason: str | None = None
+
+
+class AnswerDecoder:
+    """The state of an answer while it is decoded: its tokens, the next logits, and healing.
+
+    `choose` and `compute` take turns until there is a `finish_reason`. A scheduler may compute the steps of several
+    answers together instead, see `steps`, `take_logits` and `heal`.
+
+    With `exact`, tokens are first drafted on the fused cache while it is healed, and held back. When the prompt is
+    healed, one pass verifies the draft. Its agreeing beginning becomes the answer, which goes on over the exact cache.
+    An answer that is sampled or follows a grammar is not drafted: its first token comes when the prompt is healed.
+
+    Args:
+        runner: the model.
+        prefilled: the prompt.
+        params: how to choose tokens, when to stop, and how much to heal.
+        sampler: chooses the tokens.
+
+    Attributes:
+        answer: the tokens so far and their text; while it is held back, the draft.
+        holds_back: whether the answer is a draft that waits for verification.
+    """
+
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled, params: SamplingParams, sampler: Sampler) -> None:
+        self._runner, self._prefilled, self._params, self._sampler = runner, prefilled, params, sampler
+        self._logits: Tensor | None = prefilled.logits
+        self._verified_text = ""
+        self._drafted = self._accepted = self._rows = 0
+        self._reason: str | None = None
+        self.answer = PartialAnswer(runner.lm, params)
+        self.holds_back = False
+        self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled)
+        left = len(prefilled.prompt) - prefilled.exact_tokens
+        if self._healing is None or not left:
+            return
+        if params.fidelity == "heal":
+            self._rows = self._affordable_rows()
+        else:
+            self._rows, self.holds_back = math.ceil(left / DRAFT_TOKENS), True
+        if self._is_drafted:
+            self._logits = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer is finished; None before that, and for a draft."""
+        return None if self.holds_back else self.answer.finish_reason
+
+    @property
+    def position(self) -> int:
+        """Position of the last token."""
+        return len(self._prefilled.prompt) + len(self.answer.ids) - 1
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """Keys and values of prompt and answer."""
+        return self._prefilled.buffer
+
+    @property
+    def steps(self) -> bool:
+        """Whether the last token's row comes next; False while a finished draft waits for healing."""
+        return not (self.holds_back and self._is_drafted)
+
+    @property
+    def heals(self) -> bool:
+        """Whether there are rows to heal, beside the steps or instead of them, or a draft to verify."""
+        if self._healing is None:
+            return False
+        return self.holds_back or (self._rows > 0 and not self._healing.is_through(self.answer.ids))
+
+    @property
+    def verified_upto(self) -> int | None:
+        """Number of leading answer tokens known to be full prefill's greedy tokens; None if nothing is verified yet."""
+        if self._healing is None or self.holds_back or self._params.temperature:
+            return None
+        return self._healing.verified(self.answer.ids)
+
+    def report(self) -> HealingReport | None:
+        """Return what healing did so far; None for `fast`."""
+        if self._healing is None:
+            return None
+        length = len(self._prefilled.prompt)
+        exact, reason = min(self._healing.healed, length), self._reason
+        if reason is None and self._healing.prompt_left:
+            reason = f"the answer ended when {exact:,} of {length:,} prompt tokens were exact"
+        return HealingReport(
+            self._params.fidelity, length, exact, self.verified_upto, self._drafted, self._accepted, reason
+        )
+
+    def cancel(self) -> str:
+        """End the answer and drop a draft; return the text that was certain and not yet returned."""
+        if self.holds_back:
+            self._drop_draft()
+        self.answer.finish_reason = "cancelled"
+        return self._take_verified_text()
+
+    def choose(self) -> str:
+        """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
+        text = self._take_verified_text()
+        if self._logits is None or self.answer.finish_reason is not None:
+            return text
+        token, self._logits = self._sampler(self._logits), None
+        piece = self.answer.push(token)
+        return text if self.holds_back else text + piece
+
+    def compute(self) -> None:
+        """Compute the last token's row, with rows to heal beside it in the same pass; or heal, if no row comes next."""
+        if not self.steps:
+            return self.heal(ROWS_PER_PASS)
+        if self.heals:
+            assert self._healing is not None
+            try:
+                self._logits = self._healing.step(self.answer.ids, self._rows_beside(self._healing))
+                return None
+            except Exception as error:
+                self._survive(error)
+        if self._logits is None:
+            self.take_logits(self._runner.decodes([self.answer.ids[-1]], [self.position], [self.buffer])[0])
+        return None
+
+    def take_logits(self, logits: Tensor) -> None:
+        """Take the logits after the last token from a decode step that healed nothing."""
+        self._logits = logits
+        if self._healing is not None:
+            self._healing.note_step(self.answer.ids, logits)
+
+    def heal(self, rows: int) -> None:
+        """Heal at most so many rows in a pass of their own; or verify a finished draft, if the prompt is healed."""
+        healing = self._healing
+        assert healing is not None
+        try:
+            if not self.holds_back:
+                healing.advance(self.answer.ids, rows)
+            elif healing.prompt_left:
+                healing.advance([], rows)  # the rows of a draft belong to its verification
+            else:
+                self._verify(healing)
+        except Exception as error:
+            self._survive(error)
+
+    @property
+    def _is_drafted(self) -> bool:
+        """Whether the draft, if there is one, gets no further token: a healed prompt gives exact tokens instead."""
+        if not self.holds_back:
+            return False
+        if self._params.temperature or self._params.grammar is not None:
+            return True
+        assert self._healing is not None
+        drafted = len(self.answer.ids) >= DRAFT_TOKENS or self.answer.finish_reason is not None
+        return drafted or not self._healing.prompt_left
+
+    def _rows_beside(self, healing: Healing) -> int:
+        """Return how many rows to heal beside the next step.
+
+        Behind the prompt there are at least two, because every step adds one.
+        """
+        if self.holds_back:
+            return min(self._rows, healing.prompt_left)
+        return self._rows if healing.prompt_left else max(self._rows, 2)
+
+    def _affordable_rows(self) -> int:
+        """Return the rows to heal beside each step of `heal`; 0, and a reason, if a row would take too long."""
+        slowdown = self._params.slowdown
+        try:
+            rows = self._runner.step_costs().rows_beside(slowdown)
+        except Exception as error:
+            self._reason = f"nothing was healed: its costs could not be measured: {error}"
+            return 0
+        if not rows:
+            self._reason = f"nothing was healed: one row would slow a token by more than {slowdown:.0%}"
+        return rows
+
+    def _verify(self, healing: Healing) -> None:
+        """Take the beginning of the draft that agrees with full prefill, and go on from there."""
+        draft = self.answer.ids
+        logits = healing.finish(draft)
+        accepted = healing.verified(draft) or 0
+        healing.shorten(draft[:accepted])
+        self._drop_draft()
+        self._accepted, self._logits = accepted, logits[accepted]
+        self._verified_text = "".join(self.answer.push(token) for token in draft[:accepted])
+
+    def _take_verified_text(self) -> str:
+        text, self._verified_text = self._verified_text, ""
+        return text
+
+    def _drop_draft(self) -> None:
+        self._drafted, self.holds_back = len(self.answer.ids), False
+        self.answer = PartialAnswer(self._runner.lm, self._params)
+
+    def _survive(self, error: Exception) -> None:
+        """Stop healing after an error; compute the prompt of a draft in full, since its answer has to be exact."""
+        LOG.warning("healing failed", exc_info=error)
+        traceback.clear_frames(error.__traceback__)
+        self._reason = f"healing failed: {error}"
+        self._rows = 0
+        if self.holds_back:
+            assert self._healing is not None
+            self._drop_draft()
+            self._logits = self._healing.restart()

@@ -1,0 +1,170 @@
+"""Healing in a scheduler: each request gets the answer it would get alone, beside others that heal or do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from qcfuse_rag import FusionEngine, Prompt, SamplingParams, Scheduler, SchedulerSettings, make_method
+from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.runtime.step_costs import StepCosts
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.passages import PASSAGES, QUESTION
+
+FULL, REUSE = make_method("full"), make_method("reuse")
+FAST = SamplingParams(max_new_tokens=48)
+HEAL, EXACT = replace(FAST, fidelity="heal"), replace(FAST, fidelity="exact")
+NEARLY_FREE = StepCosts(1.0, 0.0, 1e-6)
+"""Any number of rows fits beside a step, and a pass of rows is due after some ten steps."""
+
+
+@pytest.fixture
+def engine(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> FusionEngine:
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    monkeypatch.setattr(engine.runner, "step_costs", lambda: NEARLY_FREE)
+    return engine
+
+
+@pytest.fixture
+def scheduler(engine: FusionEngine) -> Iterator[Scheduler]:
+    scheduler = Scheduler(engine, SchedulerSettings(active=4, rows=64))
+    yield scheduler
+    scheduler.close(drain=False)
+
+
+def prompts(engine: FusionEngine) -> list[Prompt]:
+    return [engine.prompt(question, PASSAGES) for question in (QUESTION, "Why?", "Who is the captain?", "When?")]
+
+
+def test_mixed_fidelities_are_each_what_they_would_be_alone(engine: FusionEngine, scheduler: Scheduler) -> None:
+    asked = prompts(engine)
+    settings = [EXACT, FAST, HEAL, replace(EXACT, max_new_tokens=9)]
+    answers = [scheduler.submit(prompt, params, method=REUSE) for prompt, params in zip(asked, settings, strict=True)]
+    finished = [answer.result(60) for answer in answers]
+    for prompt, params, answer in zip(asked, settings, finished, strict=True):
+        plain = replace(params, fidelity="fast")
+        if params.fidelity == "exact":
+            expected = engine.generate(prompt, plain, method=FULL)
+            assert answer.verified_upto == len(answer.ids)
+        elif params.fidelity == "fast":
+            expected = engine.generate(prompt, plain, method=REUSE)
+        else:
+            assert answer.ids[0] == engine.generate(prompt, plain, method=REUSE).ids[0]
+            continue
+        assert (answer.ids, answer.text) == (expected.ids, expected.text)
+    for answer, result in zip(answers, finished, strict=True):
+        assert "".join(answer) == result.text
+        assert answer.verified_upto == result.verified_upto
+
+
+def test_one_request_heals_in_the_passes_of_its_steps(engine: FusionEngine, scheduler: Scheduler) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    expected = engine.generate(prompt, HEAL, method=REUSE)
+    answer = scheduler.submit(prompt, HEAL, method=REUSE).result(60)
+    assert (answer.ids, answer.healing) == (expected.ids, expected.healing)
+    assert answer.healing is not None
+    assert answer.healing.exact_tokens == len(prompt)
+
+
+def test_several_requests_heal_between_steps_as_far_as_the_slowdown_allows(
+    engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass takes as long as a step, so at 10 % there is one in ten steps at most, and each request gets its turn."""
+    passes: list[int] = []
+    advance = Healing.advance
+
+    def noted(healing: Healing, answer: Any, rows: int) -> None:
+        passes.append(id(healing))
+        advance(healing, answer, rows)
+
+    monkeypatch.setattr(Healing, "advance", noted)
+    params = replace(HEAL, max_new_tokens=100)
+    answers = [scheduler.submit(prompt, params, method=REUSE) for prompt in prompts(engine)[:2]]
+    steps = max(len(answer.result(60).ids) for answer in answers)
+    counts = {healing: passes.count(healing) for healing in passes}
+    assert 2 <= len(passes) <= steps // 10 + 1
+    assert len(counts) == 2, "both had a turn"
+
+
+def test_an_exact_answer_is_held_back_and_comes_although_others_go_on(
+    engine: FusionEngine, scheduler: Scheduler
+) -> None:
+    long = [scheduler.submit(prompt, replace(FAST, max_new_tokens=200)) for prompt in prompts(engine)[:2]]
+    next(long[0])
+    exact = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(EXACT, max_new_tokens=6), method=REUSE)
+    assert exact.verified_upto is None
+    expected = engine.generate(exact.prompt, replace(FAST, max_new_tokens=6), method=FULL)
+    assert exact.result(60).ids == expected.ids
+    for answer in long:
+        answer.cancel()
+
+
+def test_sampled_exact_answers_heal_beside_others(engine: FusionEngine, scheduler: Scheduler) -> None:
+    sampled = SamplingParams(max_new_tokens=10, temperature=0.9, seed=5)
+    other = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(FAST, max_new_tokens=150))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    answer = scheduler.submit(prompt, replace(sampled, fidelity="exact"), method=REUSE).result(60)
+    assert answer.ids == engine.generate(prompt, sampled, method=FULL).ids
+    other.cancel()
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_cancelled_request_stops_healing(
+    engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [scheduler.submit(engine.prompt("Why?", PASSAGES), FAST) for _ in range(beside)]
+    passes: list[int] = []
+    compute = Healing._compute
+
+    def slow(healing: Healing, *arguments: Any, **settings: Any) -> Any:
+        passes.append(healing.healed)
+        time.sleep(0.05)
+        return compute(healing, *arguments, **settings)
+
+    monkeypatch.setattr(Healing, "_compute", slow)
+    answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), EXACT, method=REUSE)
+    while not passes:
+        time.sleep(0.002)
+    answer.cancel()
+    result = answer.result(20)
+    assert (result.text, result.finish_reason) == ("", "cancelled")
+    done = len(passes)
+    time.sleep(0.2)
+    assert len(passes) == done
+    assert all(other.result(60).ids for other in others)
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_failure_of_healing_ends_no_answer(
+    engine: FusionEngine, scheduler: Scheduler, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **settings: Any) -> Any:
+        raise RuntimeError("the device is out of memory")
+
+    asked = prompts(engine)
+    others = [scheduler.submit(asked[3], replace(FAST, max_new_tokens=150)) for _ in range(beside)]
+    monkeypatch.setattr(Healing, "_compute", broken)
+    for params, method in ((EXACT, FULL), (HEAL, REUSE)):
+        answer = scheduler.submit(asked[0], params, method=REUSE).result(60)
+        assert answer.ids == engine.generate(asked[0], FAST, method=method).ids
+        assert answer.healing is not None
+        assert answer.healing.reason == "healing failed: the device is out of memory"
+    assert all(len(other.result(60).ids) == 150 or other.result().finish_reason == "end" for other in others)
+
+
+def test_an_exact_request_that_cannot_be_computed_at_all_fails_alone(
+    engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any, **settings: Any) -> Any:
+        raise RuntimeError("the device is out of memory")
+
+    other = scheduler.submit(engine.prompt("Why?", PASSAGES), FAST)
+    monkeypatch.setattr(Healing, "_compute", broken)
+    monkeypatch.setattr(Healing, "restart", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scheduler.submit(engine.prompt(QUESTION, PASSAGES), EXACT, method=REUSE).result(60)
+    assert other.result(60).ids == engine.generate(other.prompt, FAST).ids

@@ -1,0 +1,281 @@
+"""Answers that are healed while they are decoded, and answers that are full prefill's token for token."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Prompt, SamplingParams, make_method
+from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.generation import decoder as decoding
+from qcfuse_rag.generation.decoder import DRAFT_TOKENS
+from qcfuse_rag.runtime.step_costs import StepCosts
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support import references
+from tests.support.engines import make_engine
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES, QUESTION
+
+FULL = make_method("full")
+METHODS = [make_method("reuse"), make_method("qcfuse", ratio=0.3), make_method("qcfuse", ratio=0.3, base=FRAMED)]
+LENGTH = 40
+EXACT = SamplingParams(max_new_tokens=LENGTH, fidelity="exact")
+HEAL = SamplingParams(max_new_tokens=LENGTH, fidelity="heal")
+GREEDY = SamplingParams(max_new_tokens=LENGTH)
+
+
+@pytest.fixture
+def engine(family: LanguageModel) -> FusionEngine:
+    engine = make_engine(family, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    return engine
+
+
+@pytest.fixture
+def prompt(engine: FusionEngine) -> Prompt:
+    return engine.prompt(QUESTION, PASSAGES)
+
+
+def healing_rows(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Let `rows` rows fit beside a step of `heal`; 0 for none."""
+    costs = StepCosts(1.0, 0.0, 0.1 / rows if rows else 1.0)
+    monkeypatch.setattr(engine.runner, "step_costs", lambda: costs)
+
+
+def same(answer: Generation, plain: Generation) -> bool:
+    return (answer.ids, answer.text, answer.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
+
+
+class TestExact:
+    def test_the_answer_is_the_models_own_greedy_continuation(self, engine: FusionEngine, prompt: Prompt) -> None:
+        ids = references.greedy_continuation(engine.lm, prompt.ids, LENGTH)
+        end = engine.lm.tokenizer.eos_token_id
+        expected = tuple(ids[: ids.index(end) + 1] if end in ids else ids)
+        for method in METHODS:
+            answer = engine.generate(prompt, EXACT, method=method)
+            assert answer.ids == expected, method.name
+            assert answer.verified_upto == len(expected)
+            assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
+            assert answer.healing is not None
+            assert (answer.healing.exact_tokens, answer.healing.reason) == (len(prompt), None)
+            assert 0 < answer.healing.drafted <= DRAFT_TOKENS
+
+    def test_the_draft_is_accepted_as_far_as_the_fused_answer_agrees(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Healing is held back until the draft is there, so the draft is the fused cache's own answer."""
+        monkeypatch.setattr(Healing, "step", lambda healing, ids, rows, step=Healing.step: step(healing, ids, 0))
+        fused = engine.generate(prompt, GREEDY, method=METHODS[0]).ids[:DRAFT_TOKENS]
+        answer = engine.generate(prompt, EXACT, method=METHODS[0])
+        full = engine.generate(prompt, GREEDY, method=FULL)
+        assert same(answer, full)
+        assert answer.healing is not None
+        agreeing = [pair[0] == pair[1] for pair in zip(fused, full.ids, strict=False)]
+        agreed = agreeing.index(False) if False in agreeing else len(agreeing)
+        assert (answer.healing.drafted, answer.healing.accepted) == (len(fused), agreed)
+
+    @pytest.mark.parametrize("length", [1, 2, 3, DRAFT_TOKENS - 1, DRAFT_TOKENS, DRAFT_TOKENS + 1])
+    def test_the_length_limit_is_respected(self, engine: FusionEngine, prompt: Prompt, length: int) -> None:
+        params = replace(EXACT, max_new_tokens=length)
+        full = engine.generate(prompt, replace(params, fidelity="fast"), method=FULL)
+        assert same(engine.generate(prompt, params), full)
+
+    @pytest.mark.parametrize("at", [0, 1, 3, 7])
+    def test_an_end_token_ends_it_wherever_in_a_draft(
+        self, engine: FusionEngine, prompt: Prompt, at: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The answer ends before healing is through."""
+        free = engine.generate(prompt, GREEDY, method=FULL)
+        assert engine.lm.model.generation_config is not None
+        monkeypatch.setattr(engine.lm.model.generation_config, "eos_token_id", [free.ids[min(at, len(free.ids) - 1)]])
+        for method in (*METHODS, FULL):
+            answer = engine.generate(prompt, EXACT, method=method)
+            assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
+            assert answer.finish_reason == "end"
+            assert answer.verified_upto == len(answer.ids)
+
+    def test_a_stop_string_ends_it_and_is_cut_off(self, engine: FusionEngine) -> None:
+        prompts = (engine.prompt(question, PASSAGES) for question in ("Who?", "Where?", "When?", "Why?"))
+        prompt, free = next(
+            (prompt, text) for prompt in prompts if len(text := engine.generate(prompt, GREEDY, method=FULL).text) > 3
+        )
+        stop = (free[len(free) // 2 :][:3],)
+        answer = engine.generate(prompt, replace(EXACT, stop=stop))
+        assert same(answer, engine.generate(prompt, replace(GREEDY, stop=stop), method=FULL))
+        assert answer.finish_reason == "stop"
+
+    def test_text_streams_once_it_is_verified_and_not_before(
+        self, engine: FusionEngine, prompt: Prompt
+    ) -> None:
+        stream = engine.stream(prompt, EXACT, method=METHODS[0])
+        assert stream.verified_upto is None
+        pieces, verified = [], []
+        for piece in stream:
+            pieces.append(piece)
+            verified.append(stream.verified_upto)
+        assert None not in verified
+        assert stream.generation is not None
+        assert "".join(pieces) == stream.generation.text
+        assert same(stream.generation, engine.generate(prompt, GREEDY, method=FULL))
+
+    def test_a_sampled_answer_is_sampled_over_the_exact_cache(self, engine: FusionEngine, prompt: Prompt) -> None:
+        sampled = SamplingParams(max_new_tokens=12, temperature=0.9, seed=7)
+        answer = engine.generate(prompt, replace(sampled, fidelity="exact"))
+        assert same(answer, engine.generate(prompt, sampled, method=FULL))
+        assert answer.verified_upto is None
+        assert answer.healing is not None
+        assert answer.healing.drafted == 0
+        assert answer.healing.exact_tokens == len(prompt)
+
+    def test_an_answer_of_a_grammar_is_full_prefills(self, engine: FusionEngine, prompt: Prompt) -> None:
+        pytest.importorskip("llguidance")
+        params = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
+        answer = engine.generate(prompt, replace(params, fidelity="exact"))
+        assert same(answer, engine.generate(prompt, params, method=FULL))
+        assert answer.healing is not None
+        assert answer.healing.exact_tokens == len(prompt)
+
+    def test_a_prompt_that_was_computed_in_full_is_decoded_at_once(self, engine: FusionEngine, prompt: Prompt) -> None:
+        answer = engine.generate(prompt, EXACT, method=FULL)
+        assert answer.healing is not None
+        assert (answer.healing.drafted, answer.verified_upto) == (0, len(answer.ids))
+
+    def test_a_cancelled_draft_leaves_no_text(self, engine: FusionEngine, prompt: Prompt) -> None:
+        cancel = threading.Event()
+        stream = engine.stream(prompt, EXACT, cancel=cancel)
+        cancel.set()
+        assert list(stream) == []
+        assert stream.generation is not None
+        assert (stream.generation.text, stream.generation.finish_reason) == ("", "cancelled")
+
+    @pytest.mark.parametrize("failing", ["step", "advance", "finish"])
+    def test_if_healing_fails_the_prompt_is_computed_in_full(
+        self, engine: FusionEngine, prompt: Prompt, failing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decoding, "ROWS_PER_PASS", 8)
+        monkeypatch.setattr(decoding, "DRAFT_TOKENS", 3)
+        monkeypatch.setattr(Healing, "step", lambda healing, ids, rows, step=Healing.step: step(healing, ids, 0))
+        monkeypatch.setattr(Healing, failing, broken)
+        answer = engine.generate(prompt, EXACT, method=METHODS[0])
+        assert same(answer, engine.generate(prompt, GREEDY, method=FULL))
+        assert answer.healing is not None
+        assert answer.healing.reason == "healing failed: the device is out of memory"
+        assert answer.verified_upto == len(answer.ids)
+
+
+class TestHeal:
+    @pytest.mark.parametrize("rows", [4, 64, 512])
+    def test_it_ends_over_an_exact_cache(
+        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After healing, each token is the likeliest one after the text so far."""
+        healing_rows(engine, monkeypatch, rows)
+        params = replace(HEAL, max_new_tokens=120)
+        stream = engine.stream(prompt, params, method=METHODS[0])
+        answer = stream.result()
+        assert answer.healing is not None
+        if answer.healing.reason is not None:
+            pytest.skip("this model's answer ends early")
+        assert answer.healing.exact_tokens == len(prompt)
+        logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
+        expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
+        steps = -(-len(prompt) // rows) + 1
+        assert all(agrees[steps + len(prompt) // rows :])
+        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
+        buffer = stream.prefilled.buffer
+        for layer, (keys, values) in enumerate(table):
+            for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
+                assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
+
+    def test_its_first_token_is_that_of_fast(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        healing_rows(engine, monkeypatch, 64)
+        for method in METHODS:
+            fast = engine.generate(prompt, GREEDY, method=method)
+            assert engine.generate(prompt, HEAL, method=method).ids[0] == fast.ids[0]
+
+    def test_where_one_row_is_too_slow_nothing_is_healed_and_it_says_so(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        healing_rows(engine, monkeypatch, 0)
+        answer = engine.generate(prompt, HEAL)
+        assert same(answer, engine.generate(prompt, GREEDY))
+        assert answer.healing is not None
+        assert answer.healing.reason == "nothing was healed: one row would slow a token by more than 10%"
+        assert answer.verified_upto is None
+
+    def test_an_answer_that_ends_early_says_how_far_it_came(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        healing_rows(engine, monkeypatch, 2)
+        answer = engine.generate(prompt, replace(HEAL, max_new_tokens=3), method=METHODS[0])
+        assert answer.healing is not None
+        assert "prompt tokens were exact" in str(answer.healing.reason)
+        assert answer.verified_upto is None
+
+    def test_a_failure_keeps_the_fused_answer(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        healing_rows(engine, monkeypatch, 16)
+        monkeypatch.setattr(Healing, "step", broken)
+        answer = engine.generate(prompt, HEAL)
+        assert same(answer, engine.generate(prompt, GREEDY))
+        assert answer.healing is not None
+        assert answer.healing.reason == "healing failed: the device is out of memory"
+
+    def test_if_costs_cannot_be_measured_nothing_is_healed(
+        self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(engine.runner, "step_costs", broken)
+        answer = engine.generate(prompt, HEAL)
+        assert same(answer, engine.generate(prompt, GREEDY))
+        assert answer.healing is not None
+        assert answer.healing.reason == (
+            "nothing was healed: its costs could not be measured: the device is out of memory"
+        )
+
+    def test_costs_are_measured_once(self, engine: FusionEngine, prompt: Prompt) -> None:
+        costs = engine.runner.step_costs()
+        assert costs.step_s > 0 < costs.row_s
+        assert engine.runner.step_costs() is costs
+
+
+def broken(*arguments: Any, **settings: Any) -> Any:
+    raise RuntimeError("the device is out of memory")
+
+
+def test_fast_reports_no_healing_and_all_reports_are_plain_data(engine: FusionEngine, prompt: Prompt) -> None:
+    fast, exact = engine.generate(prompt, GREEDY), engine.generate(prompt, EXACT)
+    assert (fast.healing, fast.verified_upto, fast.to_dict()["verified_upto"]) == (None, None, None)
+    data = json.loads(json.dumps(exact.to_dict()))
+    assert data["verified_upto"] == data["healing"]["verified_upto"] == len(exact.ids)
+    assert data["healing"]["fidelity"] == "exact"
+
+
+def test_a_store_that_hangs_costs_its_limit_and_the_answer_is_exact(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(LanguageModel.wrap(build_model("llama"), tokenizer), MemoryStore(), load_limit_s=0.3)
+    engine.warm(PASSAGES)
+    prompt, released = engine.prompt(QUESTION, PASSAGES), threading.Event()
+    expected = engine.generate(prompt, GREEDY, method=FULL)
+    monkeypatch.setattr(engine.store, "get", lambda key: Miss("late" if released.wait(60) else "never"))
+    answer = engine.generate(prompt, EXACT, method=METHODS[0])
+    released.set()
+    assert same(answer, expected)
+    assert "0.3 s" in str(answer.report.fallback)
+
+
+def test_unknown_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="fidelity must be fast, heal or exact, got 'slow'"):
+        SamplingParams(fidelity="slow")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"slowdown must not be negative, got -0\.1"):
+        SamplingParams(slowdown=-0.1)
