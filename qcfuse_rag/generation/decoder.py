@@ -106,8 +106,8 @@ class AnswerDecoder:
 
     @property
     def steps(self) -> bool:
-        """Whether the last token's row comes next; False while a finished draft waits for healing."""
-        return not (self.holds_back and self._is_drafted)
+        """Whether the last token's row comes next; False while a finished draft waits for healing, and after that."""
+        return self._logits is None and not (self.holds_back and self._is_drafted)
 
     @property
     def heals(self) -> bool:

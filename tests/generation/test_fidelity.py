@@ -110,9 +110,7 @@ class TestExact:
         assert same(answer, engine.generate(prompt, replace(GREEDY, stop=stop), method=FULL))
         assert answer.finish_reason == "stop"
 
-    def test_text_streams_once_it_is_verified_and_not_before(
-        self, engine: FusionEngine, prompt: Prompt
-    ) -> None:
+    def test_text_streams_once_it_is_verified_and_not_before(self, engine: FusionEngine, prompt: Prompt) -> None:
         stream = engine.stream(prompt, EXACT, method=METHODS[0])
         assert stream.verified_upto is None
         pieces, verified = [], []
