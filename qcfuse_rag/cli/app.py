@@ -112,7 +112,7 @@ def plan_command(options: PlanOptions, as_json: Json = False) -> None:
 @app.command("verify")
 @expand_options
 def verify_command(options: VerifyOptions, as_json: Json = False) -> None:
-    """Compare a method with full prefill on your model and passages; exit with 1 if it does not pass."""
+    """Find the smallest ratio at which answers are near full prefill's on your passages; exit with 1 if none passes."""
     from qcfuse_rag.cli.verify import run_verify
 
     if not run_verify(options, as_json=as_json):

@@ -6,13 +6,16 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.options import ModelOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.verdict import find_verdict, verdict_problem
+from qcfuse_rag.engine.verdict import verdict_problem
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import KVStore
 
 
 def open_engine(store: KVStore, method: Method, options: ModelOptions) -> FusionEngine:
-    """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given."""
+    """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given.
+
+    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store.
+    """
     with status("loading the model"):
         engine = FusionEngine.load(
             options.model or default_model(),
@@ -28,7 +31,7 @@ def open_engine(store: KVStore, method: Method, options: ModelOptions) -> Fusion
 
 def print_verdict_note(engine: FusionEngine) -> None:
     """Print a note on standard error if the engine's method has not been verified on its model."""
-    problem = verdict_problem(find_verdict(engine.lm, engine.store, engine.method), engine.method)
+    problem = verdict_problem(engine.verdict, engine.method)
     if engine.store.folder is not None and problem is not None:
         print_note("note:", problem)
 

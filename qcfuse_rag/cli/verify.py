@@ -1,4 +1,4 @@
-"""`qcfuse verify`: compare a method with full prefill and keep the verdict."""
+"""`qcfuse verify`: find the ratio at which a method is near full prefill, and keep the verdict."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library import existing_store_folder, index_folder, open_library_store
 from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.cli.options import VerifyOptions
-from qcfuse_rag.engine.verdict import Verdict
+from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict
 from qcfuse_rag.retrieval.index import PASSAGES, read_passages
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.checks import VerifyLimits, verify
+from qcfuse_rag.verification.checks import VerifyLimits
+from qcfuse_rag.verification.sweep import VerifySettings, verify
 
 
 def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
-    """Verify a method, save the verdict in the library's store, if given, and return whether every check passed.
+    """Verify a method, save the verdict in the library's store, if given, and return whether a ratio passed.
 
     The passages are those of the library, or the demonstration's.
     """
     method = options.chosen_method()
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
+    settings = VerifySettings(size=options.size, tokens=options.tokens, limits=limits)
     if options.store is not None:
         existing_store_folder(options.store)  # do not create a library under a misspelt name
         opened = open_library_store(options.store, tenant=options.tenant)
@@ -34,15 +36,7 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
             texts = [passage.text for passage in read_passages(index_folder(options.store, store))]
         engine = open_engine(store, method, options)
         with progress_bar("verifying", "prompts") as advance:
-            verdict = verify(
-                engine,
-                engine.method,
-                texts=texts,
-                size=options.size,
-                tokens=options.tokens,
-                limits=limits,
-                progress=advance,
-            )
+            verdict = verify(engine, method, texts=texts, settings=settings, progress=advance)
         saved = None if store.folder is None else verdict.save(store.folder)
     if as_json:
         print_json({**verdict.to_dict(), "own_passages": len(texts), "saved": saved and str(saved)})
@@ -52,13 +46,27 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
 
 
 def _print_verdict(verdict: Verdict, saved: Path | None) -> None:
-    table = Table(title=f"{verdict.label}: {'passed' if verdict.passed else 'did not pass'}", title_justify="left")
-    for column in ("check", "measured", "limit", "", "how"):
-        table.add_column(column)
-    for check in verdict.checks:
-        bound = f"{'at least' if check.at_least else 'at most'} {check.limit:.3g}"
-        state = "[green]passed[/green]" if check.passed else "[red]failed[/red]"
-        table.add_row(check.name, f"{check.value:.3g}", bound, state, check.detail)
+    shown = verdict.recommended or verdict.tried[-1]
+    table = Table("", *map(_heading, _columns(shown)), "", title=verdict.label, title_justify="left")
+    for trial in verdict.tried:
+        state = "[green]passed[/green]" if trial.passed else "[red]failed[/red]"
+        table.add_row(trial.label, *map(_cell, _columns(trial)), state)
     OUT.print(table)
+    for check in shown.checks:
+        print_line(f"{check.name} {check.value:.3g}: {check.detail}")
+    print_line(verdict.recommendation)
     if saved is not None:
         print_line(f"saved in {saved}")
+
+
+def _columns(trial: Trial) -> list[Check]:
+    """Return the checks that depend on the ratio."""
+    return [check for check in trial.checks if check.name != EXACTNESS]
+
+
+def _heading(check: Check) -> str:
+    return check.name if check.limit is None else f"{check.name}\n{'≥' if check.at_least else '≤'} {check.limit:.3g}"
+
+
+def _cell(check: Check) -> str:
+    return f"{check.value:.3g}" if check.passed else f"[red]{check.value:.3g}[/red]"

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.engine.first_passes import run_first_passes
-from qcfuse_rag.engine.verdict import Verdict, require_verdict
+from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
 from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill
@@ -98,7 +98,7 @@ class FusionEngine:
         dtype: str | None = None,
         check: bool = True,
         profile: str | Path | None = None,
-        verdict: Literal["warn", "require", "ignore"] = "warn",
+        verdict: VerdictPolicy = "warn",
         load_limit_s: float | None = LOAD_LIMIT_S,
     ) -> FusionEngine:
         """Load a model and open a store.
@@ -107,15 +107,16 @@ class FusionEngine:
             model: Hugging Face id, local folder or GGUF file.
             store: a folder, an open store, or None to keep passages in memory only.
             template: wording of the prompt.
-            method: default method; see `choose_method` for the meaning of None.
+            method: default method; see `choose_method` for the meaning of None. If it leaves its ratio to `qcfuse
+                verify`, as `auto` does by default, it takes the ratio of a passing verdict in the store's folder.
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
             check: compare the engine with the model's own code on a few tokens before it is trusted.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
-                folder: `warn`, `require` one, or `ignore`. A store without a folder cannot keep a verdict: there is no
-                warning then, and a requirement cannot be met.
+                folder: `warn`, `require` one, or `ignore` that there is none. A store without a folder cannot keep a
+                verdict: there is no warning then, and a requirement cannot be met.
             load_limit_s: most seconds that a request waits for the store.
 
         Raises:
@@ -131,15 +132,17 @@ class FusionEngine:
         if check:
             check_exact(lm)
         opened = store if isinstance(store, KVStore) else open_store(store)
-        engine = cls(lookup.applied(lm), opened, template=template, method=method, load_limit_s=load_limit_s)
-        engine.profile, engine.profile_ignored = lookup.profile, lookup.ignored
-        if verdict != "ignore" and (opened.folder is not None or verdict == "require"):
-            try:
-                engine.verdict = require_verdict(engine.lm, opened, engine.method, require=verdict == "require")
-            except Unverified:
-                if not isinstance(store, KVStore):
-                    engine.close()
-                raise
+        lm, chosen = lookup.applied(lm), method or choose_method()
+        try:
+            existing = require_verdict(lm, opened, chosen, verdict)
+        except Unverified:
+            if not isinstance(store, KVStore):
+                opened.close()
+            raise
+        if existing is not None:
+            chosen = existing.applied(chosen)
+        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s)
+        engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
         return engine
 
     def warm(self, texts: Iterable[str], **settings: Unpack[WarmSettings]) -> WarmSummary:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qcfuse_rag.engine.caller_warnings import warn_caller
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
+from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.models.fingerprint import digest
@@ -17,7 +18,12 @@ from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 
 FOLDER = "verdicts"
-VERSION = 1
+VERSION = 2
+EXACTNESS = "exactness"
+"""Name of the check of the engine itself, which is the same at every ratio."""
+
+VerdictPolicy = Literal["warn", "require", "ignore"]
+"""What to do about a method without a passing verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +33,37 @@ class Check:
     Attributes:
         name: such as `exactness` or `kl`.
         value: the measured value.
-        limit: the limit of the value.
+        limit: the limit of the value; None if the value is only reported.
         at_least: whether the value must reach the limit; else it must not exceed the limit.
         detail: how the value was measured, in words.
     """
 
     name: str
     value: float
-    limit: float
+    limit: float | None
     at_least: bool
     detail: str
 
     @property
     def passed(self) -> bool:
         """Whether the value is within the limit."""
+        if self.limit is None:
+            return True
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The result of verifying a method on a model.
+class Trial:
+    """The checks of one candidate: a method at one ratio.
 
     Attributes:
-        fingerprint: digest of the model.
-        method: digest of the method with all its parts, see `method_digest`.
-        label: the method in words.
-        date: ISO 8601, UTC.
+        label: the candidate in words, such as `ratio 0.15`.
+        ratio: share of reused tokens recomputed; None if the method's selector decides.
         checks: all checks.
     """
 
-    fingerprint: str
-    method: str
     label: str
-    date: str
+    ratio: float | None
     checks: tuple[Check, ...]
 
     @property
@@ -67,10 +71,101 @@ class Verdict:
         """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
+    @property
+    def failed(self) -> str:
+        """The names of the failed checks, with commas."""
+        return ", ".join(check.name for check in self.checks if not check.passed)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
-        return {**asdict(self), "version": VERSION, "passed": self.passed, "checks": checks}
+        return {"label": self.label, "ratio": self.ratio, "passed": self.passed, "checks": checks}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Trial:
+        """Read what `to_dict` returned."""
+        checks = tuple(Check(**{k: v for k, v in check.items() if k != "passed"}) for check in data["checks"])
+        return cls(data["label"], data["ratio"], checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of verifying a method on a model: the candidates that were tried, and the first that passed.
+
+    Attributes:
+        fingerprint: digest of the model.
+        method: digest of the method with all its parts, see `method_digest`.
+        label: the method in words, without a ratio.
+        date: ISO 8601, UTC.
+        tried: at least one candidate, the cheapest first.
+    """
+
+    fingerprint: str
+    method: str
+    label: str
+    date: str
+    tried: tuple[Trial, ...]
+
+    @property
+    def recommended(self) -> Trial | None:
+        """The first candidate that passed; None if none did."""
+        return next((trial for trial in self.tried if trial.passed), None)
+
+    @property
+    def ratio(self) -> float | None:
+        """The recommended ratio; None if no candidate passed, or the method has no ratio."""
+        return None if self.recommended is None else self.recommended.ratio
+
+    @property
+    def passed(self) -> bool:
+        """Whether a candidate passed."""
+        return self.recommended is not None
+
+    @property
+    def recommendation(self) -> str:
+        """The verdict in one sentence."""
+        if self.recommended is not None:
+            smallest = " (the smallest of those tried)" if len(self.tried) > 1 else ""
+            return f"{self.label} passes at {self.recommended.label}{smallest}"
+        last = self.tried[-1]
+        if len(self.tried) > 1:
+            failure = f"{self.label} passes at none of the ratios tried; at {last.label} it fails: {last.failed}"
+        else:
+            failure = f"{self.label} does not pass at {last.label}: {last.failed}"
+        return f"{failure}; {self.next_step}"
+
+    @property
+    def next_step(self) -> str:
+        """What to do where the method, or its ratio, did not pass."""
+        if self.ratio is not None:
+            return f"use ratio {self.ratio:g}, which passed, or method `full`"
+        highest = self.tried[-1].ratio
+        if highest is None or not 0 < highest < 1:
+            return "use method `full`"
+        return f"verify a ratio above {highest:g} (`qcfuse verify --ratio`), or use method `full`"
+
+    def covers(self, method: Method) -> bool:
+        """Return whether the method passed; the verdict must be the one that `find_verdict` returns for it.
+
+        A ratio that the user fixed passes from the recommended ratio on: it recomputes the same tokens and more.
+        """
+        fixed = fixed_ratio(method)
+        return self.passed if fixed is None or self.ratio is None else fixed >= self.ratio
+
+    def applied(self, method: Method) -> Method:
+        """Return the method at the recommended ratio if it leaves the ratio to the verdict; else as it is."""
+        if self.ratio is None or not isinstance(method.budget, VerifiedRatio):
+            return method
+        return replace(method, budget=FixedRatio(self.ratio))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {
+            "version": VERSION,
+            **{name: getattr(self, name) for name in ("fingerprint", "method", "label", "date")},
+            **{name: getattr(self, name) for name in ("passed", "ratio", "recommendation")},
+            "tried": [trial.to_dict() for trial in self.tried],
+        }
 
     def save(self, folder: Path) -> Path:
         """Write the verdict to a store's folder, replace an earlier one, and return the file.
@@ -87,15 +182,18 @@ class Verdict:
 
 
 def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
-    """Return a digest of everything that a method's results depend on: parts, critical layers, quantization.
+    """Return a digest of everything that a verdict depends on: parts, critical layers, quantization.
 
     A method's parts are frozen dataclasses, so their `repr` contains everything but the critical layers; these depend
-    on the model's layer profile. The quantization is the store's.
+    on the model's layer profile. The quantization is the store's. The guard does not count, since `verify` ignores it,
+    nor does the ratio of a `VerifiedRatio`, since the verdict chooses it.
     """
+    if isinstance(method.budget, VerifiedRatio):
+        method = replace(method, budget=VerifiedRatio(0.0))
     probe = method.probe
     ignores_profile = probe is None or (isinstance(probe, QuestionProbe) and probe.layers != "critical")
     layers = () if ignores_profile else lm.critical_layers
-    return digest(f"{method!r} {layers} {store.numbers}".encode())
+    return digest(f"{method.unguarded!r} {layers} {store.numbers}".encode())
 
 
 def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
@@ -104,51 +202,73 @@ def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
 
 
 def find_verdict(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
-    """Read the verdict on a model, a store and a method; None if it is absent or unreadable."""
+    """Read the verdict on a model, a store and a method; None if it is absent or unreadable.
+
+    A fixed ratio may have a verdict of its own, or pass by the verdict that chose a ratio for the same method.
+    """
+    methods = [method]
+    if fixed_ratio(method) is not None:
+        methods.append(replace(method, budget=VerifiedRatio(0.0)))
+    verdicts = [verdict for each in methods if (verdict := _read(lm, store, each)) is not None]
+    passing = (verdict for verdict in verdicts if verdict.covers(method))
+    return next(passing, verdicts[0] if verdicts else None)
+
+
+def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
     if store.folder is None:
         return None
     path = verdict_path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
     try:
         data = json.loads(path.read_text("utf-8"))
-        if data.pop("version") != VERSION:
+        if data["version"] != VERSION:
             return None
-        checks = tuple(Check(**{k: v for k, v in check.items() if k != "passed"}) for check in data.pop("checks"))
-        data.pop("passed")
-        return Verdict(**data, checks=checks)
+        tried = tuple(map(Trial.from_dict, data["tried"]))
+        return Verdict(data["fingerprint"], data["method"], data["label"], data["date"], tried) if tried else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def require_verdict(lm: LanguageModel, store: KVStore, method: Method, *, require: bool) -> Verdict | None:
+def require_verdict(lm: LanguageModel, store: KVStore, method: Method, policy: VerdictPolicy) -> Verdict | None:
     """Return the verdict on a model, a store and a method; warn or raise if the method did not pass.
 
-    Full prefill needs no verdict.
+    Full prefill needs no verdict. A store without a folder cannot keep a verdict, so there is no warning.
 
     Args:
         lm: the model.
         store: the verdict is read from its folder.
         method: the method.
-        require: raise without a passed verdict, instead of a warning.
+        policy: without a passing verdict, warn, raise an error, or do nothing.
 
     Raises:
-        Unverified: if a passed verdict is required and absent.
+        Unverified: if a passing verdict is required and absent.
     """
     verdict = find_verdict(lm, store, method)
-    reason = verdict_problem(verdict, method)
-    if reason is not None and require:
-        raise Unverified(reason)
-    if reason is not None:
-        warn_caller(reason, UnverifiedMethod)
+    problem = verdict_problem(verdict, method)
+    if problem is not None and policy == "require":
+        raise Unverified(problem)
+    if problem is not None and policy == "warn" and store.folder is not None:
+        warn_caller(problem, UnverifiedMethod)
     return verdict
 
 
 def verdict_problem(verdict: Verdict | None, method: Method) -> str | None:
-    """Return why a method is not verified; None if its verdict passed or it is full prefill."""
-    if method.base is None or (verdict is not None and verdict.passed):
+    """Return why a method is not verified and what to do; None if its verdict passed or it is full prefill."""
+    if method.base is None or (verdict is not None and verdict.covers(method)):
         return None
     if verdict is None:
-        state = "has not been verified on this model"
-    else:
-        failed = ", ".join(check.name for check in verdict.checks if not check.passed)
-        state = f"was verified on this model and did not pass: {failed}"
-    return f"{method.name} {state}; run `qcfuse verify`, or use method `full`"
+        return f"{method.name} has not been verified on this model; run `qcfuse verify`, or use method `full`"
+    fixed = fixed_ratio(method)
+    trials = [trial for trial in verdict.tried if fixed is None or trial.ratio == fixed]
+    if not trials:
+        return f"{method.name} has not been verified on this model at ratio {fixed:g}; {verdict.next_step}"
+    return (
+        f"{method.name} was verified on this model and did not pass at {trials[-1].label}: {trials[-1].failed}; "
+        f"{verdict.next_step}"
+    )
+
+
+def fixed_ratio(method: Method) -> float | None:
+    """Return the ratio that the user fixed; None if the verdict chooses it, or the method has none."""
+    if isinstance(method.budget, FixedRatio) and not isinstance(method.budget, VerifiedRatio):
+        return method.budget.ratio
+    return None

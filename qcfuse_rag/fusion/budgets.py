@@ -38,3 +38,11 @@ class FixedRatio:
         if self.ratio == 0 or reused_tokens == 0:
             return 0
         return max(1, int(self.ratio * reused_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRatio(FixedRatio):
+    """The share that the verdict beside the store recommends; `ratio` until there is a verdict.
+
+    `FusionEngine.load` replaces it by the recommended `FixedRatio`, see `engine.verdict`.
+    """

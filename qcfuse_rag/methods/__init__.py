@@ -54,8 +54,9 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
     """Build the method a user names in settings or on the command line.
 
     Args:
-        name: a key of `METHODS`; None is the default, `auto` at 5 %.
-        ratio: share of reused tokens to recompute; None is the method's default, the published one.
+        name: a key of `METHODS`; None is the default, `auto`.
+        ratio: share of reused tokens to recompute; None is the method's default: the published ratio, and for `auto`
+            the ratio that `qcfuse verify` recommends.
         base: a name in `BASES`; None is framed even for methods published with blind caches, because passages are
             warmed framed and primed by default. Methods that need another base keep it, as FusionRAG keeps enriched.
 
@@ -68,7 +69,7 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
         default = default_method()
         if ratio is None and base is None:
             return default
-        name, ratio = default.name, default.ratio if ratio is None else ratio
+        name = default.name
     if base is None:
         published = inspect.signature(METHODS.get(name, full)).parameters.get("base")
         if published is not None and published.default in (BLIND, None):

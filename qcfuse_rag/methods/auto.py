@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Literal
 
 from qcfuse_rag.fusion.adapters import FallbackBases
-from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
 
+DEFAULT_RATIO = 0.05
+"""Share of the passage tokens that `auto` recomputes without a verdict beside the store."""
+
 
 def auto(
-    ratio: float = 0.05,
+    ratio: float | None = None,
     base: Base = PRIMED,
     layers: ProbeLayers = "upper",
     rows: Literal["suffix", "question"] = "suffix",
@@ -27,7 +30,8 @@ def auto(
     Each part can be switched off; docs/notes/auto.md measures each part.
 
     Args:
-        ratio: share of the passage tokens to recompute.
+        ratio: share of the passage tokens to recompute; None is the ratio that the verdict of `qcfuse verify` beside
+            the store recommends, or `DEFAULT_RATIO` without a verdict.
         base: which stored caches to start from, see `ingestion.primer`.
         layers: layers whose attention counts: the `upper` half, which needs no profile, or the `third_quarter`, so that
             the probe does not wait for the last quarter of the caches; see `fusion.probes`.
@@ -42,6 +46,6 @@ def auto(
         adapter=FallbackBases((FRAMED,), exact_first=exact_first),
         probe=QuestionProbe(layers=layers, rows=rows, normalized=normalized),
         selector=TopTokens(),
-        budget=FixedRatio(ratio),
+        budget=VerifiedRatio(DEFAULT_RATIO) if ratio is None else FixedRatio(ratio),
         guard=BreakEven() if guard else None,
     )

@@ -1,43 +1,42 @@
-"""Verify a method on a model: check its exactness, and compare its answers with full prefill on generated cases."""
+"""The prompts that a method is verified on, and the checks of its answers to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from statistics import fmean
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.engine.exactness_check import measure_exactness
-from qcfuse_rag.engine.verdict import Check, Verdict, method_digest
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.decode import TextStream
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.engine.verdict import Check
 from qcfuse_rag.ingestion.neighbours import nearest_chunks, token_vectors
-from qcfuse_rag.monitoring.divergence import divergence
-from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.monitoring.divergence import AnswerDivergence
 from qcfuse_rag.verification.ruler import generate
 from qcfuse_rag.verification.samples import Example
 
 PASSAGES_PER_CASE = 4
 """Passages in a prompt of `passage_cases`."""
 OPENING_WORDS = 8
+PASSAGE_ANSWER_TOKENS = 24
+"""Tokens of an answer to a prompt of `passage_cases` that are compared."""
 UNLIMITED = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A prompt on which a method is compared with full prefill.
+    """A prompt on which a method's answer is compared with full prefill's.
 
-    A right answer contains the expected strings; without any, only the first token is compared.
+    Attributes:
+        question: the question.
+        passages: the retrieved passages.
+        max_new_tokens: tokens of the answer to compare.
+        expected: strings that a right answer contains; empty if they are not known.
     """
 
     question: str
     passages: tuple[str, ...]
+    max_new_tokens: int
     expected: tuple[str, ...] = ()
-    max_new_tokens: int = 0
 
 
 def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: Sequence[str] = ()) -> list[Case]:
@@ -46,7 +45,7 @@ def ruler_cases(engine: FusionEngine, task: str, size: int, tokens: int, texts: 
     Numbers are hidden in `texts`, by default the demonstration's.
     """
     examples = ruler_examples(engine, task, size, tokens, list(texts) or list(corpus().values()))
-    return [Case(each.question, each.passages, each.answers, min(each.max_new_tokens, 64)) for each in examples]
+    return [Case(each.question, each.passages, min(each.max_new_tokens, 64), each.answers) for each in examples]
 
 
 def ruler_examples(
@@ -65,8 +64,7 @@ def ruler_examples(
 def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list[Case]:
     """Build cases of passages that are likely to be retrieved together.
 
-    The question is about the opening words of one of the passages. There is no known answer: the method's first token
-    is compared with full prefill's.
+    The question is about the opening words of one of the passages. There is no known answer.
     """
     unique = list(dict.fromkeys(texts))
     vectors = token_vectors(engine.lm, [engine.prompts.chunk_ids(text) for text in unique])
@@ -76,7 +74,7 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
     for index in range(0, len(unique), step)[:size]:
         opening = " ".join(unique[index].split()[:OPENING_WORDS])
         passages = [unique[neighbour] for neighbour in reversed(related[index])] + [unique[index]]
-        cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages)))
+        cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages), PASSAGE_ANSWER_TOKENS))
     return cases
 
 
@@ -94,8 +92,8 @@ class VerifyLimits:
     """Limits that a method must keep to pass. They are this project's choice; no paper states limits.
 
     Attributes:
-        kl: highest mean divergence of the first token's distribution from full prefill's, in nats.
-        agreement: lowest share of first tokens that are full prefill's.
+        kl: highest mean divergence from full prefill along its answers, in nats a token.
+        agreement: lowest share of the tokens of full prefill's answers that the method predicts.
         loss: largest drop in the share of hidden answers found, compared with full prefill, from 0 to 1.
     """
 
@@ -106,93 +104,42 @@ class VerifyLimits:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The results of one prompt, fused and by full prefill.
+    """A method's answer to one prompt beside full prefill's.
 
-    `kl` is the divergence of the first token, in nats; scores are the shares of the expected strings in the answers.
+    Attributes:
+        divergence: along full prefill's greedy answer.
+        score: share of the expected strings in the method's answer.
+        full_score: share of the expected strings in full prefill's answer.
     """
 
-    kl: float
-    agrees: bool
-    fused_score: float
+    divergence: AnswerDivergence
+    score: float
     full_score: float
 
 
-def verify(
-    engine: FusionEngine,
-    method: Method,
-    *,
-    texts: Sequence[str] = (),
-    size: int = 8,
-    tokens: int = 1024,
-    limits: VerifyLimits | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Verdict:
-    """Compare a method with full prefill on an engine's model; nothing is stored.
+def answer_checks(comparisons: Mapping[str, Sequence[Comparison]], limits: VerifyLimits) -> list[Check]:
+    """Check a method's answers by kind of case; every prompt counts the same, however long its answer.
 
-    The engine's store is not used, and the method's guard is ignored, so every case is fused. There are `size` cases of
-    each kind; RULER-style prompts have `tokens` tokens. Without `texts`, the demonstration's are used.
-
-    Raises:
-        QCFuseError: if the hidden texts do not fit `tokens`.
+    Args:
+        comparisons: at least one for each kind; the kinds `needle` and `multi-hop` have expected strings.
+        limits: the limits of the checks.
     """
-    limits = limits or VerifyLimits()
-    exact = measure_exactness(engine.lm)
-    passages = list(texts) or [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
-    groups = {
-        "needle": ruler_cases(engine, "ruler_mv", size, tokens, texts),
-        "multi-hop": ruler_cases(engine, "ruler_vt", size, tokens),
-        "passages": passage_cases(engine, passages, size),
-    }
-    total, done = sum(map(len, groups.values())), 0
-    comparisons: dict[str, list[Comparison]] = {name: [] for name in groups}
-    for name, cases in groups.items():
-        for case in cases:
-            comparisons[name].append(_compare(engine, method.unguarded, case))
-            done += 1
-            if progress is not None:
-                progress(done, total)
-    everything = [comparison for group in comparisons.values() for comparison in group]
-    kl = fmean(comparison.kl for comparison in everything)
-    agreement = fmean(comparison.agrees for comparison in everything)
-    checks = [
-        Check("exactness", exact.largest, exact.tolerance, False, "largest logit error, in sd"),
-        Check("kl", kl, limits.kl, False, f"nats, first token, {total} prompts"),
-        Check("top-1", agreement, limits.agreement, True, f"first tokens, {total} prompts"),
-        *(_loss_check(name, comparisons[name], limits.loss) for name in ("needle", "multi-hop")),
+    everything = [comparison.divergence for group in comparisons.values() for comparison in group]
+    answers = f"full prefill's answers to {len(everything)} prompts"
+    kl, top1 = fmean(each.mean_kl for each in everything), fmean(each.top1 for each in everything)
+    identical = fmean(each.identical for each in everything)
+    return [
+        Check("kl", kl, limits.kl, False, f"divergence along {answers}, nats a token"),
+        Check("top-1", top1, limits.agreement, True, f"share of the tokens of {answers} that are predicted"),
+        Check("identical", identical, None, True, f"share of {answers} that are the same word for word; no limit"),
+        *(_loss_check(kind, comparisons[kind], limits.loss) for kind in ("needle", "multi-hop")),
     ]
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    label = f"{method.name} over {method.base.name}" if method.base else method.name
-    ratio = "" if method.ratio is None else f" at ratio {method.ratio:g}"
-    return Verdict(
-        engine.lm.fingerprint.digest, method_digest(engine.lm, engine.store, method), label + ratio, date, tuple(checks)
-    )
 
 
-def _compare(engine: FusionEngine, method: Method, case: Case) -> Comparison:
-    """Warm a case's passages in a store of its own, and answer the case fused and by full prefill."""
-    with MemoryStore(UNLIMITED, numbers=engine.store.numbers) as store:
-        scratch = FusionEngine(engine.lm, store, template=engine.prompts.template, method=method)
-        scratch.warm(case.passages)
-        prompt = scratch.prompt(case.question, case.passages)
-        fused = scratch.prefill(prompt, answer_tokens=case.max_new_tokens)
-        full = scratch.prefill(prompt, method=method.as_full_prefill, answer_tokens=case.max_new_tokens)
-        agrees = int(fused.logits.argmax()) == int(full.logits.argmax())
-        kl = divergence(full.logits, fused.logits)
-        return Comparison(kl, agrees, _score(engine, fused, case), _score(engine, full, case))
-
-
-def _score(engine: FusionEngine, prefilled: Prefilled, case: Case) -> float:
-    if not case.expected:
-        return 0.0
-    params = SamplingParams(max_new_tokens=case.max_new_tokens)
-    answer = TextStream(engine.runner, prefilled, params).result().text
-    return string_match(answer, case.expected, needs_all=True)
-
-
-def _loss_check(name: str, group: Sequence[Comparison], limit: float) -> Check:
+def _loss_check(kind: str, group: Sequence[Comparison], limit: float) -> Check:
     full = fmean(comparison.full_score for comparison in group)
-    fused = fmean(comparison.fused_score for comparison in group)
+    fused = fmean(comparison.score for comparison in group)
     detail = f"share of answers lost: full prefill finds {full:.0%}, fused {fused:.0%} of {len(group)} prompts'"
     if not full:
         detail += "; the model cannot solve this task at all, so the check says nothing about the method"
-    return Check(name, max(0.0, full - fused), limit, False, detail)
+    return Check(kind, max(0.0, full - fused), limit, False, detail)

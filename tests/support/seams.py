@@ -85,6 +85,8 @@ enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
+kept_bytes = _seam("qcfuse_rag.verification.sweep.KEPT_BYTES")
+verified_answer = _seam("qcfuse_rag.verification.sweep.greedy_answer")
 checked_segment_tokens = _seam("qcfuse_rag.engine.exactness_check._segment_tokens")
 shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")

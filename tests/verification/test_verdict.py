@@ -1,4 +1,4 @@
-"""Verdicts on methods before use."""
+"""Verdicts on methods before use: kept beside the store, found again, and followed."""
 
 from __future__ import annotations
 
@@ -9,87 +9,44 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
-from qcfuse_rag.engine.verdict import Check, Verdict, find_verdict, method_digest, require_verdict
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, make_method
+from qcfuse_rag.engine.verdict import (
+    Check,
+    Trial,
+    Verdict,
+    find_verdict,
+    method_digest,
+    require_verdict,
+    verdict_problem,
+)
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
+from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.checks import VerifyLimits, passage_cases, verify
 from tests.support.engines import make_engine
-from tests.support.families import build_model
-from tests.support.passages import PASSAGES
+from tests.support.passages import PASSAGES, QUESTION
 
 QCFUSE = make_method("qcfuse", ratio=0.1, base=FRAMED)
-REUSE = make_method("reuse", base=FRAMED)
-LOOSE = VerifyLimits(kl=100.0, agreement=0.0, loss=1.0)
+AUTO = make_method("auto")
 
 
-@pytest.fixture(scope="module")
-def long_llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
-    """Return a tiny Llama whose window holds the prompts that methods are verified on."""
-    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer, name="long")
+def trial(ratio: float | None, value: float = 0.5) -> Trial:
+    """Return a made-up trial, which passes with a value of at most 1."""
+    checks = (Check("kl", value, 1.0, False, "made up"), Check("identical", 0.0, None, True, "made up"))
+    return Trial(f"ratio {ratio:g}" if ratio is not None else "its own ratio", ratio, checks)
 
 
-@pytest.fixture
-def engine(long_llama: LanguageModel) -> FusionEngine:
-    return make_engine(long_llama, MemoryStore())
-
-
-def verdict(engine: FusionEngine, method: Method, *, limit: float = 1.0) -> Verdict:
-    checks = (Check("kl", 0.5, limit, False, "made up"),)
-    return Verdict(
-        engine.lm.fingerprint.digest, method_digest(engine.lm, engine.store, method), method.name, "2026-01-01", checks
-    )
-
-
-# --- verdict
-
-
-def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
-    result = verify(
-        engine, make_method("full"), size=1, tokens=1200, limits=VerifyLimits(kl=1e-6, agreement=1.0, loss=0.0)
-    )
-    assert result.passed, result
-    assert {check.name for check in result.checks} == {"exactness", "kl", "top-1", "needle", "multi-hop"}
-
-
-def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
-    strict = verify(
-        engine, REUSE, texts=PASSAGES, size=1, tokens=1200, limits=VerifyLimits(kl=0.0, agreement=1.0, loss=0.0)
-    )
-    assert not strict.passed
-    assert next(check.name for check in strict.checks if not check.passed) == "kl"
-    assert verify(engine, REUSE, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE).passed
-
-
-def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
-    """Verified is what fusing gives, not what is computed in full because the prompts of the test are short."""
-    from qcfuse_rag.fusion.guard import BreakEven
-
-    guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
-    result = verify(engine, guarded, texts=PASSAGES, size=1, tokens=1200, limits=LOOSE)
-    assert next(check.value for check in result.checks if check.name == "kl") > 0
-
-
-def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
-    verify(engine, REUSE, texts=PASSAGES, size=1, tokens=1200)
-    assert not list(engine.store.entries())
-
-
-def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: FusionEngine) -> None:
-    cases = passage_cases(engine, [*PASSAGES, *PASSAGES], 2)
-    assert len(cases) == 2
-    for case in cases:
-        assert case.passages[-1].startswith(case.question.removeprefix("What do the passages say about this: ")[:-1])
-        assert len(set(case.passages)) == len(case.passages) == 3
+def verdict(engine: FusionEngine, method: Method, *tried: Trial) -> Verdict:
+    """Return a made-up verdict; without trials, the method passed as it is."""
+    digest = method_digest(engine.lm, engine.store, method)
+    return Verdict(engine.lm.fingerprint.digest, digest, method.name, "2026-01-01", tried or (trial(method.ratio),))
 
 
 @pytest.fixture
-def kept(long_llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
+def kept(llama: LanguageModel, tmp_path: Path) -> Iterator[FusionEngine]:
     """Return an engine over a store in a folder."""
-    with make_engine(long_llama, DiskStore(tmp_path)) as engine:
+    with make_engine(llama, DiskStore(tmp_path)) as engine:
         yield engine
 
 
@@ -116,27 +73,134 @@ def test_a_profile_leaves_the_verdict_on_a_method_that_does_not_read_it(
     assert find_verdict(replace(kept.lm, critical_layers=(0,)), kept.store, method) == saved
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 99}', '{"version": 1, "checks": 3, "passed": true}'])
+def test_a_guard_leaves_the_verdict_which_is_about_fused_prompts(kept: FusionEngine, tmp_path: Path) -> None:
+    saved = verdict(kept, AUTO)
+    saved.save(tmp_path)
+    assert find_verdict(kept.lm, kept.store, make_method("auto", guard=False)) == saved
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["", "{", "[]", '{"version": 99}', '{"version": 2, "tried": 3}', '{"version": 2, "tried": [{"label": 1}]}'],
+)
 def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: str) -> None:
     path = verdict(kept, QCFUSE).save(tmp_path)
     path.write_text(damage)
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
+@pytest.mark.parametrize("change", [{"version": 1}, {"tried": []}], ids=["first version", "nothing tried"])
+def test_a_verdict_of_another_version_or_on_nothing_is_none(
+    kept: FusionEngine, tmp_path: Path, change: dict[str, object]
+) -> None:
+    path = verdict(kept, QCFUSE).save(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
+
+
+# --- the ratio
+
+
+def test_the_first_ratio_that_passed_is_recommended(kept: FusionEngine) -> None:
+    result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.15), trial(0.3))
+    assert (result.passed, result.ratio) == (True, 0.15)
+    assert result.recommendation == "auto passes at ratio 0.15 (the smallest of those tried)"
+    plain = result.to_dict()
+    assert (plain["version"], plain["passed"], plain["ratio"]) == (2, True, 0.15)
+    assert [(each["ratio"], each["passed"]) for each in plain["tried"]] == [(0.05, False), (0.15, True), (0.3, True)]
+    assert plain["tried"][0]["checks"][0] == {
+        "name": "kl",
+        "value": 2.0,
+        "limit": 1.0,
+        "at_least": False,
+        "detail": "made up",
+        "passed": False,
+    }
+
+
+def test_where_no_ratio_passes_the_verdict_says_what_to_do(kept: FusionEngine) -> None:
+    result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.5, 2.0))
+    assert (result.passed, result.ratio, result.to_dict()["ratio"]) == (False, None, None)
+    assert result.recommendation == (
+        "auto passes at none of the ratios tried; at ratio 0.5 it fails: kl; "
+        "verify a ratio above 0.5 (`qcfuse verify --ratio`), or use method `full`"
+    )
+    alone = verdict(kept, make_method("reuse"), trial(0.0, 2.0))
+    assert alone.recommendation == "reuse does not pass at ratio 0: kl; use method `full`"
+
+
+def test_a_method_that_leaves_its_ratio_to_the_verdict_takes_it(kept: FusionEngine) -> None:
+    result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.15))
+    assert AUTO.budget == VerifiedRatio(0.05)
+    assert result.applied(AUTO) == make_method("auto", ratio=0.15)
+    fixed = make_method("auto", ratio=0.4)
+    assert result.applied(fixed) is fixed
+    failed = verdict(kept, AUTO, trial(0.5, 2.0))
+    assert failed.applied(AUTO) is AUTO
+
+
+def test_an_open_ratio_does_not_count_in_the_digest_and_a_fixed_one_does(kept: FusionEngine) -> None:
+    def digest(method: Method) -> str:
+        return method_digest(kept.lm, kept.store, method)
+
+    assert digest(AUTO) == digest(replace(AUTO, budget=VerifiedRatio(0.3)))
+    fixed = [digest(replace(AUTO, budget=FixedRatio(ratio))) for ratio in (0.0, 0.05, 0.3)]
+    assert len({digest(AUTO), *fixed}) == 4
+
+
+@pytest.mark.parametrize(
+    ("ratio", "problem"),
+    [
+        (None, None),
+        (0.15, None),
+        (0.4, None),
+        (0.1, "auto was verified on this model and did not pass at ratio 0.1: kl; use ratio 0.15, which passed"),
+        (0.12, "auto has not been verified on this model at ratio 0.12; use ratio 0.15, which passed"),
+    ],
+)
+def test_a_fixed_ratio_passes_from_the_recommended_ratio_on(
+    kept: FusionEngine, tmp_path: Path, ratio: float | None, problem: str | None
+) -> None:
+    verdict(kept, AUTO, trial(0.1, 2.0), trial(0.15)).save(tmp_path)
+    method = make_method("auto", ratio=ratio)
+    said = verdict_problem(find_verdict(kept.lm, kept.store, method), method)
+    assert said is None if problem is None else said is not None and problem in said
+
+
+def test_a_passing_verdict_on_the_fixed_ratio_itself_counts_too(kept: FusionEngine, tmp_path: Path) -> None:
+    verdict(kept, AUTO, trial(0.15, 2.0), trial(0.3)).save(tmp_path)
+    method = make_method("auto", ratio=0.2)
+    verdict(kept, method).save(tmp_path)
+    assert verdict_problem(find_verdict(kept.lm, kept.store, method), method) is None
+    verdict(kept, method, trial(0.2, 2.0)).save(tmp_path)
+    assert "at ratio 0.2: kl; verify a ratio above 0.2" in str(
+        verdict_problem(find_verdict(kept.lm, kept.store, method), method)
+    )
+
+
+def test_a_verdict_on_a_fixed_ratio_chooses_none_for_the_method_without(kept: FusionEngine, tmp_path: Path) -> None:
+    verdict(kept, make_method("auto", ratio=0.3)).save(tmp_path)
+    assert find_verdict(kept.lm, kept.store, AUTO) is None
+
+
+# --- use
+
+
 def test_without_a_passing_verdict_there_is_a_warning_or_a_refusal(kept: FusionEngine, tmp_path: Path) -> None:
     subject = (kept.lm, kept.store)
     with pytest.warns(UnverifiedMethod, match="qcfuse has not been verified on this model; run `qcfuse verify`"):
-        require_verdict(*subject, QCFUSE, require=False)
+        require_verdict(*subject, QCFUSE, "warn")
     with pytest.raises(Unverified, match="has not been verified"):
-        require_verdict(*subject, QCFUSE, require=True)
-    verdict(kept, QCFUSE, limit=0.1).save(tmp_path)
-    with pytest.raises(Unverified, match="did not pass: kl"):
-        require_verdict(*subject, QCFUSE, require=True)
-    verdict(kept, QCFUSE).save(tmp_path)
+        require_verdict(*subject, QCFUSE, "require")
+    verdict(kept, QCFUSE, trial(0.1, 2.0)).save(tmp_path)
+    with pytest.raises(Unverified, match=r"did not pass at ratio 0\.1: kl; verify a ratio above 0\.1"):
+        require_verdict(*subject, QCFUSE, "require")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert require_verdict(*subject, QCFUSE, require=True) is not None
-        require_verdict(*subject, make_method("full"), require=True)
+        assert require_verdict(*subject, QCFUSE, "ignore") is not None
+        verdict(kept, QCFUSE).save(tmp_path)
+        assert require_verdict(*subject, QCFUSE, "require") is not None
+        require_verdict(*subject, make_method("full"), "require")
 
 
 def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Path) -> None:
@@ -155,3 +219,29 @@ def test_loading_an_engine_looks_for_the_verdict(model_folder: str, tmp_path: Pa
         FusionEngine.load(model_folder, method=QCFUSE).close()
     with pytest.raises(Unverified, match="has not been verified"):
         FusionEngine.load(model_folder, method=QCFUSE, verdict="require")
+
+
+@pytest.mark.parametrize("policy", ["warn", "require", "ignore"])
+def test_a_loaded_engine_computes_at_the_recommended_ratio(model_folder: str, tmp_path: Path, policy: str) -> None:
+    with FusionEngine.load(model_folder, store=tmp_path, verdict="ignore") as engine:
+        assert engine.method == AUTO
+        verdict(engine, AUTO, trial(0.05, 2.0), trial(0.3)).save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = FusionEngine.load(model_folder, store=tmp_path, verdict=policy)  # type: ignore[arg-type]
+    with engine:
+        engine.warm(PASSAGES)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        report = engine.prefill(prompt, method=engine.method.unguarded).report
+    assert engine.method == make_method("auto", ratio=0.3)
+    assert report.ratio == 0.3
+    assert report.selected
+
+
+def test_a_failed_verdict_leaves_the_default_ratio_and_warns(model_folder: str, tmp_path: Path) -> None:
+    with FusionEngine.load(model_folder, store=tmp_path, verdict="ignore") as engine:
+        verdict(engine, AUTO, trial(0.05, 2.0), trial(0.5, 2.0)).save(tmp_path)
+    with pytest.warns(UnverifiedMethod, match=r"did not pass at ratio 0\.5: kl; verify a ratio above 0\.5"):
+        engine = FusionEngine.load(model_folder, store=tmp_path)
+    with engine:
+        assert engine.method == AUTO

@@ -1,0 +1,209 @@
+"""Verifying a method: from the smallest ratio up to the first whose answers are near full prefill's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.engine.verdict import Trial
+from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
+from qcfuse_rag.fusion.guard import BreakEven
+from qcfuse_rag.generation.teacher_forcing import greedy_answer
+from qcfuse_rag.monitoring.divergence import AnswerDivergence
+from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.verification.checks import Comparison, VerifyLimits, answer_checks, passage_cases
+from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
+from tests.support import seams
+from tests.support.engines import make_engine
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES
+
+REUSE = make_method("reuse", base=FRAMED)
+OPEN = replace(make_method("random", base=FRAMED), budget=VerifiedRatio(0.05))
+LOOSE = VerifyLimits(kl=100.0, agreement=0.0, loss=1.0)
+STRICT = VerifyLimits(kl=1e-6, agreement=1.0, loss=0.0)
+
+
+@pytest.fixture(scope="module")
+def long_llama(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    """Return a tiny Llama whose window holds the prompts that methods are verified on."""
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer, name="long")
+
+
+@pytest.fixture
+def engine(long_llama: LanguageModel) -> FusionEngine:
+    return make_engine(long_llama, MemoryStore())
+
+
+def settings(limits: VerifyLimits, ratios: Sequence[float] = (0.05, 0.5)) -> VerifySettings:
+    """Return the smallest verification that the test tokenizer's template leaves room for."""
+    return VerifySettings(ratios, size=1, tokens=1200, limits=limits)
+
+
+def values(trial: Trial) -> dict[str, float]:
+    return {check.name: check.value for check in trial.checks}
+
+
+# --- candidates
+
+
+def test_a_method_without_a_ratio_of_its_own_is_tried_at_each_in_ascending_order() -> None:
+    tried = candidates(make_method("auto"), (0.3, 0.05, 0.3))
+    assert [label for label, _ in tried] == ["ratio 0.05", "ratio 0.3"]
+    assert [method.budget for _, method in tried] == [FixedRatio(0.05), FixedRatio(0.3)]
+    assert tried[0][1] == make_method("auto", ratio=0.05)
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (make_method("auto", ratio=0.2), "ratio 0.2"),
+        (make_method("qcfuse"), "ratio 0.5"),
+        (make_method("relaycaching"), "its own ratio"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
+def test_any_other_method_is_tried_once_as_it_is(method: object, label: str) -> None:
+    assert candidates(method, (0.05, 0.3)) == [(label, method)]  # type: ignore[arg-type]
+
+
+# --- sweep
+
+
+def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
+    result = verify(engine, make_method("full"), settings=settings(STRICT))
+    assert result.passed, result
+    (trial,) = result.tried
+    assert {check.name for check in trial.checks} == {"exactness", "kl", "top-1", "identical", "needle", "multi-hop"}
+    assert values(trial)["identical"] == 1.0
+
+
+def test_a_sweep_ends_at_the_first_ratio_that_passes(engine: FusionEngine) -> None:
+    result = verify(engine, OPEN, texts=PASSAGES, settings=settings(LOOSE))
+    assert (result.passed, result.ratio, len(result.tried)) == (True, 0.05, 1)
+
+
+def test_ratios_that_do_not_pass_keep_their_checks(engine: FusionEngine) -> None:
+    """At ratio 1 everything is computed, so nothing but the first ratio can fail."""
+    result = verify(engine, OPEN, texts=PASSAGES, settings=settings(STRICT, (1.0, 0.05)))
+    assert [(trial.ratio, trial.passed) for trial in result.tried] == [(0.05, False), (1.0, True)]
+    assert result.ratio == 1.0
+    assert values(result.tried[0])["kl"] > 1e-6 >= values(result.tried[1])["kl"]
+    assert result.recommendation == "random over framed passes at ratio 1 (the smallest of those tried)"
+
+
+def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
+    result = verify(engine, REUSE, texts=PASSAGES, settings=settings(STRICT))
+    assert (result.passed, result.ratio) == (False, None)
+    assert "kl" in result.tried[-1].failed
+    assert verify(engine, REUSE, texts=PASSAGES, settings=settings(LOOSE)).passed
+
+
+def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    full: list[int] = []
+    prefill = FusionEngine.prefill
+
+    def counted(self: FusionEngine, *args: object, **options: object) -> object:
+        full.append(getattr(options.get("method", self.method), "base") is None)  # noqa: B009
+        return prefill(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FusionEngine, "prefill", counted)
+    verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0), (0.05, 0.1, 0.2)))
+    assert (sum(full), len(full)) == (3, 3 + 3 * 3)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
+def test_passages_that_are_not_kept_are_prefilled_again(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    warmed: list[int] = []
+    warm = FusionEngine.warm
+    seams.kept_bytes(monkeypatch, kept_bytes)
+
+    def counted(self: FusionEngine, texts: Sequence[str]) -> object:
+        summary = warm(self, texts)
+        warmed.append(summary.warmed)
+        return summary
+
+    monkeypatch.setattr(FusionEngine, "warm", counted)
+    result = verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0)))
+    assert len(result.tried) == 2
+    assert sum(map(bool, warmed)) == (3 if kept_bytes else 9)
+
+
+def test_only_answers_that_differ_are_decoded(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full prefill decodes each of three answers; fused, of an identical answer nothing is decoded."""
+    decoded: list[int] = []
+
+    def counted(*args: object) -> object:
+        decoded.append(1)
+        return greedy_answer(*args)  # type: ignore[arg-type]
+
+    seams.verified_answer(monkeypatch, counted)
+    verify(engine, make_method("full"), settings=settings(LOOSE))
+    assert len(decoded) == 3
+    result = verify(engine, OPEN, texts=PASSAGES, settings=settings(LOOSE))
+    assert values(result.tried[0])["identical"] < 1
+    assert 6 < len(decoded) <= 8, "the passages' case has no expected strings"
+
+
+def test_progress_ends_full(engine: FusionEngine) -> None:
+    steps: list[tuple[int, int]] = []
+    verify(
+        engine, OPEN, texts=PASSAGES, settings=settings(LOOSE), progress=lambda done, total: steps.append((done, total))
+    )
+    assert steps == [*((done, 9) for done in range(1, 7)), (6, 6)], "3 prompts in full and at the first of two ratios"
+
+
+def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:
+    """Verified is what fusing gives, not what is computed in full because the prompts of the test are short."""
+    guarded = replace(REUSE, guard=BreakEven(margin=1e-9))
+    result = verify(engine, guarded, texts=PASSAGES, settings=settings(LOOSE))
+    assert values(result.tried[0])["kl"] > 0
+
+
+def test_verifying_leaves_the_store_as_it_is(engine: FusionEngine) -> None:
+    verify(engine, REUSE, texts=PASSAGES, settings=settings(LOOSE))
+    assert not list(engine.store.entries())
+
+
+def test_a_sweep_without_ratios_is_refused(engine: FusionEngine) -> None:
+    with pytest.raises(ValueError, match="at least one ratio"):
+        verify(engine, OPEN, settings=settings(LOOSE, ()))
+
+
+# --- cases and checks
+
+
+def test_own_passages_are_asked_about_beside_those_they_are_related_to(engine: FusionEngine) -> None:
+    cases = passage_cases(engine, [*PASSAGES, *PASSAGES], 2)
+    assert len(cases) == 2
+    for case in cases:
+        assert case.passages[-1].startswith(case.question.removeprefix("What do the passages say about this: ")[:-1])
+        assert len(set(case.passages)) == len(case.passages) == 3
+
+
+def test_every_prompt_counts_the_same_however_long_its_answer() -> None:
+    exact = Comparison(AnswerDivergence((0.0,) * 9, (True,) * 9), 1.0, 1.0)
+    wrong = Comparison(AnswerDivergence((0.4,), (False,)), 0.5, 1.0)
+    groups = {"needle": [exact, wrong], "multi-hop": [exact], "passages": [exact]}
+    checks = {check.name: check for check in answer_checks(groups, VerifyLimits(kl=0.05, agreement=0.8, loss=0.25))}
+    assert {name: check.value for name, check in checks.items()} == {
+        "kl": pytest.approx(0.1),
+        "top-1": 0.75,
+        "identical": 0.75,
+        "needle": 0.25,
+        "multi-hop": 0.0,
+    }
+    assert {name for name, check in checks.items() if not check.passed} == {"kl", "top-1"}
+    assert "full prefill finds 100%, fused 75% of 2 prompts'" in checks["needle"].detail
+
+
+def test_a_task_that_full_prefill_cannot_solve_is_said_to_prove_nothing() -> None:
+    hopeless = Comparison(AnswerDivergence((0.0,), (True,)), 0.0, 0.0)
+    checks = answer_checks({"needle": [hopeless], "multi-hop": [hopeless]}, VerifyLimits())
+    assert "says nothing about the method" in checks[-1].detail
