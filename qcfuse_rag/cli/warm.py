@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -84,7 +85,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
     with job_lock(library):
         try:
-            summary = _warm(library, options, record)
+            summary, verified = _warm(library, options, record)
         except KeyboardInterrupt:
             if record.begun:  # otherwise the record of the previous job stays, for `resume`
                 record.finish("interrupted")
@@ -96,8 +97,10 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
         record.finish("finished", summary=summary)
     if as_json:
         print_json(summary)
-    else:
-        _print_summary(summary)
+        return
+    _print_summary(summary)
+    if not verified:
+        _print_offer(library, options)
 
 
 def resume_warming(library: Path, *, as_json: bool) -> None:
@@ -114,7 +117,8 @@ def resume_warming(library: Path, *, as_json: bool) -> None:
     run_warming(library, options, as_json=as_json)
 
 
-def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, Any]:
+def _warm(library: Path, options: WarmOptions, record: JobRecord) -> tuple[dict[str, Any], bool]:
+    """Run a job; return its summary, and whether the library has a verdict on the method that reads its caches."""
     opened = open_library_store(
         library,
         numbers=options.numbers,
@@ -163,7 +167,7 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> dict[str, A
             )
         engine.corpus.close()
     counts = {"documents": _count_with_text(documents), "passages": len(texts), "unread": unread}
-    return {**counts, **summary.to_dict()}
+    return {**counts, **summary.to_dict()}, engine.verdict is not None
 
 
 def _require_dtype(options: WarmOptions) -> None:
@@ -215,6 +219,13 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
         print_note(f"{summary['left_out']} caches left out:", "they do not fit the store; raise --limit-gb")
     _print_failed(summary["failed"])
     _print_unread(summary["unread"])
+
+
+def _print_offer(library: Path, options: WarmOptions) -> None:
+    """Offer verification to the user of a library without a verdict."""
+    named = {"--store": str(library), "--model": options.model, "--base": options.base, "--tenant": options.tenant}
+    command = shlex.join(["qcfuse", "verify", *(part for pair in named.items() if pair[1] for part in pair if part)])
+    print_line(f"`{command}` finds the share to recompute at which answers on these passages are near full prefill's")
 
 
 def _print_failed(failed: Sequence[tuple[int, str]]) -> None:
