@@ -40,10 +40,11 @@ class ModelOptions:
 class MethodOptions(ModelOptions):
     """A model and the fusion method that reuses caches."""
 
-    method: Annotated[
-        str | None, Option(help="Fusion method, see `qcfuse methods`; auto at ratio 0.05 by default.")
+    method: Annotated[str | None, Option(help="Fusion method, see `qcfuse methods`; auto by default.")] = None
+    ratio: Annotated[
+        float | None,
+        Option(help="Share of reused tokens to recompute, 0 to 1; for auto by default what `qcfuse verify` found."),
     ] = None
-    ratio: Annotated[float | None, Option(help="Share of reused tokens to recompute, 0 to 1.")] = None
     base: Annotated[
         str | None,
         Option(help="Stored caches to read: framed, primed, blind, begun or enriched; by default those of the method."),
@@ -56,12 +57,30 @@ class MethodOptions(ModelOptions):
         return choose_method(self.method, ratio=self.ratio, base=self.base)
 
 
+class FidelityChoice(StrEnum):
+    """How closely an answer follows full prefill's; see `generation.sampling.Fidelity`."""
+
+    FAST = "fast"
+    HEAL = "heal"
+    EXACT = "exact"
+
+
+FidelityOption = Annotated[
+    FidelityChoice,
+    Option(
+        help="fast: answer over the reused caches; heal: also recompute the rest while the answer is written, where "
+        "that slows no token by more than 10 %; exact: show nothing before it is full prefill's greedy answer."
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions(MethodOptions):
     """Options of commands that answer a question over a library."""
 
     embedder: EmbedderName = None
     top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve.")] = 6
+    fidelity: FidelityOption = FidelityChoice.FAST
     tenant: Tenant = None
 
 
@@ -126,6 +145,7 @@ class ServeOptions(MethodOptions):
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000
     waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
     most_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 4096
+    fidelity: FidelityOption = FidelityChoice.FAST
     remote: Remote = None
     ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
     replicas: Annotated[int, Option(min=1, help="Replicas on Ray; the minimum if --most-replicas is given.")] = 2
@@ -144,8 +164,8 @@ class VerifyOptions(MethodOptions):
     ] = None
     size: Annotated[int, Option(min=1, help="Number of prompts of each of the three kinds.")] = 8
     tokens: Annotated[int, Option(min=512, help="Length in tokens of the prompts with a hidden answer.")] = 1024
-    kl: Annotated[float, Option(min=0.0, help="Maximum mean divergence from full prefill, in nats.")] = 0.25
-    agreement: Annotated[float, Option(min=0.0, max=1.0, help="Minimum share of equal first tokens.")] = 0.75
+    kl: Annotated[float, Option(min=0.0, help="Maximum mean divergence along answers, in nats.")] = 0.25
+    agreement: Annotated[float, Option(min=0.0, max=1.0, help="Minimum share of equal answer tokens.")] = 0.75
     loss: Annotated[float, Option(min=0.0, max=1.0, help="Maximum share of hidden answers lost.")] = 0.1
     tenant: Tenant = None
 
