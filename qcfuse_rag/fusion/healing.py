@@ -10,6 +10,7 @@ a greedy answer, as drafts are verified in speculative decoding (VeriCache, arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -33,11 +34,12 @@ class Healing:
     Attributes:
         healed: number of leading positions whose keys and values are full prefill's; the positions from here on are
             not exact yet.
+        buffer: keys and values of prompt and answer; a reader bias is left only where they are not exact.
     """
 
     def __init__(self, runner: ModelRunner, prefilled: Prefilled) -> None:
         self.healed = prefilled.exact_tokens
-        self._runner, self._buffer, self._prompt = runner, prefilled.buffer, prefilled.prompt
+        self._runner, self.buffer, self._prompt = runner, prefilled.buffer, prefilled.prompt
         # The exact greedy token for each index of the answer, as far as the logits before it are exact.
         self._expected = [int(prefilled.logits.argmax())] if self.healed == len(self._prompt) else []
 
@@ -103,7 +105,8 @@ class Healing:
         """Compute the whole prompt anew, in one pass; return `[vocabulary]` float32 logits of the first token."""
         lm, length = self._runner.lm, len(self._prompt)
         plan = RowsPlan.between(0, length, lm.device, lm.sliding)
-        logits = forward_rows(lm, torch.tensor(self._prompt.ids, device=lm.device), plan, self._buffer)
+        self.buffer = replace(self.buffer, reader_bias=None)
+        logits = forward_rows(lm, torch.tensor(self._prompt.ids, device=lm.device), plan, self.buffer)
         self.healed, self._expected = length, []
         self._expect(logits[None], 0)
         return logits
@@ -124,13 +127,16 @@ class Healing:
         ids = [self._prompt.ids[row] if row < length else answer[row - length] for row in rows]
         tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
+        bias = self.buffer.reader_bias
+        if bias is not None:  # rows of the pass see the exact keys that the pass writes
+            self.buffer = replace(self.buffer, reader_bias=bias.behind(stop))
         if not kept:
-            runner.prefills.forward_hidden(tokens, plan, self._buffer, depth=lm.n_layers)
+            runner.prefills.forward_hidden(tokens, plan, self.buffer, depth=lm.n_layers)
             logits = torch.empty(0)
         elif kept == 1:
-            logits = runner.prefills.forward_rows(tokens, plan, self._buffer)[None]
+            logits = runner.prefills.forward_rows(tokens, plan, self.buffer)[None]
         else:
-            logits = forward_logits(lm, tokens, plan, self._buffer, last=kept)
+            logits = forward_logits(lm, tokens, plan, self.buffer, last=kept)
         if healed_logits:
             self._expect(logits[:healed_logits], first_index)
         self.healed = stop

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from qcfuse_rag.fusion.adapters import Adapter, ReadsBases
 from qcfuse_rag.fusion.budgets import Budget, FixedRatio
+from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.guard import Guard
 from qcfuse_rag.fusion.probes import Probe
 from qcfuse_rag.fusion.selectors import Selection, SelectNone, Selector
@@ -53,6 +54,8 @@ class Method:
         layer_hook: makes the hook between the layers of the fused pass; None for no hook.
         context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
         guard: decides when to compute everything instead; None never does.
+        calibration: corrects the attention that the prompt's end and the answer pay to reused tokens; None does not.
+            Methods with a layer hook are not corrected.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Method:
     layer_hook: LayerHookFactory | None = None
     context: Literal["all", "selected"] = "all"
     guard: Guard | None = None
+    calibration: Calibration | None = None
 
     @property
     def bases(self) -> tuple[Base, ...]:

@@ -179,6 +179,8 @@ class PrefillAttempt:
                 hook = NestedRows(selection.positions, selection.until)
             elif method.layer_hook is not None:
                 hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
+        if method.calibration is not None and hook is None:
+            fused.calibrate(method.calibration.reader_bias(fused, candidates, len(selection.positions)))
         logits, recomputed = recompute(fused, candidates, selection, hook, method.context, self.pause)
         if method.base is None:
             self.shared.take(fused, torch.ones_like(fused.known))

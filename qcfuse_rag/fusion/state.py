@@ -16,6 +16,7 @@ from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk, WaitInterval
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
+from qcfuse_rag.runtime.rows import ReaderBias
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -147,6 +148,10 @@ class FusedPrompt:
         if self.loader is not None:
             self.loader.wait()
         return replace(self.loading_buffer, wait_for_layer=None)
+
+    def calibrate(self, bias: ReaderBias | None) -> None:
+        """Correct the attention of all rows that are computed behind the passages from now on."""
+        self.loading_buffer = replace(self.loading_buffer, reader_bias=bias)
 
     def stop(self) -> None:
         """Stop loading."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import Cache
 
 from qcfuse_rag.models.rope import KVShape
-from qcfuse_rag.runtime.rows import PlannedLayer, RowsPlan
+from qcfuse_rag.runtime.rows import PlannedLayer, ReaderBias, RowsPlan
 
 SPARE_BYTES = 1 << 30
 ALIGNMENT = 64
@@ -45,11 +45,13 @@ class KVBuffer:
         values: per layer `[B, Hkv, capacity, Dv]`.
         wait_for_layer: called with a layer's index before a pass writes or reads the layer; returns when the layer's
             stored chunks are placed. None if nothing is being loaded.
+        reader_bias: corrects the attention of every row that is computed behind the passages; None leaves it as it is.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     wait_for_layer: Callable[[int], None] | None = None
+    reader_bias: ReaderBias | None = None
 
     @classmethod
     def allocate(

@@ -40,7 +40,8 @@ def forward_step(
     """
     rows = torch.tensor(positions).to(lm.device, non_blocking=True)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
-    if kernels_available(lm.device, lm.dtype, lm.widest_head):
+    unbiased = all(buffer.reader_bias is None for buffer in buffers)
+    if unbiased and kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
     return forward_plan(lm.model, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
 

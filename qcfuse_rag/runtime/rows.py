@@ -8,12 +8,38 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReaderBias:
+    """Corrects how much attention the rows behind the passages pay to passages that are not exact.
+
+    A head's bias is added to its scores of rows at positions >= `start` on keys at positions `first <= p < last`; see
+    `verification.calibration`. Rows of the passages themselves have no bias.
+
+    Attributes:
+        by_layer: `[n_layers, Hq]` float32, on the model's device.
+        start: the first position behind the passages.
+        first: the first biased key.
+        last: the key after the last biased one, at most `start`.
+    """
+
+    by_layer: Tensor
+    start: int
+    first: int
+    last: int
+
+    def behind(self, exact: int) -> ReaderBias | None:
+        """Return the bias when all positions before `exact` hold full prefill's keys; None if nothing is left of it."""
+        if exact <= self.first:
+            return self
+        return None if exact >= self.last else replace(self, first=exact)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +57,7 @@ class RowsPlan:
         observe: called in every layer before attention, with the layer's queries and keys; probes use it.
         windows: per layer the sliding window in tokens or None, for models that do not pass it to attention.
         on_host: the rows on the CPU, or None if the host does not know them. Reading `rows` waits for the device.
+        reader_bias: correction of the attention that rows behind the passages pay to them, or None.
         derived: values that attention computes once from the plan and shares between layers, by a key.
     """
 
@@ -40,6 +67,7 @@ class RowsPlan:
     observe: Observer | None = None
     windows: Sequence[int | None] | None = None
     on_host: Tensor | None = None
+    reader_bias: ReaderBias | None = None
     derived: dict[Hashable, Any] = field(default_factory=dict)
     _visible_on_device: dict[int, Tensor] = field(default_factory=dict)
 

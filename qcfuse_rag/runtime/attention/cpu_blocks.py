@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.rows import ReaderBias, RowsPlan
 
 LEAF_ROWS = 64
 """Rows whose staircase is not split further; products of fewer rows reach less of a processor's throughput."""
@@ -41,6 +41,7 @@ class AttentionBlock:
         seen: `all`: every row sees every key; `staircase`: a row sees the keys of the `mask`; `causal`: row i sees the
             first i + 1 keys.
         mask: `[stop - start, last_key - first_key]`, 0 where a row sees a key, else minus infinity.
+        biased: whether each head's bias is added to the scores of the block.
     """
 
     start: int
@@ -49,6 +50,7 @@ class AttentionBlock:
     last_key: int
     seen: Seen
     mask: Tensor | None = None
+    biased: bool = False
 
 
 def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[AttentionBlock]:
@@ -100,13 +102,34 @@ def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[At
 
 def attention_blocks_of(plan: RowsPlan, layer: int) -> list[AttentionBlock]:
     """Return the blocks of a plan in a layer without a window; computed once per set of visible keys."""
-    key = ("attention blocks", plan.visible_key(layer))
+    bias = plan.reader_bias
+    key = ("attention blocks", plan.visible_key(layer), bias and (bias.start, bias.first, bias.last))
     if key not in plan.derived:
         visible = None if plan.visible is None else plan.visible[layer]
         rows = (plan.rows if plan.on_host is None else plan.on_host).tolist()
         keys = None if visible is None else visible.tolist()
-        plan.derived[key] = attention_blocks([row + 1 if keys is None else bisect_right(keys, row) for row in rows])
+        ends = [row + 1 if keys is None else bisect_right(keys, row) for row in rows]
+        plan.derived[key] = attention_blocks(ends) if bias is None else biased_blocks(ends, bias)
     blocks: list[AttentionBlock] = plan.derived[key]
+    return blocks
+
+
+def biased_blocks(ends: Sequence[int], bias: ReaderBias) -> list[AttentionBlock]:
+    """Split the keys that rows see as `attention_blocks` does, with a block of its own for the keys that have a bias.
+
+    Args:
+        ends: for each row the number of keys it sees; ascending.
+        bias: of the rows that see more than `bias.start` keys.
+    """
+    readers = bisect_right(ends, bias.start)  # the first row that reads with a bias
+    blocks = attention_blocks(ends[:readers]) if readers else []
+    for first, last, biased in ((0, bias.first, False), (bias.first, bias.last, True)):
+        if first < last:
+            blocks.append(AttentionBlock(readers, len(ends), first, last, "all", biased=biased))
+    for block in attention_blocks([end - bias.last for end in ends[readers:]]):
+        first_key, last_key = block.first_key + bias.last, block.last_key + bias.last
+        start, stop = block.start + readers, block.stop + readers
+        blocks.append(replace(block, start=start, stop=stop, first_key=first_key, last_key=last_key))
     return blocks
 
 
@@ -128,7 +151,12 @@ def supports_cpu_blocks(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend_in_blocks(
-    query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[AttentionBlock], scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[AttentionBlock],
+    scaling: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend with rows to the keys they see.
 
@@ -138,6 +166,7 @@ def attend_in_blocks(
         value: `[B, Hkv, T, D]`.
         blocks: the rows' blocks, from `attention_blocks`.
         scaling: factor on scores.
+        bias: `[Hq]` float32, added to the scores of biased blocks; None adds nothing.
 
     Returns:
         `[B, R, Hq, D]`.
@@ -151,6 +180,8 @@ def attend_in_blocks(
     for block in blocks:
         rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
         block_out, block_logs = _attend(grouped[:, :, :, rows], key[:, :, keys], value[:, :, keys], block, scaling)
+        if block.biased and bias is not None:  # a constant on all scores moves the logarithm of their sum alone
+            block_logs = block_logs + bias.view(kv_heads, -1, 1)
         rows_out, rows_logs = out[:, :, :, rows], logs[:, :, :, rows]
         if block.first_key == 0:  # the first block of these rows
             rows_out.copy_(block_out)

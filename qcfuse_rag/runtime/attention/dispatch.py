@@ -21,7 +21,7 @@ from qcfuse_rag.runtime.attention.dense import causal_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
-from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
+from qcfuse_rag.runtime.rows import AttentionParams, ReaderBias, RowsPlan
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -108,21 +108,26 @@ def rows_attention(
     visible = fusion.visible_at(layer)
     if visible is not None:
         key, value = key.index_select(2, visible), value.index_select(2, visible)
+    bias = fusion.reader_bias
     plain = softcap is None and s_aux is None
     sparse = len(fusion.rows) < fusion.length
-    if visible is None and sparse and supports_kernels(query, value):
+    if visible is None and sparse and bias is None and supports_kernels(query, value):
         from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
 
         return sparse_attention(
             query, key, value, fusion.rows, scaling=scaling, softcap=softcap, window=window, sinks=s_aux
         ), None
     if plain and sparse and (window is None or window >= fusion.length) and supports_cpu_blocks(query, key, value):
-        return attend_in_blocks(query, key, value, attention_blocks_of(fusion, layer), scaling), None
+        head_bias = None if bias is None else bias.by_layer[layer]
+        return attend_in_blocks(query, key, value, attention_blocks_of(fusion, layer), scaling, head_bias), None
     outputs = []
     for block in row_blocks_of(fusion, layer, window):
         q = query[:, :, block.start : block.stop]
         k, v = key[:, :, block.first_key : block.last_key], value[:, :, block.first_key : block.last_key]
-        if plain:
+        if bias is not None and fusion.rows[block.stop - 1] >= bias.start:
+            mask = _biased_mask(fusion.rows[block.start : block.stop], block, bias, layer)
+            outputs.append(explicit_attention(q, k, v, mask, scaling, softcap, s_aux))
+        elif plain:
             outputs.append(_fast_attention(q, k, v, block, scaling))
         else:
             outputs += _explicit_block(q, k, v, block, scaling, softcap, s_aux)
@@ -150,6 +155,12 @@ def _step_attention(
         first = 0 if window is None else max(0, last - window)
         row_query = query[index : index + 1]
         key, value = (side[layer][:, :, first:last] for side in (buffer.keys, buffer.values))
+        if buffer.reader_bias is not None and position >= buffer.reader_bias.start:
+            block = RowBlock(0, 1, first, last, mask=None, causal=False)
+            mask = _biased_mask(plan.rows[index], block, buffer.reader_bias, layer)
+            biased = explicit_attention(row_query, key, value, mask, scaling, softcap, sinks)
+            outputs.append(biased.transpose(1, 2))
+            continue
         if softcap is None and sinks is None:
             block = RowBlock(0, 1, first, last, mask=None, causal=False)
             outputs.append(_fast_attention(row_query, key, value, block, scaling).transpose(1, 2))
@@ -180,6 +191,23 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
         grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling
     )
     return out.reshape(batch, heads, rows, value.shape[-1])
+
+
+def _biased_mask(rows: Tensor, block: RowBlock, bias: ReaderBias, layer: int) -> Tensor:
+    """Return the additive mask `[1, Hq, R, K]` of a block with its reading rows' bias; every position is visible.
+
+    Args:
+        rows: `[R]` positions of the block's rows.
+        block: the rows and the range of their keys.
+        bias: the bias of all layers.
+        layer: the layer.
+    """
+    positions = torch.arange(block.first_key, block.last_key, device=rows.device)
+    biased = (rows >= bias.start)[:, None] & ((positions >= bias.first) & (positions < bias.last))[None, :]
+    mask = biased * bias.by_layer[layer][:, None, None]
+    if block.mask is not None:
+        mask = mask.masked_fill(~block.mask, float("-inf"))
+    return mask[None]
 
 
 def _explicit_block(
