@@ -10,6 +10,7 @@ from qcfuse_rag.cli.library import DEFAULT_EMBEDDER, index_folder, open_library_
 from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.fusion.report import FusionReport
+from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.monitoring.explain import explain_html
 from qcfuse_rag.retrieval.index import PassageIndex
@@ -37,7 +38,8 @@ def ask_library(
         engine = open_engine(store, method, options)
         print_verdict_note(engine)
         prompt = engine.prompt(question, [passage.text for passage in passages])
-        stream = engine.stream(prompt, SamplingParams(max_new_tokens=max_new_tokens))
+        params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=options.fidelity.value)
+        stream = engine.stream(prompt, params)
         if explain is not None:
             scores = stream.prefilled.scores
             mean_scores = None if scores is None else scores.mean
@@ -50,7 +52,20 @@ def ask_library(
         for piece in stream:
             OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
         OUT.print()
-        ERR.print(summary_line(stream.report), style="dim", highlight=False, markup=False, soft_wrap=True)
+        answer = stream.result()
+        for line in (summary_line(stream.report), *healing_line(answer)):
+            ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+
+
+def healing_line(answer: Generation) -> list[str]:
+    """Return one line on how far an answer was healed and verified; none if that was not asked for."""
+    healing = answer.healing
+    if healing is None:
+        return []
+    line = f"{healing.fidelity}: {healing.exact_tokens:,} of {healing.prompt_tokens:,} prompt tokens are exact"
+    if healing.verified_upto is not None:
+        line += f", {healing.verified_upto:,} of {len(answer.ids):,} answer tokens verified"
+    return [f"{line}; {healing.reason}" if healing.reason else line]
 
 
 def summary_line(report: FusionReport) -> str:

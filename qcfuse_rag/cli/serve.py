@@ -58,6 +58,8 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
         print_verdict_note(engine)
         with status("warming up"):
             engine.compile()
+            if options.fidelity == "heal":
+                engine.runner.step_costs()  # or the first request would wait for them
         for work, refusal in (
             ("fused passes", engine.runner.prefills.refusal),
             ("decode steps", engine.runner.decodes.refusal),
@@ -66,7 +68,13 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
                 print_line(f"{work} are launched kernel by kernel: {refusal}", ERR)
         requests = options.waiting + SchedulerSettings().active
         served = EngineHandle.wrap(engine, SchedulerSettings(waiting=requests))
-        backend = EngineBackend(served, name, most_tokens=options.most_tokens, max_requests=requests)
+        backend = EngineBackend(
+            served,
+            name,
+            most_tokens=options.most_tokens,
+            fidelity=options.fidelity.value,
+            max_requests=requests,
+        )
         hosts = (*LOOPBACK, options.host)
         app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), on_shutdown=backend.close)
         _print_address(options, name, token)
@@ -107,6 +115,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
+        fidelity=options.fidelity.value,
         max_queued=options.waiting,
         autoscaling=autoscaling,
     )

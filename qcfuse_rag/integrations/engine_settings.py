@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
+from qcfuse_rag.generation.sampling import Fidelity
 
 
 class EngineSettings(BaseModel):
@@ -37,6 +38,10 @@ class EngineSettings(BaseModel):
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
     seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
+    fidelity: Fidelity = Field(
+        default="fast",
+        description="fast: decode over reused caches; heal: recompute the rest meanwhile; exact: as full prefill.",
+    )
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
 

@@ -19,7 +19,7 @@ from qcfuse_rag.errors import Busy, QCFuseError
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.request import ChatRequest
@@ -74,13 +74,21 @@ class EngineBackend:
         handle: the engine with its scheduler; the scheduler's queue holds at least `max_requests` requests.
         name: the model's name for clients.
         most_tokens: length limit of an answer.
+        fidelity: of requests that name none.
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
     """
 
     def __init__(
-        self, handle: EngineHandle, name: str, *, most_tokens: int = 4096, max_requests: int | None = None
+        self,
+        handle: EngineHandle,
+        name: str,
+        *,
+        most_tokens: int = 4096,
+        fidelity: Fidelity = "fast",
+        max_requests: int | None = None,
     ) -> None:
-        self.name, self._handle, self._most_tokens = name, handle, most_tokens
+        self.name, self._handle = name, handle
+        self._most_tokens, self._fidelity = most_tokens, fidelity
         self._max_requests, self._running = max_requests, 0
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
 
@@ -121,7 +129,8 @@ class EngineBackend:
     async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, RequestHandle]:
         """Prepare and queue a request; return its response format and its coming answer."""
         try:
-            response_format, sampling = request.to_response_format(), request.sampling(self._most_tokens)
+            response_format = request.to_response_format()
+            sampling = request.sampling(self._most_tokens, self._fidelity)
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
                 prompt = request.prompt(engine)
@@ -176,7 +185,7 @@ def last_event(text: str, response: ParsedResponse, generation: Generation) -> E
             "total_tokens": usage.input_tokens + usage.output_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        report=redact_report(generation.report),
+        report={**redact_report(generation.report), "verified_upto": generation.verified_upto},
     )
 
 

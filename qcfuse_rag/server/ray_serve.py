@@ -33,6 +33,7 @@ from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend, Event
@@ -64,6 +65,7 @@ class EngineDeployment:
         limits: of requests.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         most_tokens: length limit of an answer.
+        fidelity: of requests that name none.
         max_ongoing: most requests at a time in a replica.
         max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
@@ -78,6 +80,7 @@ class EngineDeployment:
     limits: RequestLimits = field(default_factory=RequestLimits)
     hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
+    fidelity: Fidelity = "fast"
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
@@ -127,7 +130,11 @@ class EngineReplica:
         )
         engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))
-        self._backend = EngineBackend(self._handle, deployment.name, most_tokens=deployment.most_tokens)
+        if deployment.fidelity == "heal":
+            engine.runner.step_costs()
+        self._backend = EngineBackend(
+            self._handle, deployment.name, most_tokens=deployment.most_tokens, fidelity=deployment.fidelity
+        )
 
     async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer the request with this body; yield events as plain data."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
 DEFAULT_TOKENS = 1024
@@ -155,6 +155,8 @@ class ChatRequest(BaseModel):
         documents: retrieved passages in order, exactly as they were warmed. The RAG prompt puts them before the last
             user message. Without the field, warmed passages are found in the messages.
         parallel_tool_calls: False allows one call at most.
+        fidelity: how closely the answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
+            the server.
     """
 
     model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
@@ -175,6 +177,7 @@ class ChatRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
+    fidelity: Fidelity | None = None
 
     def refuse_unsupported(self) -> None:
         """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
@@ -212,8 +215,13 @@ class ChatRequest(BaseModel):
         """Whether the request limits the tokens of its answer."""
         return (self.max_completion_tokens or self.max_tokens) is not None
 
-    def sampling(self, most_tokens: int) -> SamplingParams:
-        """Return the sampling settings; refuse more tokens than the server's limit."""
+    def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
+        """Return the sampling settings; refuse more tokens than the server's limit.
+
+        Args:
+            most_tokens: the server's limit.
+            fidelity: of requests that name none.
+        """
         max_tokens = self.max_completion_tokens or self.max_tokens or min(DEFAULT_TOKENS, most_tokens)
         if max_tokens > most_tokens:
             raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
@@ -223,6 +231,7 @@ class ChatRequest(BaseModel):
             top_p=1.0 if self.top_p is None else self.top_p,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=self.seed,
+            fidelity=self.fidelity or fidelity,
         )
 
     def prompt(self, engine: FusionEngine) -> Prompt:

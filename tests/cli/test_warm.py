@@ -274,6 +274,23 @@ def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, mode
     assert "council" not in (store / "passages" / "retrievals.jsonl").read_text()
 
 
+def test_an_exact_answer_is_full_prefills_and_says_how_far_the_draft_agreed(
+    run: Run, documents: Path, model_folder: str, tmp_path: Path
+) -> None:
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
+    run.json("warm", "run", documents, *options, *FRAMED)
+    asked = ("ask", "When does the council meet?", *options, "--max-new-tokens", 8)
+    full = run.json(*asked, "--method", "full")
+    exact = run.json(*asked, *METHOD_OPTIONS, "--fidelity", "exact")
+    assert exact["report"]["reused_tokens"] > 0
+    assert (exact["answer"], exact["verified_upto"]) == (full["answer"], exact["tokens"])
+    assert full["healing"] is None
+    _, out, err = run(*asked, *METHOD_OPTIONS, "--fidelity", "exact")
+    assert out.strip() == exact["answer"].strip()
+    prompt, answer = exact["report"]["prompt_tokens"], exact["tokens"]
+    assert f"{prompt:,} of {prompt:,} prompt tokens are exact, {answer} of {answer} answer tokens verified" in err
+
+
 def test_tenants_see_only_their_own(
     run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

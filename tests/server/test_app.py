@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
@@ -87,6 +87,31 @@ async def test_a_stream_is_the_answer_in_pieces(http: httpx.AsyncClient) -> None
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == whole["usage"]
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_exact_answer_is_full_prefills(http: httpx.AsyncClient, engine: FusionEngine, stream: bool) -> None:
+    response = await ask(http, fidelity="exact", stream=stream, stream_options={"include_usage": True})
+    prompt, params = engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=12)
+    expected = engine.generate(prompt, params, method=make_method("full"))
+    if stream:
+        lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+        chunks = [json.loads(line) for line in lines[:-1]]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        text, report = "".join(delta.get("content", "") for delta in deltas), chunks[-1]["fusion"]
+    else:
+        text, report = response.json()["choices"][0]["message"]["content"], response.json()["fusion"]
+    assert text == expected.text
+    assert report["verified_upto"] == len(expected.ids)
+
+
+async def test_the_server_has_a_fidelity_of_its_own_for_requests_without_one(engine: FusionEngine) -> None:
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", fidelity="exact")
+    async with client(make_app(backend)) as http:
+        verified = [(await ask(http, fidelity=own)).json()["fusion"]["verified_upto"] for own in (None, "fast")]
+        assert verified == [12, None]
+        assert "fidelity" in error(await ask(http, fidelity="slow"))
+    backend.close()
 
 
 async def test_tools_and_schemas(http: httpx.AsyncClient) -> None:

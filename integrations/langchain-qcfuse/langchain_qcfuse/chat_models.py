@@ -41,13 +41,14 @@ CALL_SETTINGS = (
     "top_p",
     "seed",
     "stop",
+    "fidelity",
     "documents",
     "tools",
     "tool_choice",
     "response_format",
     "stream",  # read by LangChain itself
 )
-ANSWER_SETTINGS = ("model_name", *LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop")
+ANSWER_SETTINGS = ("model_name", *LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop", "fidelity")
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -286,6 +287,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             top_p=_or_default(kwargs.get("top_p"), self.top_p),
             stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
             seed=_or_default(kwargs.get("seed"), self.seed),
+            fidelity=_or_default(kwargs.get("fidelity"), self.fidelity),
         )
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")
@@ -320,6 +322,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             "model_name": self.model_name,
             "finish_reason": generation.finish_reason,
             "fusion": generation.report.to_dict(),
+            "verified_upto": generation.verified_upto,
         }
 
 

@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
-from qcfuse_rag import LanguageModel, QCFuseError, SamplingParams
+from qcfuse_rag import LanguageModel, QCFuseError, SamplingParams, make_method
 from qcfuse_rag.errors import MisplacedSetting, UnusedSetting
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -74,6 +74,18 @@ async def test_asynchronous_forms_agree(chat: ChatQCFuse) -> None:
     assert (await chat.ainvoke(QUESTION, documents=DOCUMENTS)).content == expected
     pieces = [chunk.content async for chunk in chat.astream(QUESTION, documents=DOCUMENTS)]
     assert "".join(str(piece) for piece in pieces) == expected
+
+
+def test_an_exact_answer_is_full_prefills(chat: ChatQCFuse) -> None:
+    chat.warm(DOCUMENTS)
+    engine = chat.engine
+    prompt, params = engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=12)
+    expected = engine.generate(prompt, params, method=make_method("full"))
+    for model in (chat.bind(fidelity="exact"), ChatQCFuse.from_engine(engine, max_tokens=12, fidelity="exact")):
+        message = model.invoke(QUESTION, documents=DOCUMENTS)
+        assert message.content == expected.text
+        assert message.response_metadata["verified_upto"] == len(expected.ids)
+    assert chat.invoke(QUESTION, documents=DOCUMENTS).response_metadata["verified_upto"] is None
 
 
 def test_a_chain_takes_what_the_stuff_chain_takes(chat: ChatQCFuse) -> None:

@@ -154,6 +154,13 @@ def test_usage_and_report_are_plain_data(llm: QCFuseLLM) -> None:
     assert llm.metadata.is_chat_model
 
 
+def test_an_exact_answer_says_how_far_it_is_verified(llm: QCFuseLLM) -> None:
+    exact = QCFuseLLM.from_engine(llm.engine, max_new_tokens=12, fidelity="exact").complete("The ferry")
+    assert exact.raw["verified_upto"] == exact.additional_kwargs["completion_tokens"]
+    assert llm.complete("The ferry", fidelity="exact").raw["healing"]["fidelity"] == "exact"
+    assert llm.complete("The ferry").raw["verified_upto"] is None
+
+
 def test_settings_of_one_call_win(llm: QCFuseLLM) -> None:
     assert llm.complete("The ferry", max_new_tokens=3).additional_kwargs["completion_tokens"] == 3
 

@@ -36,7 +36,7 @@ from qcfuse_rag.integrations import (
     warn_unused,
 )
 
-SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed")
+SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "fidelity")
 CALL_SETTINGS = (*SAMPLING_SETTINGS, "stop", "response_format")
 MEDIA = {"image", "audio", "video", "document"}
 """Types of message blocks that a text model cannot read."""
@@ -99,6 +99,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
+            "fidelity": self.fidelity,
             "stop": tuple(self.stop),
             **{name: kwargs[name] for name in SAMPLING_SETTINGS if kwargs.get(name) is not None},
         }
