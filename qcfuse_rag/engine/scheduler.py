@@ -236,11 +236,11 @@ class Scheduler:
         healing = [request for request in requests if request.decoder.heals]
         if not healing:
             return
-        self._turn += 1
         request = healing[self._turn % len(healing)]
         try:
             rows = self._settings.rows if request.decoder.holds_back else self._affordable_rows(request)
             if rows:
+                self._turn += 1
                 request.decoder.heal(rows)
         except Exception as error:
             request.fail(error)
