@@ -74,30 +74,12 @@ FidelityOption = Annotated[
 ]
 
 
-class FidelityChoice(StrEnum):
-    """How closely an answer follows full prefill's; see `generation.sampling.Fidelity`."""
-
-    FAST = "fast"
-    HEAL = "heal"
-    EXACT = "exact"
-
-
-FidelityOption = Annotated[
-    FidelityChoice,
-    Option(
-        help="fast: answer over the reused caches; heal: also recompute the rest while the answer is written, where "
-        "that slows no token by more than 10 %; exact: show nothing before it is full prefill's greedy answer."
-    ),
-]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskOptions(MethodOptions):
     """Options of commands that answer a question over a library."""
 
     embedder: EmbedderName = None
     top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve.")] = 6
-    fidelity: FidelityOption = FidelityChoice.FAST
     fidelity: FidelityOption = FidelityChoice.FAST
     tenant: Tenant = None
 
@@ -163,7 +145,6 @@ class ServeOptions(MethodOptions):
     port: Annotated[int, Option(min=1, max=65535, help="Port to listen on.")] = 8000
     waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
     most_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 4096
-    fidelity: FidelityOption = FidelityChoice.FAST
     fidelity: FidelityOption = FidelityChoice.FAST
     remote: Remote = None
     ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
