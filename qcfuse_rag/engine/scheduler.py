@@ -32,7 +32,8 @@ class SchedulerSettings:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
         steps: decode steps between two prefills while answers are running.
-        rows: rows of a prefill to compute between two decode steps; methods with a layer hook compute all rows at once.
+        rows: rows of a prefill, or of healing, to compute between two decode steps; methods with a layer hook compute
+            all rows of a prefill at once.
         kv_bytes: most bytes of keys and values of active requests together; None for no bound. A request that is
             larger by itself is answered alone.
 

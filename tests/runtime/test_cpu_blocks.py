@@ -60,6 +60,17 @@ def test_neighbouring_rows_need_no_mask() -> None:
     assert attention_blocks([70], 8) == [AttentionBlock(0, 1, 0, 70, "all")]
 
 
+def test_a_row_far_behind_the_others_has_a_block_of_its_own() -> None:
+    """As in a decode step that heals rows in the middle of the prompt."""
+    blocks = attention_blocks([*range(101, 117), 900])
+    assert [(block.start, block.stop, block.seen) for block in blocks] == [
+        (0, 17, "all"),
+        (0, 16, "causal"),
+        (16, 17, "all"),
+    ]
+    assert sum(block.last_key - block.first_key for block in blocks if block.stop == 17) == 900
+
+
 def test_a_row_that_sees_no_key_is_refused() -> None:
     with pytest.raises(ValueError, match="no key at all"):
         attention_blocks([0, 3], 8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -22,8 +23,9 @@ from qcfuse_rag.runtime.rows import ReaderBias, RowsPlan
 LEAF_ROWS = 64
 """Rows whose staircase is not split further; products of fewer rows reach less of a processor's throughput."""
 
-WIDE_GAP = 4 * LEAF_ROWS
-"""Keys between two neighbouring rows of a staircase from which on the rows are split, so that few scores are masked."""
+WIDE_GAP = 4
+"""Keys between two neighbouring rows, as a multiple of the leaf rows, above which the rows are split there; most of
+their staircase would be masked."""
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 """Torch's fused attention; the only one that returns the logarithms of the softmax sums."""
@@ -72,7 +74,7 @@ def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[At
             blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "causal" if len(row_ends) > 1 else "all"))
         elif row_ends[0] == row_ends[-1]:
             blocks.append(AttentionBlock(start, stop, first, row_ends[-1], "all"))
-        elif gap := next((row for row in range(1, len(row_ends)) if row_ends[row] - row_ends[row - 1] > WIDE_GAP), 0):
+        elif gap := _first_gap(row_ends, WIDE_GAP * leaf_rows):
             split(start, start + gap, first)
             split_shared(start + gap, stop, first)
         elif len(row_ends) <= leaf_rows:
@@ -98,6 +100,11 @@ def attention_blocks(ends: Sequence[int], leaf_rows: int = LEAF_ROWS) -> list[At
         raise ValueError("the first row sees no key at all, not even its own")
     split_shared(0, len(ends), 0)
     return blocks
+
+
+def _first_gap(row_ends: Sequence[int], keys: int) -> int:
+    """Return the index of the first row that sees over so many keys more than the row before it; 0 if none does."""
+    return next((row for row, (before, end) in enumerate(pairwise(row_ends), 1) if end - before > keys), 0)
 
 
 def attention_blocks_of(plan: RowsPlan, layer: int) -> list[AttentionBlock]:
