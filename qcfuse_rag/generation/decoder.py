@@ -102,7 +102,7 @@ class AnswerDecoder:
     @property
     def buffer(self) -> KVBuffer:
         """Keys and values of prompt and answer."""
-        return self._prefilled.buffer
+        return self._prefilled.buffer if self._healing is None else self._healing.buffer
 
     @property
     def steps(self) -> bool:
