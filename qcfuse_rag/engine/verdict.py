@@ -10,6 +10,7 @@ from typing import Any, Literal
 from qcfuse_rag.engine.caller_warnings import warn_caller
 from qcfuse_rag.errors import QCFuseError, Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
+from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.probes import QuestionProbe
 from qcfuse_rag.models.fingerprint import digest
@@ -18,7 +19,7 @@ from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 
 FOLDER = "verdicts"
-VERSION = 2
+VERSION = 3
 EXACTNESS = "exactness"
 """Name of the check of the engine itself, which is the same at every ratio."""
 
@@ -60,11 +61,13 @@ class Trial:
         label: the candidate in words, such as `ratio 0.15`.
         ratio: share of reused tokens recomputed; None if the method's selector decides.
         checks: all checks.
+        calibration: the biases that readers were corrected by; None for none.
     """
 
     label: str
     ratio: float | None
     checks: tuple[Check, ...]
+    calibration: Calibration | None = None
 
     @property
     def passed(self) -> bool:
@@ -76,16 +79,27 @@ class Trial:
         """The names of the failed checks, with commas."""
         return ", ".join(check.name for check in self.checks if not check.passed)
 
+    @property
+    def divergence(self) -> float:
+        """The value of the check `kl`."""
+        return next((check.value for check in self.checks if check.name == "kl"), 0.0)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        checks = [{**asdict(check), "passed": check.passed} for check in self.checks]
-        return {"label": self.label, "ratio": self.ratio, "passed": self.passed, "checks": checks}
+        return {
+            **{name: getattr(self, name) for name in ("label", "ratio", "passed")},
+            "checks": [{**asdict(check), "passed": check.passed} for check in self.checks],
+            "calibration": None if self.calibration is None else asdict(self.calibration),
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Trial:
         """Read what `to_dict` returned."""
         checks = tuple(Check(**{k: v for k, v in check.items() if k != "passed"}) for check in data["checks"])
-        return cls(data["label"], data["ratio"], checks)
+        saved = data["calibration"]
+        biases = () if saved is None else tuple(tuple(map(float, layer)) for layer in saved["biases"])
+        calibration = None if saved is None else Calibration(biases, str(saved["prefix"]))
+        return cls(data["label"], data["ratio"], checks, calibration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +122,10 @@ class Verdict:
 
     @property
     def recommended(self) -> Trial | None:
-        """The first candidate that passed; None if none did."""
-        return next((trial for trial in self.tried if trial.passed), None)
+        """The candidate with the least divergence of those that passed at the first ratio; None if none passed."""
+        passed = [trial for trial in self.tried if trial.passed]
+        cheapest = [trial for trial in passed if trial.ratio == passed[0].ratio]
+        return min(cheapest, key=lambda trial: trial.divergence, default=None)
 
     @property
     def ratio(self) -> float | None:
@@ -125,13 +141,13 @@ class Verdict:
     def recommendation(self) -> str:
         """The verdict in one sentence."""
         if self.recommended is not None:
-            smallest = " (the smallest of those tried)" if len(self.tried) > 1 else ""
+            smallest = " (the smallest of those tried that passes)" if len(self.tried) > 1 else ""
             return f"{self.label} passes at {self.recommended.label}{smallest}"
-        last = self.tried[-1]
-        if len(self.tried) > 1:
+        first, last = self.tried[0], self.tried[-1]
+        if first.ratio != last.ratio:
             failure = f"{self.label} passes at none of the ratios tried; at {last.label} it fails: {last.failed}"
         else:
-            failure = f"{self.label} does not pass at {last.label}: {last.failed}"
+            failure = f"{self.label} does not pass at {first.label}: {first.failed}"
         return f"{failure}; {self.next_step}"
 
     @property
@@ -147,16 +163,25 @@ class Verdict:
     def covers(self, method: Method) -> bool:
         """Return whether the method passed; the verdict must be the one that `find_verdict` returns for it.
 
-        A ratio that the user fixed passes from the recommended ratio on: it recomputes the same tokens and more.
+        A ratio that the user fixed passes from a ratio on that passed without a calibration: it recomputes the same
+        tokens and more. A calibration holds for its own ratio alone.
         """
         fixed = fixed_ratio(method)
-        return self.passed if fixed is None or self.ratio is None else fixed >= self.ratio
+        if fixed is None or self.ratio is None:
+            return self.passed
+        uncalibrated = [trial.ratio for trial in self.tried if trial.passed and trial.calibration is None]
+        return fixed == self.ratio or any(ratio is not None and fixed >= ratio for ratio in uncalibrated)
 
     def applied(self, method: Method) -> Method:
-        """Return the method at the recommended ratio if it leaves the ratio to the verdict; else as it is."""
-        if self.ratio is None or not isinstance(method.budget, VerifiedRatio):
+        """Return the method at the recommended ratio if it leaves the ratio to the verdict, and calibrated for it.
+
+        A method at another ratio stays as it is: a calibration holds for its ratio alone.
+        """
+        if self.recommended is None or self.ratio is None:
             return method
-        return replace(method, budget=FixedRatio(self.ratio))
+        if isinstance(method.budget, VerifiedRatio):
+            method = replace(method, budget=FixedRatio(self.ratio))
+        return replace(method, calibration=self.recommended.calibration) if method.ratio == self.ratio else method
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -186,10 +211,11 @@ def method_digest(lm: LanguageModel, store: KVStore, method: Method) -> str:
 
     A method's parts are frozen dataclasses, so their `repr` contains everything but the critical layers; these depend
     on the model's layer profile. The quantization is the store's. The guard does not count, since `verify` ignores it,
-    nor does the ratio of a `VerifiedRatio`, since the verdict chooses it.
+    nor do the ratio of a `VerifiedRatio` and the calibration, since the verdict chooses them.
     """
     if isinstance(method.budget, VerifiedRatio):
         method = replace(method, budget=VerifiedRatio(0.0))
+    method = replace(method, calibration=None)
     probe = method.probe
     ignores_profile = probe is None or (isinstance(probe, QuestionProbe) and probe.layers != "critical")
     layers = () if ignores_profile else lm.critical_layers

@@ -36,15 +36,31 @@ def greedy_answer(runner: ModelRunner, prefilled: Prefilled, max_new_tokens: int
     Raises:
         ValueError: if the limit is below 1 or the buffer is too small for it.
     """
+    return greedy_answers(runner, [prefilled], max_new_tokens)[0]
+
+
+@torch.inference_mode()
+def greedy_answers(
+    runner: ModelRunner, prompts: Sequence[Prefilled], max_new_tokens: int
+) -> list[tuple[tuple[int, ...], Tensor]]:
+    """Decode the greedy answers of several prefilled prompts together; see `greedy_answer`.
+
+    A step reads the weights once for all of them.
+    """
     if max_new_tokens < 1:
         raise ValueError(f"an answer must have at least 1 token, got {max_new_tokens}")
-    _check_capacity(prefilled, max_new_tokens)
-    ends, length = end_tokens(runner.lm), len(prefilled.prompt)
-    ids, logits = [int(prefilled.logits.argmax())], [prefilled.logits]
-    while ids[-1] not in ends and len(ids) < max_new_tokens:
-        logits.append(runner.decodes([ids[-1]], [length + len(ids) - 1], [prefilled.buffer])[0])
-        ids.append(int(logits[-1].argmax()))
-    return tuple(ids), torch.stack(logits)
+    for prefilled in prompts:
+        _check_capacity(prefilled, max_new_tokens)
+    ends = end_tokens(runner.lm)
+    answers = [[int(prefilled.logits.argmax())] for prefilled in prompts]
+    logits = [[prefilled.logits] for prefilled in prompts]
+    while going := [i for i, ids in enumerate(answers) if ids[-1] not in ends and len(ids) < max_new_tokens]:
+        tokens = [answers[i][-1] for i in going]
+        positions = [len(prompts[i].prompt) + len(answers[i]) - 1 for i in going]
+        for i, after in zip(going, runner.decodes(tokens, positions, [prompts[i].buffer for i in going]), strict=True):
+            logits[i].append(after)
+            answers[i].append(int(after.argmax()))
+    return [(tuple(ids), torch.stack(rows)) for ids, rows in zip(answers, logits, strict=True)]
 
 
 @torch.inference_mode()

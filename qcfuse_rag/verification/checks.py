@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -75,6 +76,22 @@ def passage_cases(engine: FusionEngine, texts: Sequence[str], size: int) -> list
         opening = " ".join(unique[index].split()[:OPENING_WORDS])
         passages = [unique[neighbour] for neighbour in reversed(related[index])] + [unique[index]]
         cases.append(Case(f"What do the passages say about this: {opening}?", tuple(passages), PASSAGE_ANSWER_TOKENS))
+    return cases
+
+
+def fit_cases(texts: Sequence[str], size: int) -> list[Case]:
+    """Build cases of random passages, to fit a calibration on; the same arguments give the same cases.
+
+    The question is about some words in the middle of one of the passages, which no case of `passage_cases` asks about.
+    """
+    unique = [text for text in dict.fromkeys(texts) if text.strip()]
+    draw, cases = random.Random(0), []
+    for _ in range(size if len(unique) > 1 else 0):
+        passages = draw.sample(unique, min(PASSAGES_PER_CASE, len(unique)))
+        words = draw.choice(passages).split()
+        start = draw.randrange(OPENING_WORDS, max(OPENING_WORDS + 1, len(words) - OPENING_WORDS))
+        asked = " ".join(words[start : start + OPENING_WORDS]) or " ".join(words)
+        cases.append(Case(f"What do the passages say about this: {asked}?", tuple(passages), PASSAGE_ANSWER_TOKENS))
     return cases
 
 

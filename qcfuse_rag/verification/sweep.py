@@ -12,24 +12,18 @@ from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict, method_digest
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
-from qcfuse_rag.monitoring.divergence import compare_answers
-from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.verification.checks import (
-    UNLIMITED,
     Case,
-    Comparison,
     VerifyLimits,
     answer_checks,
+    fit_cases,
     passage_cases,
     ruler_cases,
-    string_match,
 )
+from qcfuse_rag.verification.references import ReferenceAnswers
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-KEPT_BYTES = 4 << 30
-"""Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
 
 Candidate = tuple[str, Method]
 """A label for the user, such as `ratio 0.15`, and the method to try."""
@@ -74,7 +68,9 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    The engine's store is not used, and nothing is stored. The method's guard is ignored, so every prompt is fused.
+    At each ratio the method is tried as it is and with a calibration, which is fitted on other prompts of the same
+    passages. If both pass, the trial with less divergence is recommended. The engine's store is not used, and nothing
+    is stored. The method's guard is ignored, so every prompt is fused.
 
     Args:
         engine: its model, template and number format count; its method does not.
@@ -92,7 +88,9 @@ def verify(
     if not tried_methods:
         raise ValueError("name at least one ratio to try")
     groups = _cases(engine, texts, settings)
-    done, total = 0, sum(map(len, groups.values())) * (1 + len(tried_methods))
+    to_fit = fit_cases(texts or _demonstration(), settings.size) if can_calibrate(engine.lm, method) else []
+    judged, fitted = sum(map(len, groups.values())), len(to_fit)
+    done, total = 0, judged + 2 * fitted + len(tried_methods) * (judged + (judged + fitted if to_fit else 0))
 
     def advance() -> None:
         nonlocal done
@@ -102,25 +100,22 @@ def verify(
 
     exact = measure_exactness(engine.lm)
     exactness = Check(EXACTNESS, exact.largest, exact.tolerance, False, "largest logit error, in sd")
-    references: dict[str, list[_Reference]] = {kind: [] for kind in groups}
-    kept_bytes = 0
-    for kind, cases in groups.items():
-        for case in cases:
-            reference = _Reference(engine, method.unguarded, case)
-            if kept_bytes + reference.store_bytes > KEPT_BYTES:
-                reference.store = None
-            kept_bytes += reference.store_bytes
-            references[kind].append(reference)
-            advance()
+    answers = ReferenceAnswers(engine, method.unguarded, advance)
+    references = {kind: answers.answer(cases) for kind, cases in groups.items()}
+    fit_references = answers.answer(to_fit, measure_odds=True)
     tried: list[Trial] = []
+
+    def judge(label: str, candidate: Method) -> None:
+        comparisons = {kind: answers.compare(group, candidate) for kind, group in references.items()}
+        checks = (exactness, *answer_checks(comparisons, settings.limits))
+        tried.append(Trial(label, candidate.ratio, checks, candidate.calibration))
+
     for label, candidate in tried_methods:
-        comparisons: dict[str, list[Comparison]] = {kind: [] for kind in groups}
-        for kind, group in references.items():
-            for reference in group:
-                comparisons[kind].append(reference.compare(candidate))
-                advance()
-        tried.append(Trial(label, candidate.ratio, (exactness, *answer_checks(comparisons, settings.limits))))
-        if tried[-1].passed:
+        judge(label, candidate)
+        if fit_references:
+            calibration = answers.calibrate(fit_references, candidate)
+            judge(f"{label}, calibrated", replace(candidate, calibration=calibration))
+        if any(trial.passed for trial in tried):
             break
     if progress is not None:
         progress(done, done)
@@ -134,57 +129,20 @@ def verify(
     )
 
 
+def can_calibrate(lm: LanguageModel, method: Method) -> bool:
+    """Return whether a method's readers can be corrected, see `fusion.calibration`."""
+    alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1
+    return alike and method.base is not None and method.layer_hook is None and isinstance(method.budget, FixedRatio)
+
+
+def _demonstration() -> list[str]:
+    return [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
+
+
 def _cases(engine: FusionEngine, texts: Sequence[str], settings: VerifySettings) -> dict[str, list[Case]]:
-    passages = list(texts) or [part for text in corpus().values() for part in text.split("\n\n") if len(part) > 80]
+    passages = list(texts) or _demonstration()
     return {
         "needle": ruler_cases(engine, "ruler_mv", settings.size, settings.tokens, texts),
         "multi-hop": ruler_cases(engine, "ruler_vt", settings.size, settings.tokens),
         "passages": passage_cases(engine, passages, settings.size),
     }
-
-
-class _Reference:
-    """A case with full prefill's answer, which is computed once, and a store with its passages.
-
-    Only the answer and its `[N, vocabulary]` logits are kept of full prefill, on the CPU. Without a store, each
-    comparison prefills the passages again.
-    """
-
-    def __init__(self, engine: FusionEngine, method: Method, case: Case) -> None:
-        self._engine, self._case = engine, case
-        self.store: MemoryStore | None = MemoryStore(UNLIMITED, numbers=engine.store.numbers)
-        scratch, prompt = self._warm(self.store, method)
-        full = scratch.prefill(prompt, method=method.as_full_prefill, answer_tokens=case.max_new_tokens)
-        self._ids, logits = greedy_answer(scratch.runner, full, case.max_new_tokens)
-        self._logits = logits.cpu()
-        self._score = self._score_of(self._ids)
-
-    @property
-    def store_bytes(self) -> int:
-        """The bytes that the store takes."""
-        return 0 if self.store is None else self.store.stats()[0].size_bytes
-
-    def compare(self, method: Method) -> Comparison:
-        """Prefill the case by a method, and compare its answer with full prefill's.
-
-        An identical answer has the same score; any other is decoded to be scored.
-        """
-        scratch, prompt = self._warm(self.store or MemoryStore(UNLIMITED, numbers=self._engine.store.numbers), method)
-        fused = scratch.prefill(prompt, answer_tokens=self._case.max_new_tokens)
-        divergence = compare_answers(self._logits, answer_logits(scratch.runner, fused, self._ids).cpu())
-        score = self._score
-        if self._case.expected and not divergence.identical:
-            score = self._score_of(greedy_answer(scratch.runner, fused, self._case.max_new_tokens)[0])
-        return Comparison(divergence, score, self._score)
-
-    def _warm(self, store: MemoryStore, method: Method) -> tuple[FusionEngine, Prompt]:
-        """Return an engine over a store with the case's passages, and the prompt."""
-        engine = FusionEngine(self._engine.lm, store, template=self._engine.prompts.template, method=method)
-        engine.warm(self._case.passages)
-        return engine, engine.prompt(self._case.question, self._case.passages)
-
-    def _score_of(self, ids: Sequence[int]) -> float:
-        if not self._case.expected:
-            return 0.0
-        text = self._engine.lm.tokenizer.decode(ids, skip_special_tokens=True)
-        return string_match(text, self._case.expected, needs_all=True)

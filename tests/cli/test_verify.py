@@ -15,9 +15,14 @@ LOOSE = ("--kl", 100, "--agreement", 0, "--loss", 1)
 
 def test_a_method_that_passes_and_one_that_does_not(run: Run, model_folder: str) -> None:
     passed = run.json("verify", "--model", model_folder, *SMALL, *LOOSE)
-    assert (passed["version"], passed["passed"], passed["ratio"], passed["saved"]) == (2, True, 0.05, None)
-    assert [(trial["ratio"], trial["passed"]) for trial in passed["tried"]] == [(0.05, True)]
-    assert passed["recommendation"] == "auto over primed passes at ratio 0.05"
+    assert (passed["version"], passed["passed"], passed["ratio"], passed["saved"]) == (3, True, 0.05, None)
+    assert [(trial["ratio"], trial["passed"]) for trial in passed["tried"]] == [(0.05, True), (0.05, True)]
+    assert [trial["label"] for trial in passed["tried"]] == ["ratio 0.05", "ratio 0.05, calibrated"]
+    best = min(passed["tried"], key=lambda trial: trial["checks"][1]["value"])
+    assert (
+        passed["recommendation"]
+        == f"auto over primed passes at {best['label']} (the smallest of those tried that passes)"
+    )
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0, "--method", "reuse")
     assert code == 1
     assert "reuse over framed does not pass at ratio 0: kl" in " ".join(out.split())
@@ -27,17 +32,22 @@ def test_the_table_has_a_row_for_each_ratio_that_was_tried(run: Run, model_folde
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0)
     assert code == 1
     rows = [line for line in out.splitlines() if line.startswith("│ ratio")]
-    assert [row.split()[2] for row in rows] == ["0.05", "0.1", "0.15", "0.2", "0.3", "0.5"]
+    ratios = ["0.05", "0.1", "0.15", "0.2", "0.3", "0.5"]
+    assert [row.split()[2].strip(",") for row in rows] == [
+        ratio for ratio in ratios for _ in ("as it is", "calibrated")
+    ]
     assert all("failed" in row for row in rows)
     for column in ("kl", "top-1", "identical", "needle", "multi-hop"):
         assert column in out
-    assert "auto over primed passes at none of the ratios tried; at ratio 0.5 it fails: kl" in " ".join(out.split())
+    assert "auto over primed passes at none of the ratios tried; at ratio 0.5, calibrated it fails: kl" in " ".join(
+        out.split()
+    )
 
 
 def test_a_ratio_that_the_user_names_is_the_only_one_tried(run: Run, model_folder: str) -> None:
     code, out, _ = run("verify", "--model", model_folder, *SMALL, "--kl", 0, "--ratio", 0.1, "--json")
     found = json.loads(out)
-    assert (code, found["ratio"], [trial["ratio"] for trial in found["tried"]]) == (1, None, [0.1])
+    assert (code, found["ratio"], [trial["ratio"] for trial in found["tried"]]) == (1, None, [0.1, 0.1])
 
 
 def test_a_question_is_answered_at_the_ratio_that_passed(
@@ -47,7 +57,8 @@ def test_a_question_is_answered_at_the_ratio_that_passed(
     run.json("warm", "run", corpus_file, "--store", store, *about)
     saved = Path(run.json("verify", "--store", store, *about, *SMALL, *LOOSE)["saved"])
     verdict = json.loads(saved.read_text())
-    verdict["tried"][0]["ratio"] = 0.4
+    for trial in verdict["tried"]:
+        trial["ratio"] = 0.4
     saved.write_text(json.dumps(verdict))
     answered = run.json("ask", "Who keeps the paint?", "--store", store, *about, "--max-new-tokens", 1)
     assert answered["report"]["ratio"] in (0.4, 1.0), "1 where the guard has the whole prompt computed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,8 +13,10 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.verdict import Trial
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.guard import BreakEven
-from qcfuse_rag.generation.teacher_forcing import greedy_answer
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.checks import Comparison, VerifyLimits, answer_checks, passage_cases
 from qcfuse_rag.verification.sweep import VerifySettings, candidates, verify
@@ -84,16 +87,38 @@ def test_full_prefill_is_always_like_itself(engine: FusionEngine) -> None:
 
 def test_a_sweep_ends_at_the_first_ratio_that_passes(engine: FusionEngine) -> None:
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(LOOSE))
-    assert (result.passed, result.ratio, len(result.tried)) == (True, 0.05, 1)
+    assert (result.passed, result.ratio) == (True, 0.05)
+    assert [trial.label for trial in result.tried] == ["ratio 0.05", "ratio 0.05, calibrated"]
+
+
+def test_the_trial_with_less_divergence_is_recommended_and_applied(engine: FusionEngine) -> None:
+    """Readers of a random model's caches are corrected by the biases that the verdict holds."""
+    result = verify(engine, OPEN, texts=PASSAGES, settings=replace(settings(LOOSE), size=2))
+    plain, calibrated = result.tried
+    assert plain.calibration is None
+    assert calibrated.calibration is not None
+    assert values(plain)["kl"] != values(calibrated)["kl"]
+    best = min(result.tried, key=lambda trial: values(trial)["kl"])
+    assert result.recommended is best
+    assert result.applied(OPEN) == replace(OPEN, budget=FixedRatio(0.05), calibration=best.calibration)
+    assert Trial.from_dict(json.loads(json.dumps(calibrated.to_dict()))) == calibrated
+    other = replace(OPEN, budget=FixedRatio(0.1))
+    assert result.applied(other) is other, "a calibration holds for its own ratio"
+
+
+def test_a_method_that_acts_between_layers_is_not_calibrated(engine: FusionEngine) -> None:
+    result = verify(engine, make_method("cacheblend", base=FRAMED), texts=PASSAGES, settings=settings(LOOSE))
+    assert [trial.calibration for trial in result.tried] == [None]
 
 
 def test_ratios_that_do_not_pass_keep_their_checks(engine: FusionEngine) -> None:
     """At ratio 1 everything is computed, so nothing but the first ratio can fail."""
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(STRICT, (1.0, 0.05)))
-    assert [(trial.ratio, trial.passed) for trial in result.tried] == [(0.05, False), (1.0, True)]
+    outcomes = [(trial.ratio, trial.passed) for trial in result.tried]
+    assert outcomes == [(0.05, False), (0.05, False), (1.0, True), (1.0, True)]
     assert result.ratio == 1.0
-    assert values(result.tried[0])["kl"] > 1e-6 >= values(result.tried[1])["kl"]
-    assert result.recommendation == "random over framed passes at ratio 1 (the smallest of those tried)"
+    assert values(result.tried[0])["kl"] > 1e-6 >= values(result.tried[-1])["kl"]
+    assert result.recommendation.startswith("random over framed passes at ratio 1")
 
 
 def test_a_method_that_drifts_does_not_pass(engine: FusionEngine) -> None:
@@ -113,7 +138,7 @@ def test_full_prefill_runs_once_for_all_ratios(engine: FusionEngine, monkeypatch
 
     monkeypatch.setattr(FusionEngine, "prefill", counted)
     verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0), (0.05, 0.1, 0.2)))
-    assert (sum(full), len(full)) == (3, 3 + 3 * 3)
+    assert (sum(full), len(full)) == (3 + 1, 3 + 2 + 3 * (3 + 1 + 3)), "and once for the prompt to fit on"
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 40])
@@ -124,31 +149,32 @@ def test_passages_that_are_not_kept_are_prefilled_again(
     warm = FusionEngine.warm
     seams.kept_bytes(monkeypatch, kept_bytes)
 
-    def counted(self: FusionEngine, texts: Sequence[str]) -> object:
-        summary = warm(self, texts)
+    def counted(self: FusionEngine, texts: Sequence[str], **options: object) -> object:
+        summary = warm(self, texts, **options)  # type: ignore[arg-type]
         warmed.append(summary.warmed)
         return summary
 
     monkeypatch.setattr(FusionEngine, "warm", counted)
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(VerifyLimits(kl=-1.0)))
-    assert len(result.tried) == 2
-    assert sum(map(bool, warmed)) == (3 if kept_bytes else 9)
+    assert len(result.tried) == 4
+    first_time = 4 * 2  # the first passage of a prompt, then the others
+    assert sum(map(bool, warmed)) == (first_time if kept_bytes else first_time + 2 * 2 * (3 + 1 + 3))
 
 
 def test_only_answers_that_differ_are_decoded(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full prefill decodes each of three answers; fused, of an identical answer nothing is decoded."""
     decoded: list[int] = []
 
-    def counted(*args: object) -> object:
-        decoded.append(1)
-        return greedy_answer(*args)  # type: ignore[arg-type]
+    def counted(runner: ModelRunner, prompts: Sequence[Prefilled], limit: int) -> object:
+        decoded.extend(1 for _ in prompts)
+        return greedy_answers(runner, prompts, limit)
 
-    seams.verified_answer(monkeypatch, counted)
+    seams.verified_answers(monkeypatch, counted)
     verify(engine, make_method("full"), settings=settings(LOOSE))
     assert len(decoded) == 3
     result = verify(engine, OPEN, texts=PASSAGES, settings=settings(LOOSE))
     assert values(result.tried[0])["identical"] < 1
-    assert 6 < len(decoded) <= 8, "the passages' case has no expected strings"
+    assert 7 < len(decoded) <= 3 + 4 + 2 * 2, "the passages' cases have no expected strings"
 
 
 def test_progress_ends_full(engine: FusionEngine) -> None:
@@ -156,7 +182,8 @@ def test_progress_ends_full(engine: FusionEngine) -> None:
     verify(
         engine, OPEN, texts=PASSAGES, settings=settings(LOOSE), progress=lambda done, total: steps.append((done, total))
     )
-    assert steps == [*((done, 9) for done in range(1, 7)), (6, 6)], "3 prompts in full and at the first of two ratios"
+    most, first_ratio = 3 + 2 + 2 * (3 + 1 + 3), 3 + 2 + (3 + 1 + 3)
+    assert steps == [*((done, most) for done in range(1, first_ratio + 1)), (first_ratio, first_ratio)]
 
 
 def test_a_guard_does_not_hide_what_it_would_refuse(engine: FusionEngine) -> None:

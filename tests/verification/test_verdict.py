@@ -104,9 +104,9 @@ def test_a_verdict_of_another_version_or_on_nothing_is_none(
 def test_the_first_ratio_that_passed_is_recommended(kept: FusionEngine) -> None:
     result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.15), trial(0.3))
     assert (result.passed, result.ratio) == (True, 0.15)
-    assert result.recommendation == "auto passes at ratio 0.15 (the smallest of those tried)"
+    assert result.recommendation == "auto passes at ratio 0.15 (the smallest of those tried that passes)"
     plain = result.to_dict()
-    assert (plain["version"], plain["passed"], plain["ratio"]) == (2, True, 0.15)
+    assert (plain["version"], plain["passed"], plain["ratio"]) == (3, True, 0.15)
     assert [(each["ratio"], each["passed"]) for each in plain["tried"]] == [(0.05, False), (0.15, True), (0.3, True)]
     assert plain["tried"][0]["checks"][0] == {
         "name": "kl",

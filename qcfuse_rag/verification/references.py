@@ -1,0 +1,161 @@
+"""Cases with full prefill's answers, and the comparison of a method's answers with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.fusion.budgets import FixedRatio
+from qcfuse_rag.fusion.calibration import Calibration
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
+from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.verification.calibration import first_inexact, fit_calibration, passage_odds
+from qcfuse_rag.verification.checks import UNLIMITED, Case, Comparison, string_match
+
+KEPT_BYTES = 4 << 30
+"""Most bytes of warmed passages that are kept for the next candidates; the passages beyond are prefilled again."""
+
+TOGETHER = 8
+"""Answers that are decoded together: a step reads the weights once for all of them."""
+
+
+@dataclass(slots=True, eq=False)
+class Reference:
+    """A case with full prefill's answer. Keys and values of full prefill are not kept.
+
+    Attributes:
+        case: the case.
+        store: holds the case's passages; None if they are prefilled anew for each candidate.
+        ids: token ids of full prefill's greedy answer.
+        logits: `[N, vocabulary]` float32, on the CPU, before each of them.
+        score: share of the expected strings in the answer.
+        first_inexact: the first position whose keys a fused prompt does not have exactly.
+        odds: `passage_odds` over full prefill's caches, from there on.
+    """
+
+    case: Case
+    store: MemoryStore | None
+    ids: tuple[int, ...] = ()
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    score: float = 0.0
+    first_inexact: int = 0
+    odds: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class ReferenceAnswers:
+    """Full prefill's answers to cases on an engine's model, computed once for all candidates.
+
+    Args:
+        engine: its model, template and number format count.
+        method: warms passages for this method's bases.
+        advance: called after each prefill that is compared or kept.
+    """
+
+    def __init__(self, engine: FusionEngine, method: Method, advance: Callable[[], None]) -> None:
+        self._engine, self._method, self._advance = engine, method, advance
+        self._kept_bytes = 0
+
+    def answer(self, cases: Sequence[Case], *, measure_odds: bool = False) -> list[Reference]:
+        """Answer cases of one kind by full prefill.
+
+        Args:
+            cases: with answers of the same length limit.
+            measure_odds: measure the attention to the passages too, to fit a calibration.
+        """
+        references = [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]
+        for group in self._groups(references):
+            prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
+            answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
+            for reference, full, (ids, logits) in zip(group, prefilled, answers, strict=True):
+                reference.ids, reference.logits = ids, logits.cpu()
+                reference.score = self._score(reference.case, ids)
+                if measure_odds:
+                    reused = self._prefill(reference, replace(self._method, budget=FixedRatio(0.0)))
+                    reference.first_inexact = first_inexact(reused)
+                    reference.odds = self._odds(reference, full)
+                self._bound_store(reference)
+        return references
+
+    def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
+        """Answer the cases by a method, and compare the answers with full prefill's.
+
+        An identical answer has the same score; any other is decoded to be scored.
+        """
+        comparisons: list[Comparison] = []
+        for group in self._groups(references):
+            prefilled = [self._prefill(reference, method) for reference in group]
+            divergences = [
+                compare_answers(reference.logits, answer_logits(self._engine.runner, fused, reference.ids).cpu())
+                for reference, fused in zip(group, prefilled, strict=True)
+            ]
+            comparisons += self._scored(group, prefilled, divergences)
+        return comparisons
+
+    def calibrate(self, references: Sequence[Reference], method: Method) -> Calibration:
+        """Fit a method's calibration on cases that were answered with `measure_odds`."""
+        fused = [self._odds(reference, self._prefill(reference, method)) for reference in references]
+        full = [reference.odds for reference in references]
+        return fit_calibration(self._engine.prompts.prefix_ids, full, fused)
+
+    def _scored(
+        self, group: Sequence[Reference], prefilled: Sequence[Prefilled], divergences: Sequence[AnswerDivergence]
+    ) -> Iterator[Comparison]:
+        differing = [
+            index
+            for index, (reference, divergence) in enumerate(zip(group, divergences, strict=True))
+            if reference.case.expected and not divergence.identical
+        ]
+        answers = {}
+        if differing:
+            limit = group[0].case.max_new_tokens
+            decoded = greedy_answers(self._engine.runner, [prefilled[index] for index in differing], limit)
+            answers = dict(zip(differing, decoded, strict=True))
+        for index, (reference, divergence) in enumerate(zip(group, divergences, strict=True)):
+            score = self._score(reference.case, answers[index][0]) if index in answers else reference.score
+            yield Comparison(divergence, score, reference.score)
+
+    def _prefill(self, reference: Reference, method: Method) -> Prefilled:
+        """Warm the case's passages where they are not stored, and prefill its prompt."""
+        case, store = reference.case, reference.store or MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)
+        engine = FusionEngine(self._engine.lm, store, template=self._engine.prompts.template, method=self._method)
+        if case.passages and self._method.base is not None:
+            engine.warm(case.passages[:1])  # only a prompt's first passage is read under other bases too
+            engine.warm(case.passages[1:], bases=self._method.bases[:1])
+        prompt = engine.prompt(case.question, case.passages)
+        prefilled = engine.prefill(prompt, method=method, answer_tokens=case.max_new_tokens)
+        self._advance()
+        return prefilled
+
+    def _groups(self, references: Sequence[Reference]) -> Iterator[Sequence[Reference]]:
+        """Split references into groups whose keys and values fit `KEPT_BYTES` together."""
+        tokens = [
+            len(self._engine.prompt(reference.case.question, reference.case.passages)) + reference.case.max_new_tokens
+            for reference in references
+        ]
+        prompt_bytes = max(tokens, default=1) * self._engine.lm.kv_bytes_per_token
+        size = max(1, min(TOGETHER, KEPT_BYTES // prompt_bytes))
+        return (references[start : start + size] for start in range(0, len(references), size))
+
+    def _odds(self, reference: Reference, prefilled: Prefilled) -> Tensor:
+        return passage_odds(self._engine.lm, prefilled.prompt, prefilled.buffer, reference.ids, reference.first_inexact)
+
+    def _bound_store(self, reference: Reference) -> None:
+        """Drop the passages of a case that would exceed the bytes to keep."""
+        size_bytes = 0 if reference.store is None else reference.store.stats()[0].size_bytes
+        if self._kept_bytes + size_bytes > KEPT_BYTES:
+            reference.store = None
+        else:
+            self._kept_bytes += size_bytes
+
+    def _score(self, case: Case, ids: Sequence[int]) -> float:
+        if not case.expected:
+            return 0.0
+        text = self._engine.lm.tokenizer.decode(ids, skip_special_tokens=True)
+        return string_match(text, case.expected, needs_all=True)
