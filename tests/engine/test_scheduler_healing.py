@@ -106,9 +106,10 @@ def test_an_exact_answer_is_held_back_and_comes_although_others_go_on(
 
 def test_sampled_exact_answers_heal_beside_others(engine: FusionEngine, scheduler: Scheduler) -> None:
     sampled = SamplingParams(max_new_tokens=10, temperature=0.9, seed=5)
-    other = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(FAST, max_new_tokens=150))
+    other = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(FAST, max_new_tokens=200))
     prompt = engine.prompt(QUESTION, PASSAGES)
     answer = scheduler.submit(prompt, replace(sampled, fidelity="exact"), method=REUSE).result(60)
+    assert other.generation is None, "it did not have to end first"
     assert answer.ids == engine.generate(prompt, sampled, method=FULL).ids
     other.cancel()
 

@@ -79,9 +79,8 @@ def test_steps_that_heal_end_over_an_exact_cache(engine: FusionEngine, prompt: P
         logits = healing.step(answer[:count], rows)
     ids = prompt.ids + answer[:count]
     expected, _ = plain_forward(engine.lm, ids)
-    assert healing.healed in (len(ids), len(ids) - 1)
-    if healing.healed == len(ids):
-        assert float((logits - expected[-1]).abs().max()) < TOLERANCE
+    assert healing.healed == len(ids), "the last token's row is exact as well"
+    assert float((logits - expected[-1]).abs().max()) < TOLERANCE
     last = healing.step(answer[: count + 1], 0)
     ids = prompt.ids + answer[: count + 1]
     expected, _ = plain_forward(engine.lm, ids)
@@ -119,6 +118,10 @@ class TestVerified:
         assert healing.verified([first]) is None, "the last row's logits choose the first token"
         healing.finish([first, other, 40])
         assert [healing.verified(ids) for ids in ([], [other], [first], [first, other, 40])] == [0, 0, 1, 1]
+        healing.shorten([first])
+        assert healing.healed == len(prompt) + 1
+        right = (other or logits.shape[-1]) - 1
+        assert healing.verified([first, right, 40]) == 2, "and nothing is known of what was behind"
 
     def test_decode_steps_count_once_the_cache_is_exact(self, engine: FusionEngine, prompt: Prompt) -> None:
         prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=8)
