@@ -1,0 +1,162 @@
+"""The ladder of `auto`: what each ratio, with and without a calibration, leaves of full prefill's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+
+from rich.table import Table
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.evaluation.quality.metrics import token_f1
+from qcfuse_rag.evaluation.quality.tables import new_figure
+from qcfuse_rag.evaluation.studies.runner import (
+    FULL,
+    DataFiles,
+    StudyResult,
+    StudyRun,
+    difference_cell,
+    load_engine,
+)
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.monitoring.divergence import compare_answers
+from qcfuse_rag.verification.checks import fit_cases
+from qcfuse_rag.verification.references import ReferenceAnswers
+from qcfuse_rag.verification.samples import Sample
+
+Figures = dict[str, dict[str, list[float]]]
+"""By rung and name of the figure, the values of all questions, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LadderOptions:
+    """What to measure; `fit` is the number of prompts that a calibration is fitted on, 0 for no calibration."""
+
+    ratios: tuple[float, ...]
+    fit: int
+    answer_tokens: int
+
+
+def ladder(
+    run: StudyRun,
+    files: DataFiles,
+    ratios: str = "0.05,0.15,0.3",
+    fit: int = 8,
+    answer_tokens: int = 24,
+    plot: Path | None = None,
+) -> StudyResult:
+    """Compare `auto` at several ratios, calibrated or not, with full prefill: on whole answers, and in time.
+
+    Each file is a library of its own: calibrations are fitted on prompts made of its passages, never on its questions.
+    Divergences run along full prefill's greedy answer, in nats a token. Differences are paired, with 95 % bootstrap
+    intervals.
+    """
+    options = LadderOptions(tuple(float(ratio) for ratio in ratios.split(",")), fit, answer_tokens)
+    figures: Figures = {}
+    with load_engine(files.model) as engine:
+        name = engine.lm.name
+        for path in files.data:
+            samples = replace(files, data=[path]).examples()
+            rungs = _rungs(engine, samples, options)
+            for sample in run.track(samples):
+                _measure(engine, sample, rungs, options, figures)
+                engine.store.clear()
+                run.keep(figures)
+    if plot is not None:
+        _draw(figures, plot, name)
+    return StudyResult({"model": name, "figures": figures}, [_table(figures)])
+
+
+def _rungs(engine: FusionEngine, samples: Sequence[Sample], options: LadderOptions) -> dict[str, Method]:
+    """Return the methods to compare by name; calibrations are fitted on the samples' passages."""
+    passages = list(dict.fromkeys(text for sample in samples for text in sample.passages))
+    plain = {f"{ratio:g}": make_method("auto", ratio=ratio, guard=False) for ratio in options.ratios}
+    rungs: dict[str, Method] = {}
+    answers = ReferenceAnswers(engine, next(iter(plain.values())), lambda: None)
+    fitted = answers.answer(fit_cases(passages, options.fit), measure_odds=True) if options.fit else []
+    for name, method in plain.items():
+        rungs[name] = method
+        if fitted:
+            rungs[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(fitted, method))
+    return rungs
+
+
+def _measure(
+    engine: FusionEngine, sample: Sample, rungs: dict[str, Method], options: LadderOptions, figures: Figures
+) -> None:
+    bases = next(iter(rungs.values())).bases
+    engine.warm(sample.passages[:1], bases=bases)
+    engine.warm(sample.passages[1:], bases=bases[:1])
+    prompt = engine.prompt(sample.question, sample.passages)
+    full = engine.prefill(prompt, method=FULL, answer_tokens=options.answer_tokens)
+    ids, logits = greedy_answer(engine.runner, full, options.answer_tokens)
+    full_s, full_f1 = full.report.timings.ttft_s, _f1(engine, ids, sample)
+    del full
+    for name, method in rungs.items():
+        fused = engine.prefill(prompt, method=method, answer_tokens=options.answer_tokens)
+        divergence = compare_answers(logits, answer_logits(engine.runner, fused, ids))
+        f1 = full_f1
+        if not divergence.identical:
+            f1 = _f1(engine, greedy_answer(engine.runner, fused, options.answer_tokens)[0], sample)
+        values = {
+            "kl": divergence.mean_kl,
+            "first_kl": divergence.first_kl,
+            "top1": divergence.top1,
+            "identical": float(divergence.identical),
+            "f1": f1,
+            "full_f1": full_f1,
+            "time_of_full": fused.report.timings.ttft_s / full_s,
+        }
+        for figure, value in values.items():
+            figures.setdefault(name, {}).setdefault(figure, []).append(value)
+
+
+def _f1(engine: FusionEngine, ids: Sequence[int], sample: Sample) -> float:
+    text = engine.lm.tokenizer.decode(ids, skip_special_tokens=True)
+    return token_f1(text, sample.answers) if sample.answers else 0.0
+
+
+def _table(figures: Figures) -> Table:
+    table = Table(
+        "ratio", "n", "KL", "less not calibrated", "first KL", "top-1", "identical", "F1 - full", "time of full"
+    )
+    for name, values in figures.items():
+        plain = figures[name.removesuffix(" calibrated")]
+        table.add_row(
+            name,
+            str(len(values["kl"])),
+            f"{fmean(values['kl']):.4f}",
+            difference_cell(values["kl"], plain["kl"]) if values is not plain else "-",
+            f"{fmean(values['first_kl']):.4f}",
+            f"{fmean(values['top1']):.3f}",
+            f"{fmean(values['identical']):.3f}",
+            difference_cell(values["f1"], values["full_f1"]),
+            f"{median(values['time_of_full']):.2f}",
+        )
+    return table
+
+
+def _draw(figures: Figures, path: Path, model: str) -> None:
+    """Draw identical answers against time to first token."""
+    figure, axes = new_figure(7, 4.5)
+    for suffix, style in (("", "o-"), (" calibrated", "s--")):
+        points = [
+            (median(values["time_of_full"]), 100 * fmean(values["identical"]), name)
+            for name, values in figures.items()
+            if name.endswith(" calibrated") == bool(suffix)
+        ]
+        if points:
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], style, label=f"auto{suffix}")
+            for x, y, name in points:
+                axes.annotate(name.removesuffix(" calibrated"), (x, y), textcoords="offset points", xytext=(5, -10))
+    axes.plot([1.0], [100.0], "k*", markersize=12, label="full prefill")
+    axes.set_xlabel("median time to first token, as a share of full prefill's")
+    axes.set_ylabel("answers identical to full prefill's, %")
+    axes.set_title(f"{model}, {len(next(iter(figures.values()))['kl'])} questions; the numbers are ratios")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)

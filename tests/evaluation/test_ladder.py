@@ -1,0 +1,47 @@
+"""The ladder compares every rung with full prefill on the same questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from qcfuse_rag.evaluation.studies.ladder import ladder
+from qcfuse_rag.evaluation.studies.runner import to_command
+from tests.support.passages import PASSAGES
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """Return two questions over the three passages."""
+    lines = [
+        {"id": str(number), "question": question, "answers": [answer], "passages": PASSAGES}
+        for number, (question, answer) in enumerate((("Who keeps the paint?", "the council"), ("When?", "seven")))
+    ]
+    path = tmp_path / "library.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_everything_recomputed_is_full_prefill_and_less_is_not(
+    library: Path, model_folder: str, tmp_path: Path
+) -> None:
+    app = typer.Typer()
+    app.command()(to_command(ladder))
+    out, plot = tmp_path / "ladder.json", tmp_path / "ladder.png"
+    arguments = [str(library), "--model", model_folder, "--ratios", "0.1,1", "--fit", "2", "--answer-tokens", "6"]
+    shown = CliRunner().invoke(app, [*arguments, "--json", str(out), "--plot", str(plot)], catch_exceptions=False)
+    assert shown.exit_code == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert list(figures) == ["0.1", "0.1 calibrated", "1", "1 calibrated"]
+    assert all(len(values) == 2 for rung in figures.values() for values in rung.values())
+    for rung in ("1", "1 calibrated"):
+        assert max(figures[rung]["kl"]) < 1e-6
+        assert figures[rung]["identical"] == [1.0, 1.0]
+        assert figures[rung]["f1"] == figures[rung]["full_f1"]
+    assert min(figures["0.1"]["kl"]) > 1e-6
+    assert figures["0.1"]["kl"] != figures["0.1 calibrated"]["kl"]
+    assert plot.stat().st_size > 1000
