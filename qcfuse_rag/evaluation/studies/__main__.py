@@ -19,6 +19,7 @@ STUDIES = {
     "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
     "demo-quality": "Compare the answers of methods on the demonstration corpus.",
     "guard": "Time `auto` beside full prefill where it must not lose.",
+    "healing": "Compare answers over a cache that heals while they are decoded with full prefill's.",
     "joined-text": "Compare passages kept apart with passages found in a joined text.",
     "kernel-floors": "Time the kernels on this GPU beside torch and their lower bounds.",
     "kvsharearena": "Answer frozen questions of KVShareArena; the performance gap that each method recovers.",
