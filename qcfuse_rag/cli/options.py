@@ -198,7 +198,7 @@ class PlanOptions:
     tokens: Annotated[int, Option(min=1, help="Tokens per passage.")] = 384
     gpu: Annotated[str, Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")] = "h200"
     retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
-    ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.05
+    ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.15
     numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.MODEL
     reached: Annotated[float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5
     caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2

@@ -104,7 +104,7 @@ class CorpusPlan:
     tokens: int
     retrieved: int = 10
     question_tokens: int = 64
-    ratio: float = 0.05
+    ratio: float = 0.15
     number_bytes: float = 2.0
     caches: int = 2
 

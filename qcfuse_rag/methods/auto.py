@@ -12,7 +12,7 @@ from qcfuse_rag.fusion.probes import ProbeLayers, QuestionProbe
 from qcfuse_rag.fusion.selectors import TopTokens
 from qcfuse_rag.store.prefill_base import FRAMED, PRIMED, Base
 
-DEFAULT_RATIO = 0.05
+DEFAULT_RATIO = 0.15
 """Share of the passage tokens that `auto` recomputes without a verdict beside the store."""
 
 

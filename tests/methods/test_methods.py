@@ -230,7 +230,7 @@ def test_every_method_keeps_its_budget_and_reports_the_truth(warmed: FusionEngin
 def test_choosing_by_name() -> None:
     default = choose_method()
     assert default == make_method("auto")
-    assert (default.name, default.ratio, default.base) == ("auto", 0.05, PRIMED)
+    assert (default.name, default.ratio, default.base) == ("auto", 0.15, PRIMED)
     assert choose_method(base="framed").base is FRAMED
     assert choose_method(ratio=0.3).ratio == 0.3
     qcfuse = choose_method("qcfuse")

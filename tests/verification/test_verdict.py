@@ -23,6 +23,7 @@ from qcfuse_rag.engine.verdict import (
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -130,9 +131,9 @@ def test_where_no_ratio_passes_the_verdict_says_what_to_do(kept: FusionEngine) -
 
 
 def test_a_method_that_leaves_its_ratio_to_the_verdict_takes_it(kept: FusionEngine) -> None:
-    result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.15))
-    assert AUTO.budget == VerifiedRatio(0.05)
-    assert result.applied(AUTO) == make_method("auto", ratio=0.15)
+    result = verdict(kept, AUTO, trial(0.05, 2.0), trial(0.1))
+    assert AUTO.budget == VerifiedRatio(DEFAULT_RATIO)
+    assert result.applied(AUTO) == make_method("auto", ratio=0.1)
     fixed = make_method("auto", ratio=0.4)
     assert result.applied(fixed) is fixed
     failed = verdict(kept, AUTO, trial(0.5, 2.0))
