@@ -182,11 +182,10 @@ class Scheduler:
                 answer_tokens=answer_tokens,
                 pause=pause,
             )
-            prefilled = request.context.run(prefill)
+            request.start(self._engine.runner, request.context.run(prefill))
         except Exception as error:
             request.fail(error)
         else:
-            request.start(self._engine.runner, prefilled)
             self._active.append(request)
 
     def _step(self) -> None:
@@ -231,12 +230,14 @@ class Scheduler:
     def _heal(self, requests: list[RequestHandle]) -> None:
         """Heal one of several requests, in turns, by a pass between two steps.
 
-        An answer that is held back is healed like a prefill, which also makes the others wait. The rest is healed when
-        the time that its pass takes has been saved up from the share by which steps may be slower.
+        An answer that is held back is healed like a prefill, which also makes the others wait, and before the rest.
+        The rest is healed when the time that its pass takes has been saved up from the share by which steps may be
+        slower.
         """
         healing = [request for request in requests if request.decoder.heals]
         if not healing:
             return
+        healing = [request for request in healing if request.decoder.holds_back] or healing
         request = healing[self._turn % len(healing)]
         try:
             rows = self._settings.rows if request.decoder.holds_back else self._affordable_rows(request)

@@ -104,6 +104,36 @@ def test_an_exact_answer_is_held_back_and_comes_although_others_go_on(
         answer.cancel()
 
 
+def test_an_exact_answer_does_not_wait_for_requests_that_heal(
+    engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of `heal` comes every 50th step, so an exact answer that waited for its turn would come last."""
+    monkeypatch.setattr(engine.runner, "step_costs", lambda: StepCosts(1.0, 0.0, 1.0))
+    slow = replace(HEAL, max_new_tokens=200, slowdown=0.04)
+    monkeypatch.setattr(StepCosts, "rows_beside", lambda costs, slowdown: 1)
+    healing = [scheduler.submit(prompt, slow, method=REUSE) for prompt in prompts(engine)[:2]]
+    next(healing[0])
+    exact = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(EXACT, max_new_tokens=6), method=REUSE)
+    assert exact.result(60).ids
+    assert not any(request.finished for request in healing)
+    for request in healing:
+        request.cancel()
+
+
+def test_an_answer_that_cannot_begin_fails_alone(
+    engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise RuntimeError("the device is out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Healing, "__init__", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            scheduler.submit(engine.prompt(QUESTION, PASSAGES), EXACT, method=REUSE).result(60)
+    assert scheduler.alive
+    assert scheduler.submit(engine.prompt(QUESTION, PASSAGES), FAST).result(60).ids
+
+
 def test_sampled_exact_answers_heal_beside_others(engine: FusionEngine, scheduler: Scheduler) -> None:
     sampled = SamplingParams(max_new_tokens=10, temperature=0.9, seed=5)
     other = scheduler.submit(engine.prompt("Why?", PASSAGES), replace(FAST, max_new_tokens=200))

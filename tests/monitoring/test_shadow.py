@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, ShadowSettings, make_method
+from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.monitoring.divergence import divergence
 from qcfuse_rag.monitoring.shadow import InFlight
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
 from tests.support.passages import PASSAGES, QUESTION
@@ -124,6 +126,19 @@ def test_sustained_drift_is_answered(served: FusionEngine, on_drift: str, ratio:
     report = served.prefill(served.prompt(QUESTION, PASSAGES)).report
     assert report.base == (None if in_full else "framed")
     assert report.ratio == (1.0 if in_full else ratio or 0.1)
+
+
+def test_a_raised_ratio_is_not_calibrated(served: FusionEngine) -> None:
+    """A calibration holds for its own ratio alone."""
+    biases = ((0.5,) * served.lm.model.config.num_attention_heads,) * served.lm.n_layers
+    served.method = replace(QCFUSE, calibration=Calibration(biases, hash_ids(served.prompts.prefix_ids)))
+    shadow = served.watch(ShadowSettings(every=1, limit=0.0, window=1, on_drift="raise"))
+    prompt = served.prompt(QUESTION, PASSAGES)
+    assert served.prefill(prompt).buffer.reader_bias is not None
+    assert shadow.wait(30)
+    raised = served.prefill(prompt)
+    assert raised.report.ratio == 0.2
+    assert raised.buffer.reader_bias is None
 
 
 def test_a_ratio_that_does_not_help_ends_in_full_prefill(served: FusionEngine) -> None:
