@@ -128,18 +128,18 @@ class Healing:
         tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
         bias = self.buffer.reader_bias
-        if bias is not None:  # rows of the pass see the exact keys that the pass writes
-            self.buffer = replace(self.buffer, reader_bias=bias.behind(stop))
+        # Rows of the pass see the exact keys that the pass writes.
+        buffer = self.buffer if bias is None else replace(self.buffer, reader_bias=bias.behind(stop))
         if not kept:
-            runner.prefills.forward_hidden(tokens, plan, self.buffer, depth=lm.n_layers)
+            runner.prefills.forward_hidden(tokens, plan, buffer, depth=lm.n_layers)
             logits = torch.empty(0)
         elif kept == 1:
-            logits = runner.prefills.forward_rows(tokens, plan, self.buffer)[None]
+            logits = runner.prefills.forward_rows(tokens, plan, buffer)[None]
         else:
-            logits = forward_logits(lm, tokens, plan, self.buffer, last=kept)
+            logits = forward_logits(lm, tokens, plan, buffer, last=kept)
         if healed_logits:
             self._expect(logits[:healed_logits], first_index)
-        self.healed = stop
+        self.healed, self.buffer = stop, buffer
         if step and stop == last:  # the last token's row has seen exact positions only
             self._expect(logits[-1:], len(answer))
             self.healed = last + 1

@@ -64,9 +64,10 @@ def passage_odds(lm: LanguageModel, prompt: Prompt, buffer: KVBuffer, answer: Se
     return torch.stack(odds)
 
 
-def first_inexact(prefilled: Prefilled) -> int:
-    """Return the first position of a fused prompt's passages that is not exact."""
-    return max(prefilled.exact_tokens, min(span.start for span in prefilled.prompt.chunks))
+def first_corrected(prefilled: Prefilled) -> int:
+    """Return the first position that the calibration of a fused prompt corrects; the last passage's end if none."""
+    bias = prefilled.buffer.reader_bias
+    return max(span.stop for span in prefilled.prompt.chunks) if bias is None else bias.first
 
 
 def fit_calibration(prefix_ids: tuple[int, ...], full: Sequence[Tensor], fused: Sequence[Tensor]) -> Calibration:

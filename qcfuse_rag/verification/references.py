@@ -16,7 +16,8 @@ from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
 from qcfuse_rag.store.backends.memory import MemoryStore
-from qcfuse_rag.verification.calibration import first_inexact, fit_calibration, passage_odds
+from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.verification.calibration import first_corrected, fit_calibration, passage_odds
 from qcfuse_rag.verification.checks import UNLIMITED, Case, Comparison, string_match
 
 KEPT_BYTES = 4 << 30
@@ -36,7 +37,7 @@ class Reference:
         ids: token ids of full prefill's greedy answer.
         logits: `[N, vocabulary]` float32, on the CPU, before each of them.
         score: share of the expected strings in the answer.
-        first_inexact: the first position whose keys a fused prompt does not have exactly.
+        first_corrected: the first position that a calibration corrects the attention to.
         odds: `passage_odds` over full prefill's caches, from there on.
     """
 
@@ -45,7 +46,7 @@ class Reference:
     ids: tuple[int, ...] = ()
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     score: float = 0.0
-    first_inexact: int = 0
+    first_corrected: int = 0
     odds: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -77,10 +78,11 @@ class ReferenceAnswers:
                 reference.ids, reference.logits = ids, logits.cpu()
                 reference.score = self._score(reference.case, ids)
                 if measure_odds:
-                    reused = self._prefill(reference, replace(self._method, budget=FixedRatio(0.0)))
-                    reference.first_inexact = first_inexact(reused)
+                    reused = replace(self._method, budget=FixedRatio(0.0), calibration=self._no_calibration)
+                    reference.first_corrected = first_corrected(self._prefill(reference, reused))
                     reference.odds = self._odds(reference, full)
                 self._bound_store(reference)
+            del prefilled, answers  # frees keys and values before the next group
         return references
 
     def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
@@ -96,7 +98,15 @@ class ReferenceAnswers:
                 for reference, fused in zip(group, prefilled, strict=True)
             ]
             comparisons += self._scored(group, prefilled, divergences)
+            del prefilled  # frees keys and values before the next group
         return comparisons
+
+    @property
+    def _no_calibration(self) -> Calibration:
+        """A calibration that changes nothing, to learn from a buffer which positions a calibration corrects."""
+        lm = self._engine.lm
+        biases = ((0.0,) * lm.model.config.num_attention_heads,) * lm.n_layers
+        return Calibration(biases, hash_ids(self._engine.prompts.prefix_ids))
 
     def calibrate(self, references: Sequence[Reference], method: Method) -> Calibration:
         """Fit a method's calibration on cases that were answered with `measure_odds`."""
@@ -144,7 +154,9 @@ class ReferenceAnswers:
         return (references[start : start + size] for start in range(0, len(references), size))
 
     def _odds(self, reference: Reference, prefilled: Prefilled) -> Tensor:
-        return passage_odds(self._engine.lm, prefilled.prompt, prefilled.buffer, reference.ids, reference.first_inexact)
+        return passage_odds(
+            self._engine.lm, prefilled.prompt, prefilled.buffer, reference.ids, reference.first_corrected
+        )
 
     def _bound_store(self, reference: Reference) -> None:
         """Drop the passages of a case that would exceed the bytes to keep."""

@@ -68,9 +68,9 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    At each ratio the method is tried as it is and with a calibration, which is fitted on other prompts of the same
-    passages. If both pass, the trial with less divergence is recommended. The engine's store is not used, and nothing
-    is stored. The method's guard is ignored, so every prompt is fused.
+    The ratio that passes is tried once more with a calibration, which is fitted on other prompts of the same passages.
+    If that passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is
+    stored. The method's guard is ignored, so every prompt is fused.
 
     Args:
         engine: its model, template and number format count; its method does not.
@@ -90,7 +90,7 @@ def verify(
     groups = _cases(engine, texts, settings)
     to_fit = fit_cases(texts or _demonstration(), settings.size) if can_calibrate(engine.lm, method) else []
     judged, fitted = sum(map(len, groups.values())), len(to_fit)
-    done, total = 0, judged + 2 * fitted + len(tried_methods) * (judged + (judged + fitted if to_fit else 0))
+    done, total = 0, judged * (1 + len(tried_methods)) + (judged + 3 * fitted if to_fit else 0)
 
     def advance() -> None:
         nonlocal done
@@ -102,7 +102,6 @@ def verify(
     exactness = Check(EXACTNESS, exact.largest, exact.tolerance, False, "largest logit error, in sd")
     answers = ReferenceAnswers(engine, method.unguarded, advance)
     references = {kind: answers.answer(cases) for kind, cases in groups.items()}
-    fit_references = answers.answer(to_fit, measure_odds=True)
     tried: list[Trial] = []
 
     def judge(label: str, candidate: Method) -> None:
@@ -112,11 +111,13 @@ def verify(
 
     for label, candidate in tried_methods:
         judge(label, candidate)
-        if fit_references:
+        if not tried[-1].passed:
+            continue
+        if to_fit:
+            fit_references = answers.answer(to_fit, measure_odds=True)
             calibration = answers.calibrate(fit_references, candidate)
             judge(f"{label}, calibrated", replace(candidate, calibration=calibration))
-        if any(trial.passed for trial in tried):
-            break
+        break
     if progress is not None:
         progress(done, done)
     name = f"{method.name} over {method.base.name}" if method.base else method.name
@@ -130,9 +131,18 @@ def verify(
 
 
 def can_calibrate(lm: LanguageModel, method: Method) -> bool:
-    """Return whether a method's readers can be corrected, see `fusion.calibration`."""
+    """Return whether a method's readers can be corrected, see `fusion.calibration`; on CPUs only.
+
+    The GPU's kernels and recorded passes have no bias: one corrected request would slow down the whole batch.
+    """
     alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1
-    return alike and method.base is not None and method.layer_hook is None and isinstance(method.budget, FixedRatio)
+    return (
+        lm.device.type == "cpu"
+        and alike
+        and method.base is not None
+        and method.layer_hook is None
+        and isinstance(method.budget, FixedRatio)
+    )
 
 
 def _demonstration() -> list[str]:

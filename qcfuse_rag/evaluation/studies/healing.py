@@ -8,6 +8,7 @@ from statistics import fmean, median
 from rich.table import Table
 
 from qcfuse_rag.bundled import corpus
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, difference_cell, load_engine
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
@@ -33,7 +34,7 @@ def healing(
     `--answer-tokens` tokens. All steps follow that answer. KL is that of its tokens from the eighth on, in nats a
     token; differences to the unhealed cache (0 rows) are paired, with 95 % bootstrap intervals.
     """
-    counts = [int(count) for count in rows.split(",")]
+    counts = sorted({0, *(int(count) for count in rows.split(","))})
     kl: dict[int, list[float]] = {count: [] for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     healed: dict[int, list[float]] = {count: [] for count in counts}
@@ -62,14 +63,15 @@ def healing(
                 seconds[count].append(median(steps))
                 healed[count].append(min(1.0, following.healed / len(prompt)))
             run.keep({"kl": kl, "seconds": seconds, "healed": healed})
+    if not kl[0]:
+        raise QCFuseError(f"all {skipped} answers have fewer than {answer_tokens} tokens; ask for fewer")
     table = Table("rows a step", "n", f"KL, tokens {LATE}-{answer_tokens}", "less unhealed", "s a token", "healed")
-    unhealed = counts[0]
     for count in counts:
         table.add_row(
             str(count),
             str(len(kl[count])),
             f"{fmean(kl[count]):.4f}",
-            difference_cell(kl[count], kl[unhealed]),
+            difference_cell(kl[count], kl[0]),
             f"{median(seconds[count]):.3f}",
             f"{fmean(healed[count]):.0%}",
         )
