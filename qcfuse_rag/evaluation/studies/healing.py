@@ -60,7 +60,7 @@ def healing(
                     steps.append(time.perf_counter() - started)
                     divergences.append(divergence(logits[index], after))
                 kl[count].append(fmean(divergences[LATE - 1 :]))
-                seconds[count].append(median(steps))
+                seconds[count].append(fmean(steps))
                 healed[count].append(min(1.0, following.healed / len(prompt)))
             run.keep({"kl": kl, "seconds": seconds, "healed": healed})
     if not kl[0]:
