@@ -24,7 +24,7 @@ EXACTNESS = "exactness"
 """Name of the check of the engine itself, which is the same at every ratio."""
 
 VerdictPolicy = Literal["warn", "require", "ignore"]
-"""What to do about a method without a passing verdict."""
+"""How loading treats a method without a passing verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """Return whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
@@ -134,7 +134,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether a candidate passed."""
+        """Return whether a candidate passed."""
         return self.recommended is not None
 
     @property
@@ -152,7 +152,7 @@ class Verdict:
 
     @property
     def next_step(self) -> str:
-        """What to do where the method, or its ratio, did not pass."""
+        """Advice to the user when the method, or its ratio, did not pass."""
         if self.ratio is not None:
             return f"use ratio {self.ratio:g}, which passed, or method `full`"
         highest = self.tried[-1].ratio
@@ -161,7 +161,7 @@ class Verdict:
         return f"verify a ratio above {highest:g} (`qcfuse verify --ratio`), or use method `full`"
 
     def covers(self, method: Method) -> bool:
-        """Return whether the method passed; the verdict must be the one that `find_verdict` returns for it.
+        """Return whether the method passed, given the verdict that `find_verdict` returns for this method.
 
         A ratio that the user fixed passes from a ratio on that passed without a calibration: it recomputes the same
         tokens and more. A calibration holds for its own ratio alone.

@@ -27,7 +27,7 @@ ROWS_PER_PASS = 256
 
 @dataclass(frozen=True, slots=True)
 class HealingReport:
-    """What healing did for one answer.
+    """The work and outcome of healing for one answer.
 
     Attributes:
         fidelity: as the request asked.
@@ -106,7 +106,7 @@ class AnswerDecoder:
 
     @property
     def steps(self) -> bool:
-        """Whether the last token's row comes next; False while a finished draft waits for healing, and after that."""
+        """Whether the next pass computes the last token's row; False while a finished draft waits for verification."""
         return self._logits is None and not (self.holds_back and self._is_drafted)
 
     @property

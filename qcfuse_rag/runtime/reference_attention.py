@@ -57,6 +57,15 @@ def attention_scores(query: Tensor, key: Tensor, scaling: float, softcap: float 
     return scores.reshape(batch, heads, rows, key.shape[2])
 
 
+def seen_keys(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return `[R, K]` bool: whether a row sees a key, by their positions and the sliding window in tokens, if any."""
+    distance = rows[:, None] - keys[None, :]
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return seen
+
+
 def plain_attention_weights(
     query: Tensor,
     key: Tensor,
@@ -74,10 +83,7 @@ def plain_attention_weights(
     step = max(MIN_ROWS, 2 * key.nbytes // (3 * 4 * query.shape[1] * length))
     for start in range(0, query.shape[2], step):
         step_rows = rows[start : start + step]
-        distance = step_rows[:, None] - positions[None, :]
-        seen = (distance >= 0) & known[None, :]
-        if params.window is not None:
-            seen &= distance < params.window
+        seen = seen_keys(step_rows, positions, params.window) & known[None, :]
         scores = attention_scores(query[:, :, start : start + step], key, params.scaling, params.softcap)
         first_masked = int(seen.all(0).long().argmin())  # every row sees all keys before this one
         scores[..., first_masked:].masked_fill_(~seen[:, first_masked:], float("-inf"))

@@ -19,7 +19,7 @@ from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.reference_attention import attention_scores
+from qcfuse_rag.runtime.reference_attention import attention_scores, seen_keys
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.store.key import hash_ids
 
@@ -51,9 +51,7 @@ def passage_odds(lm: LanguageModel, prompt: Prompt, buffer: KVBuffer, answer: Se
     odds: list[Tensor] = []
 
     def observe(_layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
-        positions = torch.arange(key.shape[2], device=key.device)
-        distance = torch.arange(start, stop, device=key.device)[:, None] - positions[None, :]
-        seen = distance >= 0 if params.window is None else (distance >= 0) & (distance < params.window)
+        seen = seen_keys(plan.rows, torch.arange(key.shape[2], device=key.device), params.window)
         scores = attention_scores(query, key, params.scaling, params.softcap).masked_fill_(~seen, float("-inf"))
         share = scores.softmax(-1)[0, :, :, first:start].sum(-1)
         odds.append(share.clamp(LEAST_SHARE, 1 - LEAST_SHARE).logit().mean(-1))

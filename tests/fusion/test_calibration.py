@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, make_method
 from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.calibration import first_corrected, fit_calibration, passage_odds
-from tests.support.engines import make_engine
+from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward
 
@@ -26,9 +26,7 @@ ANSWER = (40, 41, 42, 43, 44)
 
 @pytest.fixture
 def engine(family: LanguageModel) -> FusionEngine:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    return engine
+    return make_warmed_engine(family)
 
 
 def calibrated(engine: FusionEngine, method: Method = REUSE, scale: float = 1.0) -> Method:

@@ -14,7 +14,7 @@ from qcfuse_rag.prompts.segments import Role, Segment
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward
 
@@ -25,9 +25,7 @@ TOLERANCE = 1e-4
 
 @pytest.fixture
 def engine(family: LanguageModel) -> FusionEngine:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    return engine
+    return make_warmed_engine(family)
 
 
 @pytest.fixture

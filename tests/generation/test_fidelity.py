@@ -16,9 +16,9 @@ from qcfuse_rag.generation import decoder as decoding
 from qcfuse_rag.generation.decoder import DRAFT_TOKENS
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import references
-from tests.support.engines import make_engine
+from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
 
@@ -32,9 +32,7 @@ GREEDY = SamplingParams(max_new_tokens=LENGTH)
 
 @pytest.fixture
 def engine(family: LanguageModel) -> FusionEngine:
-    engine = make_engine(family, MemoryStore())
-    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
-    return engine
+    return make_warmed_engine(family)
 
 
 @pytest.fixture

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcfuse_rag import FusionEngine, KVStore, LanguageModel, make_method
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag import FusionEngine, KVStore, LanguageModel, MemoryStore, make_method
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
+from tests.support.passages import PASSAGES
 
 METHOD = make_method("qcfuse", ratio=0.15, base=FRAMED)
 METHOD_OPTIONS = ("--method", "qcfuse", "--ratio", "0.15")
 """The same method on the command line."""
+
+
+def make_warmed_engine(lm: LanguageModel) -> FusionEngine:
+    """Return an engine over a store with the test passages, blind and framed."""
+    engine = make_engine(lm, MemoryStore())
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
+    return engine
 
 
 def make_engine(lm: LanguageModel, store: KVStore, **options: Any) -> FusionEngine:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.quality.metrics import token_f1
+from qcfuse_rag.evaluation.quality.run import answer_text
 from qcfuse_rag.evaluation.quality.tables import new_figure
 from qcfuse_rag.evaluation.studies.runner import (
     FULL,
@@ -29,12 +30,12 @@ from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.samples import Sample
 
 Figures = dict[str, dict[str, list[float]]]
-"""By rung and name of the figure, the values of all questions, in their order."""
+"""By method and name of the figure, the values of all questions, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class LadderOptions:
-    """What to measure; `fit` is the number of prompts that a calibration is fitted on, 0 for no calibration."""
+    """The ratios, the number of prompts to fit a calibration on (0 for none), and the answer's token limit."""
 
     ratios: tuple[float, ...]
     fit: int
@@ -61,9 +62,9 @@ def ladder(
         name = engine.lm.name
         for path in files.data:
             samples = replace(files, data=[path]).examples()
-            rungs = _rungs(engine, samples, options)
+            methods = _methods(engine, samples, options)
             for sample in run.track(samples):
-                _measure(engine, sample, rungs, options, figures)
+                _measure(engine, sample, methods, options, figures)
                 engine.store.clear()
                 run.keep(figures)
     if plot is not None:
@@ -71,24 +72,24 @@ def ladder(
     return StudyResult({"model": name, "figures": figures}, [_table(figures)])
 
 
-def _rungs(engine: FusionEngine, samples: Sequence[Sample], options: LadderOptions) -> dict[str, Method]:
+def _methods(engine: FusionEngine, samples: Sequence[Sample], options: LadderOptions) -> dict[str, Method]:
     """Return the methods to compare by name; calibrations are fitted on the samples' passages."""
     passages = list(dict.fromkeys(text for sample in samples for text in sample.passages))
     plain = {f"{ratio:g}": make_method("auto", ratio=ratio, guard=False) for ratio in options.ratios}
-    rungs: dict[str, Method] = {}
+    methods: dict[str, Method] = {}
     answers = ReferenceAnswers(engine, next(iter(plain.values())), lambda: None)
     fitted = answers.answer(fit_cases(passages, options.fit), measure_odds=True) if options.fit else []
     for name, method in plain.items():
-        rungs[name] = method
+        methods[name] = method
         if fitted:
-            rungs[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(fitted, method))
-    return rungs
+            methods[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(fitted, method))
+    return methods
 
 
 def _measure(
-    engine: FusionEngine, sample: Sample, rungs: dict[str, Method], options: LadderOptions, figures: Figures
+    engine: FusionEngine, sample: Sample, methods: dict[str, Method], options: LadderOptions, figures: Figures
 ) -> None:
-    bases = next(iter(rungs.values())).bases
+    bases = next(iter(methods.values())).bases
     engine.warm(sample.passages[:1], bases=bases)
     engine.warm(sample.passages[1:], bases=bases[:1])
     prompt = engine.prompt(sample.question, sample.passages)
@@ -96,7 +97,7 @@ def _measure(
     ids, logits = greedy_answer(engine.runner, full, options.answer_tokens)
     full_s, full_f1 = full.report.timings.ttft_s, _f1(engine, ids, sample)
     del full
-    for name, method in rungs.items():
+    for name, method in methods.items():
         fused = engine.prefill(prompt, method=method, answer_tokens=options.answer_tokens)
         divergence = compare_answers(logits, answer_logits(engine.runner, fused, ids))
         f1 = full_f1
@@ -116,8 +117,7 @@ def _measure(
 
 
 def _f1(engine: FusionEngine, ids: Sequence[int], sample: Sample) -> float:
-    text = engine.lm.tokenizer.decode(ids, skip_special_tokens=True)
-    return token_f1(text, sample.answers) if sample.answers else 0.0
+    return token_f1(answer_text(engine.lm, ids), sample.answers) if sample.answers else 0.0
 
 
 def _table(figures: Figures) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qcfuse_rag.runtime.reference_attention import seen_keys
 from qcfuse_rag.runtime.rows import RowsPlan
 
 ROWS_PER_BLOCK = 128
@@ -86,17 +87,9 @@ def split_rows(
         all_in_window = window is None or last_row - keys[first_key] < window
         mask = None
         if not all_seen or not all_in_window:
-            mask = _mask(rows[start:stop], positions[first_key:last_key], window)
+            mask = seen_keys(rows[start:stop], positions[first_key:last_key], window)
         blocks.append(RowBlock(start, stop, first_key, last_key, mask, causal=False))
     return blocks
-
-
-def _mask(rows: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    distance = rows[:, None] - keys[None, :]
-    mask = distance >= 0
-    if window is not None:
-        mask &= distance < window
-    return mask
 
 
 def row_blocks_of(plan: RowsPlan, layer: int, window: int | None) -> list[RowBlock]:
