@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.fusion.budgets import FixedRatio
 from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
@@ -37,8 +36,6 @@ class Reference:
         ids: token ids of full prefill's greedy answer.
         logits: `[N, vocabulary]` float32, on the CPU, before each of them.
         score: share of the expected strings in the answer.
-        first_corrected: the first position that a calibration corrects the attention to.
-        odds: `passage_odds` over full prefill's caches, from there on.
     """
 
     case: Case
@@ -46,8 +43,6 @@ class Reference:
     ids: tuple[int, ...] = ()
     logits: Tensor = field(default_factory=lambda: torch.empty(0))
     score: float = 0.0
-    first_corrected: int = 0
-    odds: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class ReferenceAnswers:
@@ -63,26 +58,14 @@ class ReferenceAnswers:
         self._engine, self._method, self._advance = engine, method, advance
         self._kept_bytes = 0
 
-    def answer(self, cases: Sequence[Case], *, measure_odds: bool = False) -> list[Reference]:
-        """Answer cases of one kind by full prefill.
-
-        Args:
-            cases: with answers of the same length limit.
-            measure_odds: measure the attention to the passages too, to fit a calibration.
-        """
-        references = [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]
+    def answer(self, cases: Sequence[Case]) -> list[Reference]:
+        """Answer cases of one kind, whose answers have the same length limit, by full prefill."""
+        references = self._references(cases)
         for group in self._groups(references):
-            prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
-            answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
-            for reference, full, (ids, logits) in zip(group, prefilled, answers, strict=True):
+            for reference, _, (ids, logits) in self._answered(group):
                 reference.ids, reference.logits = ids, logits.cpu()
                 reference.score = self._score(reference.case, ids)
-                if measure_odds:
-                    reused = replace(self._method, budget=FixedRatio(0.0), calibration=self._no_calibration)
-                    reference.first_corrected = first_corrected(self._prefill(reference, reused))
-                    reference.odds = self._odds(reference, full)
                 self._bound_store(reference)
-            del prefilled, answers  # frees keys and values before the next group
         return references
 
     def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
@@ -101,18 +84,31 @@ class ReferenceAnswers:
             del prefilled  # frees keys and values before the next group
         return comparisons
 
-    @property
-    def _no_calibration(self) -> Calibration:
-        """A calibration that changes nothing, to learn from a buffer which positions a calibration corrects."""
-        lm = self._engine.lm
-        biases = ((0.0,) * lm.model.config.num_attention_heads,) * lm.n_layers
-        return Calibration(biases, hash_ids(self._engine.prompts.prefix_ids))
+    def calibrate(self, cases: Sequence[Case], method: Method) -> Calibration:
+        """Fit a method's calibration on cases of one kind."""
+        lm, prefix_ids = self._engine.lm, self._engine.prompts.prefix_ids
+        zeros = ((0.0,) * lm.model.config.num_attention_heads,) * lm.n_layers
+        uncorrected = replace(method, calibration=Calibration(zeros, hash_ids(prefix_ids)))
+        full_odds: list[Tensor] = []
+        fused_odds: list[Tensor] = []
+        for group in self._groups(self._references(cases)):
+            for reference, full, (ids, _) in self._answered(group):
+                fused = self._prefill(reference, uncorrected)
+                first = first_corrected(fused)
+                for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
+                    odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, first))
+        return fit_calibration(prefix_ids, full_odds, fused_odds)
 
-    def calibrate(self, references: Sequence[Reference], method: Method) -> Calibration:
-        """Fit a method's calibration on cases that were answered with `measure_odds`."""
-        fused = [self._odds(reference, self._prefill(reference, method)) for reference in references]
-        full = [reference.odds for reference in references]
-        return fit_calibration(self._engine.prompts.prefix_ids, full, fused)
+    def _references(self, cases: Sequence[Case]) -> list[Reference]:
+        return [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]
+
+    def _answered(
+        self, group: Sequence[Reference]
+    ) -> Iterator[tuple[Reference, Prefilled, tuple[tuple[int, ...], Tensor]]]:
+        """Yield each case with its full prefill, and with its greedy answer and the logits before each token."""
+        prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
+        answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
+        yield from zip(group, prefilled, answers, strict=True)
 
     def _scored(
         self, group: Sequence[Reference], prefilled: Sequence[Prefilled], divergences: Sequence[AnswerDivergence]
@@ -152,11 +148,6 @@ class ReferenceAnswers:
         prompt_bytes = max(tokens, default=1) * self._engine.lm.kv_bytes_per_token
         size = max(1, min(TOGETHER, KEPT_BYTES // prompt_bytes))
         return (references[start : start + size] for start in range(0, len(references), size))
-
-    def _odds(self, reference: Reference, prefilled: Prefilled) -> Tensor:
-        return passage_odds(
-            self._engine.lm, prefilled.prompt, prefilled.buffer, reference.ids, reference.first_corrected
-        )
 
     def _bound_store(self, reference: Reference) -> None:
         """Drop the passages of a case that would exceed the bytes to keep."""

@@ -90,7 +90,7 @@ def verify(
     groups = _cases(engine, texts, settings)
     to_fit = fit_cases(texts or _demonstration(), settings.size) if can_calibrate(engine.lm, method) else []
     judged, fitted = sum(map(len, groups.values())), len(to_fit)
-    done, total = 0, judged * (1 + len(tried_methods)) + (judged + 3 * fitted if to_fit else 0)
+    done, total = 0, judged * (1 + len(tried_methods)) + (judged + 2 * fitted if to_fit else 0)
 
     def advance() -> None:
         nonlocal done
@@ -114,8 +114,7 @@ def verify(
         if not tried[-1].passed:
             continue
         if to_fit:
-            fit_references = answers.answer(to_fit, measure_odds=True)
-            calibration = answers.calibrate(fit_references, candidate)
+            calibration = answers.calibrate(to_fit, candidate)
             judge(f"{label}, calibrated", replace(candidate, calibration=calibration))
         break
     if progress is not None:

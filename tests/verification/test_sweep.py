@@ -182,7 +182,7 @@ def test_progress_ends_full(engine: FusionEngine) -> None:
     verify(
         engine, OPEN, texts=PASSAGES, settings=settings(LOOSE), progress=lambda done, total: steps.append((done, total))
     )
-    most, first_ratio = 3 + 2 * 3 + 3 + 3, 3 + 3 + 3 + 3  # in full, fused, to fit on, calibrated
+    most, first_ratio = 3 + 2 * 3 + 2 + 3, 3 + 3 + 2 + 3  # in full, fused, to fit on, calibrated
     assert steps == [*((done, most) for done in range(1, first_ratio + 1)), (first_ratio, first_ratio)]
 
 

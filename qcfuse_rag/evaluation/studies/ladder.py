@@ -78,11 +78,11 @@ def _methods(engine: FusionEngine, samples: Sequence[Sample], options: LadderOpt
     plain = {f"{ratio:g}": make_method("auto", ratio=ratio, guard=False) for ratio in options.ratios}
     methods: dict[str, Method] = {}
     answers = ReferenceAnswers(engine, next(iter(plain.values())), lambda: None)
-    fitted = answers.answer(fit_cases(passages, options.fit), measure_odds=True) if options.fit else []
+    to_fit = fit_cases(passages, options.fit)
     for name, method in plain.items():
         methods[name] = method
-        if fitted:
-            methods[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(fitted, method))
+        if to_fit:
+            methods[f"{name} calibrated"] = replace(method, calibration=answers.calibrate(to_fit, method))
     return methods
 
 
