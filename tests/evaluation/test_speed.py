@@ -99,7 +99,7 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
 @pytest.mark.slow
 def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placing, probing and recomputing hold no second copy of the prompt's keys and values."""
-    slack = []
+    slack, layer_bytes = [], 0.0
     for layers in (3, 9):
         shape = {"head_dim": 64, "num_key_value_heads": 4, "num_hidden_layers": layers}
         monkeypatch.setitem(SHAPES, "tiny", {**TINY, **shape})
@@ -107,10 +107,12 @@ def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.Monke
         options = SpeedOptions((2000,), tuple(configurations(["prophetkv"], [0.05])[1:]), repeats=1, requests=())
         rounds = [measure_speed(lm, options)["prefill"][1] for _ in range(3)]
         buffer_bytes = rounds[0]["buffer_bytes"]
-        # The loader's thread may be a layer ahead at the peak; the least peak is without that.
+        layer_bytes = buffer_bytes / lm.n_layers
         slack.append(min(fused["peak_bytes"] for fused in rounds) - buffer_bytes)
-        assert 0 < slack[-1] < buffer_bytes / lm.n_layers
-    assert slack[1] == pytest.approx(slack[0], rel=0.02), "it does not add up over layers"
+        assert 0 < slack[-1] < layer_bytes
+    # The loader's thread may be ahead by some of a layer at the peak. Bytes kept for each layer would count six times:
+    # the recomputed 5 % alone would be 0.3 of a layer.
+    assert slack[1] - slack[0] < 0.2 * layer_bytes, "the slack grows with the layers"
 
 
 def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
