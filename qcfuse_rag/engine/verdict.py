@@ -161,16 +161,11 @@ class Verdict:
         return f"verify a ratio above {highest:g} (`qcfuse verify --ratio`), or use method `full`"
 
     def covers(self, method: Method) -> bool:
-        """Return whether the method passed, given the verdict that `find_verdict` returns for this method.
-
-        A ratio that the user fixed passes from a ratio on that passed without a calibration: it recomputes the same
-        tokens and more. A calibration holds for its own ratio alone.
-        """
-        fixed = fixed_ratio(method)
-        if fixed is None or self.ratio is None:
-            return self.passed
-        uncalibrated = [trial.ratio for trial in self.tried if trial.passed and trial.calibration is None]
-        return fixed == self.ratio or any(ratio is not None and fixed >= ratio for ratio in uncalibrated)
+        """Return whether the method, as `applied` returns it, was tried and passed."""
+        runs = self.applied(method)
+        return any(
+            trial.passed and (trial.ratio, trial.calibration) == (runs.ratio, runs.calibration) for trial in self.tried
+        )
 
     def applied(self, method: Method) -> Method:
         """Return the method at the recommended ratio if it leaves the ratio to the verdict, and calibrated for it.
@@ -230,14 +225,12 @@ def verdict_path(folder: Path, fingerprint: str, method: str) -> Path:
 def find_verdict(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
     """Read the verdict on a model, a store and a method; None if it is absent or unreadable.
 
-    A fixed ratio may have a verdict of its own, or pass by the verdict that chose a ratio for the same method.
+    A fixed ratio without a verdict of its own has the verdict that chose a ratio for the same method.
     """
-    methods = [method]
-    if fixed_ratio(method) is not None:
-        methods.append(replace(method, budget=VerifiedRatio(0.0)))
-    verdicts = [verdict for each in methods if (verdict := _read(lm, store, each)) is not None]
-    passing = (verdict for verdict in verdicts if verdict.covers(method))
-    return next(passing, verdicts[0] if verdicts else None)
+    own = _read(lm, store, method)
+    if own is not None or fixed_ratio(method) is None:
+        return own
+    return _read(lm, store, replace(method, budget=VerifiedRatio(0.0)))
 
 
 def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:

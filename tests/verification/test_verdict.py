@@ -22,6 +22,7 @@ from qcfuse_rag.engine.verdict import (
 )
 from qcfuse_rag.errors import Unverified, UnverifiedMethod
 from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
+from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -154,12 +155,12 @@ def test_an_open_ratio_does_not_count_in_the_digest_and_a_fixed_one_does(kept: F
     [
         (None, None),
         (0.15, None),
-        (0.4, None),
+        (0.4, "auto has not been verified on this model at ratio 0.4; use ratio 0.15, which passed"),
         (0.1, "auto was verified on this model and did not pass at ratio 0.1: kl; use ratio 0.15, which passed"),
         (0.12, "auto has not been verified on this model at ratio 0.12; use ratio 0.15, which passed"),
     ],
 )
-def test_a_fixed_ratio_passes_from_the_recommended_ratio_on(
+def test_a_fixed_ratio_passes_if_it_is_one_that_was_tried_and_passed(
     kept: FusionEngine, tmp_path: Path, ratio: float | None, problem: str | None
 ) -> None:
     verdict(kept, AUTO, trial(0.1, 2.0), trial(0.15)).save(tmp_path)
@@ -168,8 +169,11 @@ def test_a_fixed_ratio_passes_from_the_recommended_ratio_on(
     assert said is None if problem is None else said is not None and problem in said
 
 
-def test_a_passing_verdict_on_the_fixed_ratio_itself_counts_too(kept: FusionEngine, tmp_path: Path) -> None:
-    verdict(kept, AUTO, trial(0.15, 2.0), trial(0.3)).save(tmp_path)
+@pytest.mark.parametrize("open_ratio", [(trial(0.15, 2.0), trial(0.3)), (trial(0.15),), (trial(0.2),)])
+def test_the_verdict_on_the_fixed_ratio_itself_counts_before_that_on_the_open_ratio(
+    kept: FusionEngine, tmp_path: Path, open_ratio: tuple[Trial, ...]
+) -> None:
+    verdict(kept, AUTO, *open_ratio).save(tmp_path)
     method = make_method("auto", ratio=0.2)
     verdict(kept, method).save(tmp_path)
     assert verdict_problem(find_verdict(kept.lm, kept.store, method), method) is None
@@ -177,6 +181,17 @@ def test_a_passing_verdict_on_the_fixed_ratio_itself_counts_too(kept: FusionEngi
     assert "at ratio 0.2: kl; verify a ratio above 0.2" in str(
         verdict_problem(find_verdict(kept.lm, kept.store, method), method)
     )
+
+
+def test_a_calibrated_trial_covers_the_calibrated_method_alone(kept: FusionEngine) -> None:
+    calibrated = replace(trial(0.15, 0.1), calibration=Calibration(((0.5,),), "prefix"))
+    result = verdict(kept, AUTO, trial(0.15, 0.3), calibrated, trial(0.3, 2.0))
+    assert result.applied(AUTO).calibration == calibrated.calibration
+    assert result.covers(AUTO)
+    assert result.covers(result.applied(AUTO)), "an engine is asked again with the method that it took"
+    other = replace(make_method("auto", ratio=0.2), calibration=calibrated.calibration)
+    assert not result.covers(other)
+    assert not result.covers(make_method("auto", ratio=0.3)), "it was tried and failed"
 
 
 def test_a_verdict_on_a_fixed_ratio_chooses_none_for_the_method_without(kept: FusionEngine, tmp_path: Path) -> None:
