@@ -55,7 +55,7 @@ class Method:
         context: the reused tokens that recomputed tokens see: `all`, or only those `selected` with them.
         guard: decides when to compute everything instead; None never does.
         calibration: corrects the attention that the prompt's end and the answer pay to reused tokens; None does not.
-            Methods with a layer hook are not corrected.
+            Methods with a layer hook or sets nested over layers are not corrected.
     """
 
     name: str

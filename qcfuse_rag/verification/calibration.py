@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.calibration import Calibration
-from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_hidden
@@ -62,18 +61,12 @@ def passage_odds(lm: LanguageModel, prompt: Prompt, buffer: KVBuffer, answer: Se
     return torch.stack(odds)
 
 
-def first_corrected(prefilled: Prefilled) -> int:
-    """Return the first position that the calibration of a fused prompt corrects; the last passage's end if none."""
-    bias = prefilled.buffer.reader_bias
-    return max(span.stop for span in prefilled.prompt.chunks) if bias is None else bias.first
-
-
 def fit_calibration(prefix_ids: tuple[int, ...], full: Sequence[Tensor], fused: Sequence[Tensor]) -> Calibration:
     """Return the biases that give fused passages full prefill's attention, in the mean over prompts.
 
     Args:
         prefix_ids: the system prefix of all prompts.
-        full: `passage_odds` of each prompt over full prefill's caches.
+        full: `passage_odds` of each prompt over full prefill's caches; at least one.
         fused: those over the fused caches, of the same prompts.
     """
     gap = torch.stack([*full]) - torch.stack([*fused])

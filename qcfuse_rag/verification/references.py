@@ -16,7 +16,7 @@ from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
 from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.key import hash_ids
-from qcfuse_rag.verification.calibration import first_corrected, fit_calibration, passage_odds
+from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
 from qcfuse_rag.verification.checks import UNLIMITED, Case, Comparison, string_match
 
 KEPT_BYTES = 4 << 30
@@ -84,8 +84,8 @@ class ReferenceAnswers:
             del prefilled  # frees keys and values before the next group
         return comparisons
 
-    def calibrate(self, cases: Sequence[Case], method: Method) -> Calibration:
-        """Fit a method's calibration on cases of one kind."""
+    def calibrate(self, cases: Sequence[Case], method: Method) -> Calibration | None:
+        """Fit a method's calibration on cases of one kind; None if the method corrects none of their prompts."""
         lm, prefix_ids = self._engine.lm, self._engine.prompts.prefix_ids
         zeros = ((0.0,) * lm.model.config.num_attention_heads,) * lm.n_layers
         uncorrected = replace(method, calibration=Calibration(zeros, hash_ids(prefix_ids)))
@@ -94,10 +94,11 @@ class ReferenceAnswers:
         for group in self._groups(self._references(cases)):
             for reference, full, (ids, _) in self._answered(group):
                 fused = self._prefill(reference, uncorrected)
-                first = first_corrected(fused)
-                for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
-                    odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, first))
-        return fit_calibration(prefix_ids, full_odds, fused_odds)
+                bias = fused.buffer.reader_bias
+                if bias is not None:
+                    for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
+                        odds.append(passage_odds(lm, prefilled.prompt, prefilled.buffer, ids, bias.first))
+        return fit_calibration(prefix_ids, full_odds, fused_odds) if fused_odds else None
 
     def _references(self, cases: Sequence[Case]) -> list[Reference]:
         return [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]

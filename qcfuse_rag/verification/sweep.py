@@ -68,8 +68,8 @@ def verify(
 ) -> Verdict:
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
-    The ratio that passes is tried once more with a calibration, which is fitted on other prompts of the same passages.
-    If that passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is
+    The ratio that passes is tried once more with a calibration, which is fitted on other prompts of the same passages,
+    unless the method corrects none of them. If that passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is
     stored. The method's guard is ignored, so every prompt is fused.
 
     Args:
@@ -113,8 +113,8 @@ def verify(
         judge(label, candidate)
         if not tried[-1].passed:
             continue
-        if to_fit:
-            calibration = answers.calibrate(to_fit, candidate)
+        calibration = answers.calibrate(to_fit, candidate) if to_fit else None
+        if calibration is not None:
             judge(f"{label}, calibrated", replace(candidate, calibration=calibration))
         break
     if progress is not None:
@@ -130,8 +130,9 @@ def verify(
 
 
 def can_calibrate(lm: LanguageModel, method: Method) -> bool:
-    """Return whether a method's readers can be corrected, see `fusion.calibration`; on CPUs only.
+    """Return whether to fit a calibration of a method, see `fusion.calibration`; on CPUs only.
 
+    Fitting says whether the method is corrected at all: not where its rows differ between layers, for example.
     The GPU's kernels and recorded passes have no bias: one corrected request would slow down the whole batch.
     """
     alike = len({(shape.kv_heads, shape.key_dim) for shape in lm.shapes}) == 1

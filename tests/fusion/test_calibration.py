@@ -14,7 +14,7 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
-from qcfuse_rag.verification.calibration import first_corrected, fit_calibration, passage_odds
+from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
 from tests.support.engines import make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.references import plain_forward
@@ -91,11 +91,11 @@ def test_the_bias_is_the_mean_gap_of_the_log_odds(engine: FusionEngine) -> None:
         prompt = engine.prompt(question, PASSAGES)
         full = engine.prefill(prompt, method=FULL, answer_tokens=len(ANSWER))
         fused = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
-        first = first_corrected(engine.prefill(prompt, method=calibrated(engine)))
-        assert first == prompt.chunks[1].start, "the first passage is exact"
-        assert first_corrected(full) == prompt.chunks[-1].stop
+        bias = engine.prefill(prompt, method=calibrated(engine)).buffer.reader_bias
+        assert bias is not None
+        assert bias.first == prompt.chunks[1].start, "the first passage is exact"
         for odds, prefilled in ((full_odds, full), (fused_odds, fused)):
-            odds.append(passage_odds(engine.lm, prompt, prefilled.buffer, ANSWER, first))
+            odds.append(passage_odds(engine.lm, prompt, prefilled.buffer, ANSWER, bias.first))
         gaps.append(full_odds[-1] - fused_odds[-1])
     calibration = fit_calibration(engine.prompts.prefix_ids, full_odds, fused_odds)
     assert torch.allclose(torch.tensor(calibration.biases), (gaps[0] + gaps[1]) / 2, atol=1e-3)
