@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from qcfuse_rag.fusion.pipeline import Prefilled
@@ -86,7 +86,6 @@ class TextStream(Iterator[str]):
     Attributes:
         report: of the prefill; available at once.
         generation: the finished answer; None until the last piece was read.
-        prefilled: keys and values of prompt and answer; they take memory as long as the stream exists.
     """
 
     def __init__(
@@ -99,10 +98,18 @@ class TextStream(Iterator[str]):
         sampler: Sampler | None = None,
     ) -> None:
         self.report = prefilled.report
-        self.prefilled = prefilled
+        self._prefilled = prefilled
         self.generation: Generation | None = None
         self._decoder = AnswerDecoder(runner, prefilled, params, sampler or Sampler(params, runner.lm))
         self._pieces = self._decode(cancel or threading.Event())
+
+    @property
+    def prefilled(self) -> Prefilled:
+        """The prompt with keys and values of prompt and answer, as far as they are healed.
+
+        They take memory as long as the stream exists.
+        """
+        return replace(self._prefilled, buffer=self._decoder.buffer)
 
     @property
     def verified_upto(self) -> int | None:

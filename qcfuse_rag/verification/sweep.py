@@ -69,8 +69,8 @@ def verify(
     """Compare a method's answers with full prefill's, from the smallest ratio up to the first that passes.
 
     The ratio that passes is tried once more with a calibration, which is fitted on other prompts of the same passages,
-    unless the method corrects none of them. If that passes too, the trial with less divergence is recommended. The engine's store is not used, and nothing is
-    stored. The method's guard is ignored, so every prompt is fused.
+    unless the method corrects none of them. If that passes too, the trial with less divergence is recommended. The
+    engine's store is not used, and nothing is stored. The method's guard is ignored, so every prompt is fused.
 
     Args:
         engine: its model, template and number format count; its method does not.

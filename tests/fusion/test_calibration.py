@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qcfuse_rag import FusionEngine, LanguageModel, make_method
+from qcfuse_rag import FusionEngine, LanguageModel, SamplingParams, make_method
 from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
+from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.key import hash_ids
 from qcfuse_rag.store.prefill_base import FRAMED
 from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
@@ -61,6 +63,24 @@ def test_healing_ends_without_a_bias(engine: FusionEngine) -> None:
     expected, _ = plain_forward(engine.lm, prompt.ids + ANSWER)
     assert healing.buffer.reader_bias is None
     assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("fidelity", ["heal", "exact"])
+def test_a_healed_answer_goes_on_without_a_bias(
+    engine: FusionEngine, fidelity: Fidelity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token after the first is chosen over an exact cache, and the stream's buffer is as exact."""
+    monkeypatch.setattr(engine.runner, "step_costs", lambda: StepCosts(1.0, 0.0, 1e-4))
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    params = SamplingParams(max_new_tokens=8, fidelity=fidelity)
+    stream = engine.stream(prompt, params, method=calibrated(engine, scale=5.0))
+    ids = stream.result().ids
+    assert stream.prefilled.buffer.reader_bias is None
+    expected, _ = plain_forward(engine.lm, prompt.ids + ids[:-1])
+    assert list(ids[1:]) == expected[len(prompt) :].argmax(-1).tolist()
+    if len(ids) > 1:
+        after = engine.runner.decodes([ids[-2]], [len(prompt) + len(ids) - 2], [stream.prefilled.buffer])[0]
+        assert float((after - expected[-1]).abs().max()) < 1e-4
 
 
 def test_with_everything_recomputed_it_is_full_prefill(engine: FusionEngine) -> None:
