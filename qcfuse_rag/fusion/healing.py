@@ -9,7 +9,7 @@ a greedy answer, as drafts are verified in speculative decoding (VeriCache, arXi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -21,6 +21,8 @@ from qcfuse_rag.runtime.forward import forward_logits, forward_rows
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
+Mask = Callable[[Sequence[int], Tensor], Tensor]
+
 
 class Healing:
     """Heals the cache of one request, in place. An answer is given as the token ids so far.
@@ -30,6 +32,8 @@ class Healing:
     Args:
         runner: the model.
         prefilled: the prompt, with capacity for the answer.
+        mask: removes the tokens that may not follow an answer, given its tokens so far and the `[vocabulary]` logits
+            after them; None allows all. It is asked for ever longer answers.
 
     Attributes:
         healed: number of leading positions whose keys and values are full prefill's; the positions from here on are
@@ -37,11 +41,13 @@ class Healing:
         buffer: keys and values of prompt and answer; a reader bias is left only where they are not exact.
     """
 
-    def __init__(self, runner: ModelRunner, prefilled: Prefilled) -> None:
-        self.healed = prefilled.exact_tokens
+    def __init__(self, runner: ModelRunner, prefilled: Prefilled, *, mask: Mask | None = None) -> None:
+        self.healed, self._mask = prefilled.exact_tokens, mask
         self._runner, self.buffer, self._prompt = runner, prefilled.buffer, prefilled.prompt
         # The exact greedy token for each index of the answer, as far as the logits before it are exact.
-        self._expected = [int(prefilled.logits.argmax())] if self.healed == len(self._prompt) else []
+        self._expected: list[int] = []
+        if self.healed == len(self._prompt):
+            self._expect(prefilled.logits[None], ())
 
     @property
     def prompt_left(self) -> int:
@@ -92,7 +98,7 @@ class Healing:
     def note_step(self, answer: Sequence[int], logits: Tensor) -> None:
         """Note that the row of the answer's last token was computed by a decode step, with these logits after it."""
         if self.is_through(answer):
-            self._expect(logits[None], len(answer))
+            self._expect(logits[None], answer)
             self.healed = len(self._prompt) + len(answer)
 
     def shorten(self, answer: Sequence[int]) -> None:
@@ -108,7 +114,7 @@ class Healing:
         self.buffer = replace(self.buffer, reader_bias=None)
         logits = forward_rows(lm, torch.tensor(self._prompt.ids, device=lm.device), plan, self.buffer)
         self.healed, self._expected = length, []
-        self._expect(logits[None], 0)
+        self._expect(logits[None], ())
         return logits
 
     @torch.inference_mode()
@@ -138,14 +144,17 @@ class Healing:
         else:
             logits = forward_logits(lm, tokens, plan, buffer, last=kept)
         if healed_logits:
-            self._expect(logits[:healed_logits], first_index)
+            self._expect(logits[:healed_logits], answer[: first_index + healed_logits - 1])
         self.healed, self.buffer = stop, buffer
         if step and stop == last:  # the last token's row has seen exact positions only
-            self._expect(logits[-1:], len(answer))
+            self._expect(logits[-1:], answer)
             self.healed = last + 1
         return logits
 
-    def _expect(self, logits: Tensor, first_index: int) -> None:
-        """Keep the greedy tokens of exact logits, the first of which is before the answer's token of this index."""
-        del self._expected[first_index:]
+    def _expect(self, logits: Tensor, answer: Sequence[int]) -> None:
+        """Keep the greedy tokens of exact logits, the last of which are those after the answer so far."""
+        first = len(answer) + 1 - len(logits)  # index in the answer of the first of these tokens
+        del self._expected[first:]
+        if self._mask is not None:
+            logits = torch.stack([self._mask(answer[: first + i], row) for i, row in enumerate(logits)])
         self._expected += logits.argmax(-1).tolist()

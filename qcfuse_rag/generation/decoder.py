@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.fusion.healing import Healing, Mask
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.generation.sampling import Fidelity, Sampler, SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -33,8 +34,9 @@ class HealingReport:
         fidelity: as the request asked.
         prompt_tokens: length of the prompt.
         exact_tokens: leading positions of the prompt whose keys and values are full prefill's at the end.
-        verified_upto: number of leading answer tokens that are known to be full prefill's greedy tokens; None if
-            nothing can be verified: the answer is sampled, or the prompt was not healed through.
+        verified_upto: number of leading answer tokens that are known to be full prefill's greedy tokens, under the
+            answer's grammar if it has one; None if nothing can be verified: the answer is sampled, or the prompt was
+            not healed through.
         drafted: tokens that `exact` drafted on the fused cache.
         accepted: leading drafted tokens that are full prefill's.
         reason: why the prompt was not healed through, or how an error was survived; None if all went well.
@@ -78,7 +80,7 @@ class AnswerDecoder:
         self._reason: str | None = None
         self.answer = PartialAnswer(runner.lm, params)
         self.holds_back = False
-        self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled)
+        self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled, mask=self._mask())
         left = len(prefilled.prompt) - prefilled.exact_tokens
         if self._healing is None or not left:
             return
@@ -196,6 +198,11 @@ class AnswerDecoder:
         assert self._healing is not None
         drafted = len(self.answer.ids) >= DRAFT_TOKENS or self.answer.finish_reason is not None
         return drafted or not self._healing.prompt_left
+
+    def _mask(self) -> Mask | None:
+        """Return the mask of full prefill's greedy tokens, by a state of its own in the grammar of the answer."""
+        grammar = self._params.grammar
+        return None if grammar is None else Constraint(self._runner.lm.grammar_vocabulary, grammar).mask_after
 
     def _rows_beside(self, healing: Healing) -> int:
         """Return how many rows to heal beside the next step.

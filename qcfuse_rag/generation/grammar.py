@@ -7,7 +7,7 @@ whatever the model. It may still be cut off by the token limit. https://github.c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class Constraint:
     def __init__(self, vocabulary: LLTokenizer, grammar: str) -> None:
         from llguidance import LLMatcher
 
+        self._consumed = 0
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if self._matcher.is_error():
             raise InvalidGrammar(f"cannot answer by this grammar: {self._matcher.get_error()}")
@@ -77,3 +78,10 @@ class Constraint:
     def consume(self, token: int) -> None:
         """Advance by the chosen token."""
         self._matcher.consume_token(token)
+        self._consumed += 1
+
+    def mask_after(self, answer: Sequence[int], logits: Tensor) -> Tensor:
+        """Return the logits after an answer as `mask` does; the answer goes on from that of the call before."""
+        for token in answer[self._consumed :]:
+            self.consume(token)
+        return self.mask(logits)

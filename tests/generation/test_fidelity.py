@@ -14,6 +14,7 @@ from qcfuse_rag import FusionEngine, Generation, LanguageModel, MemoryStore, Pro
 from qcfuse_rag.fusion.healing import Healing
 from qcfuse_rag.generation import decoder as decoding
 from qcfuse_rag.generation.decoder import DRAFT_TOKENS
+from qcfuse_rag.generation.grammar import Constraint
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.prefill_base import FRAMED
@@ -28,6 +29,7 @@ LENGTH = 40
 EXACT = SamplingParams(max_new_tokens=LENGTH, fidelity="exact")
 HEAL = SamplingParams(max_new_tokens=LENGTH, fidelity="heal")
 GREEDY = SamplingParams(max_new_tokens=LENGTH)
+GRAMMAR = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
 
 
 @pytest.fixture
@@ -131,11 +133,11 @@ class TestExact:
 
     def test_an_answer_of_a_grammar_is_full_prefills(self, engine: FusionEngine, prompt: Prompt) -> None:
         pytest.importorskip("llguidance")
-        params = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
-        answer = engine.generate(prompt, replace(params, fidelity="exact"))
-        assert same(answer, engine.generate(prompt, params, method=FULL))
+        answer = engine.generate(prompt, replace(GRAMMAR, fidelity="exact"))
+        assert same(answer, engine.generate(prompt, GRAMMAR, method=FULL))
         assert answer.healing is not None
         assert answer.healing.exact_tokens == len(prompt)
+        assert answer.verified_upto == len(answer.ids)
 
     def test_a_prompt_that_was_computed_in_full_is_decoded_at_once(self, engine: FusionEngine, prompt: Prompt) -> None:
         answer = engine.generate(prompt, EXACT, method=FULL)
@@ -189,6 +191,24 @@ class TestHeal:
         for layer, (keys, values) in enumerate(table):
             for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
                 assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
+
+    @pytest.mark.parametrize("rows", [16, 512])
+    def test_an_answer_of_a_grammar_is_compared_under_the_grammar(
+        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("llguidance")
+        healing_rows(engine, monkeypatch, rows)
+        params = replace(GRAMMAR, max_new_tokens=100, grammar='start: /[a-m ]{40,60}/ "."')
+        answer = engine.generate(prompt, replace(params, fidelity="heal"), method=METHODS[0])
+        assert answer.healing is not None
+        assert answer.healing.reason is None
+        logits, _ = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
+        constraint = Constraint(engine.lm.grammar_vocabulary, str(params.grammar))
+        agrees = []
+        for index, token in enumerate(answer.ids):
+            greedy = constraint.mask_after(answer.ids[:index], logits[len(prompt) - 1 + index])
+            agrees.append(int(greedy.argmax()) == token)
+        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
 
     def test_its_first_token_is_that_of_fast(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
