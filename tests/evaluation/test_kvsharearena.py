@@ -15,11 +15,11 @@ import typer
 from typer.testing import CliRunner
 
 from qcfuse_rag import FusionEngine, MemoryStore, PromptTemplate
+from qcfuse_rag.evaluation.quality.arena_score import gap_recovered, paired_difference
 from qcfuse_rag.evaluation.quality.configurations import Key
 from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.questions import BadDataset
 from qcfuse_rag.evaluation.studies.arena_files import Wording, read_questions, read_wording
-from qcfuse_rag.evaluation.studies.arena_score import gap_recovered, paired_difference
 from qcfuse_rag.evaluation.studies.kvsharearena import kvsharearena, load_arena_engine, summarize
 from qcfuse_rag.evaluation.studies.runner import to_command
 from tests.support.passages import PASSAGES, QUESTION

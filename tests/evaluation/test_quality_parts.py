@@ -11,6 +11,7 @@ import pytest
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError, UnknownMethod
+from qcfuse_rag.evaluation.quality.arena_score import gap_recovered
 from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
 from qcfuse_rag.evaluation.quality.metrics import exact_match, rouge_l, rouge_scorer, scores, token_f1
 from qcfuse_rag.evaluation.quality.offline import CAPTURED_TOGETHER, NeighbourPool, OfflineCost, prepare
@@ -203,8 +204,12 @@ def test_what_a_method_recovers_is_its_share_of_full_prefills_gain() -> None:
     assert bottom["mean"] == bottom["low"] == bottom["high"] == 0
     assert qcfuse["mean"] == pytest.approx((0.6 - 0.4) / (0.8 - 0.4))
     assert -0.25 <= qcfuse["low"] < qcfuse["mean"] < qcfuse["high"] <= 1
+    arena = gap_recovered([0.8, 0.7, 0.6, 0.3], [0.4] * 4, [0.8] * 4)
+    assert qcfuse == {"mean": arena["pgr"], "low": arena["pgr_low"], "high": arena["pgr_high"]}
     ruler = summarize([{**line, "dataset": "ruler_mv"} for line in records])
     assert [line["recovered"] for line in ruler] == [None] * 3, "by match, full prefill finds no more than the floor"
+    close = summarize([{**line, "f1": line["f1"] / 1000} for line in records])
+    assert [line["recovered"] for line in close] == [None] * 3, "a gap of 0.0004 is none"
 
 
 def test_what_is_recovered_has_no_interval_where_full_prefill_may_gain_nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.evaluation.quality.arena_score import gap_recovered
 from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, RANDOM, method_name, plain_base
 from qcfuse_rag.evaluation.quality.offline import OfflineCost
 from qcfuse_rag.evaluation.quality.records import Record
@@ -61,7 +62,7 @@ def summarize(
             **_figures(list(group.values()), seed),
             "minus_full": {name: _difference(group, full, name, seed) for name in SCORES},
             "minus_random": to_random,
-            "recovered": _recovered(group, full, floor, quality_score(dataset), seed),
+            "recovered": _recovered(group, full, floor, quality_score(dataset)),
             **_offline([cost for cost in costs if cost.preparation == preparation]),
         }
         lines.append(line)
@@ -96,25 +97,17 @@ def _difference(group: Group, other: Group | None, name: str, seed: int) -> dict
     return mean_interval([group[i][name] - other[i][name] for i in shared], seed)
 
 
-def _recovered(group: Group, full: Group, floor: Group, name: str, seed: int) -> dict[str, float | None] | None:
-    """Return the share of full prefill's gain over the floor that a method keeps, as KVShareArena's PGR.
+def _recovered(group: Group, full: Group, floor: Group, name: str) -> dict[str, float | None] | None:
+    """Return the share of full prefill's gain over the floor that a method keeps, see `gap_recovered`.
 
-    The share is `(method - floor) / (full - floor)` of means over the questions that all three answered. It is None
-    where full prefill is no better than the floor; `low` and `high` are None where that is uncertain.
+    It is taken over the questions that all three answered. It is None where full prefill is no better than the floor;
+    `low` and `high` are None where that is uncertain.
     """
     shared = [identity for identity in group if identity in full and identity in floor]
     if not shared:
         return None
-    gains = np.asarray([[side[i][name] - floor[i][name] for side in (group, full)] for i in shared])
-    mean, full_mean = gains.mean(0)
-    if full_mean <= 0:
-        return None
-    resampled = _weights(len(shared), seed) @ gains
-    certain = np.quantile(resampled[:, 1], 0.025) > 0
-    resampled = resampled[resampled[:, 1] > 0]
-    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
-    bounds = {"low": float(low), "high": float(high)} if certain else {"low": None, "high": None}
-    return {"mean": float(mean / full_mean), **bounds}
+    pgr = gap_recovered(*([side[identity][name] for identity in shared] for side in (group, floor, full)))
+    return None if pgr["pgr"] is None else {"mean": pgr["pgr"], "low": pgr["pgr_low"], "high": pgr["pgr_high"]}
 
 
 def quality_score(dataset: str) -> str:

@@ -17,13 +17,13 @@ from qcfuse_rag.bundled import default_model
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
+from qcfuse_rag.evaluation.quality.arena_score import gap_recovered, paired_difference
 from qcfuse_rag.evaluation.quality.configurations import FLOOR, FULL, Configuration, Key, configurations, split_names
 from qcfuse_rag.evaluation.quality.metrics import token_f1
 from qcfuse_rag.evaluation.quality.offline import prepare
 from qcfuse_rag.evaluation.quality.summary import format_interval
 from qcfuse_rag.evaluation.quality.tables import markdown_table
 from qcfuse_rag.evaluation.studies.arena_files import Wording, read_questions, read_wording
-from qcfuse_rag.evaluation.studies.arena_score import gap_recovered, paired_difference
 from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.fusion.report import FusionReport
