@@ -1,10 +1,12 @@
 """Healing: compute the rest of a fused prompt while its answer is decoded, until the cache equals full prefill's.
 
-A decode step reads all weights of the model for one row, so some more rows cost little beside it. Healing computes the
-rows behind the exact beginning of a prompt in ascending order, without a gap, and writes them over the reused keys and
-values. A row sees only positions up to its own. All of them are exact, so the row is exact too, by induction. The rows
-of the answer follow those of the prompt: their logits are full prefill's before each token of the answer. That verifies
-a greedy answer, as drafts are verified in speculative decoding (VeriCache, arXiv 2605.17613), without a second cache.
+A decode step reads all weights of the model for one row, so some more rows cost little beside it. Healing computes rows
+of the prompt in two orders, and writes them over the reused keys and values. First it computes the tokens that the
+answer attends to most, see `AttendedTokens`; this brings the next tokens nearer to full prefill's soonest. Then it
+computes all rows behind the exact beginning of the prompt in ascending order, without a gap. A row sees only positions
+up to its own. All of them are exact, so the row is exact too, by induction. The rows of the answer follow those of the
+prompt: their logits are full prefill's before each token of the answer. That verifies a greedy answer, as drafts are
+verified in speculative decoding (VeriCache, arXiv 2605.17613), without a second cache.
 """
 
 from __future__ import annotations
@@ -17,9 +19,70 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.runtime.attention.scores import attention_weights
 from qcfuse_rag.runtime.forward import forward_logits, forward_rows
-from qcfuse_rag.runtime.rows import RowsPlan
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
+
+
+class AttendedTokens:
+    """Reused tokens of a prompt that were not recomputed, in the order of the attention that the answer pays to them.
+
+    The attention is that of the answer's tokens so far in the upper half of the layers, where every layer and every
+    token of the answer has the same weight. The scores of the method's probe count as much as one token.
+
+    Args:
+        lm: the model.
+        prefilled: the prompt.
+        share: share of the reused passage tokens to take in total, from 0 to 1.
+
+    Attributes:
+        left: number of tokens that are still to be taken.
+    """
+
+    def __init__(self, lm: LanguageModel, prefilled: Prefilled, share: float) -> None:
+        length = len(prefilled.prompt)
+        reused = torch.zeros(length, dtype=torch.bool)
+        for lookup in prefilled.report.lookups:
+            if lookup.hit:
+                reused[lookup.start : lookup.start + lookup.tokens] = True
+        reused[: prefilled.exact_tokens] = False
+        reused[list(prefilled.report.selected)] = False
+        self.left = int(share * int(reused.sum()))
+        self._first_layer = lm.n_layers // 2
+        self._layers = lm.n_layers - self._first_layer
+        self._reused = reused.to(lm.device)
+        self._scores = torch.zeros(length, device=lm.device)
+        if prefilled.scores is not None and self.left:
+            self._add(prefilled.scores.mean, 1.0)
+
+    def take(self, count: int) -> list[int]:
+        """Return the positions of at most `count` further tokens, ascending; none before any attention is known."""
+        count = min(count, self.left)
+        if count <= 0 or not float(self._scores.max()):
+            return []
+        best = self._scores.topk(count).indices.sort().values
+        self._reused[best] = False
+        self._scores[best] = 0
+        self.left -= count
+        positions: list[int] = best.tolist()
+        return positions
+
+    def observe(self, layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:
+        """Add the attention of a pass's last row, which is the answer's last token; see `RowsPlan.observe`."""
+        if layer < self._first_layer:
+            return
+        keys = key.shape[2]
+        row = torch.tensor([keys - 1], device=key.device)
+        known = torch.ones(keys, dtype=torch.bool, device=key.device)
+        weights = attention_weights(query[:, :, -1:], key, row, known, params)
+        self._add(weights[: len(self._scores)], 1 / self._layers)
+
+    def _add(self, weights: Tensor, weight: float) -> None:
+        attended = torch.where(self._reused, weights, 0.0)
+        self._scores += attended * (weight / attended.sum().clamp_min(1e-12))
+
 
 Mask = Callable[[Sequence[int], Tensor], Tensor]
 
@@ -27,11 +90,14 @@ Mask = Callable[[Sequence[int], Tensor], Tensor]
 class Healing:
     """Heals the cache of one request, in place. An answer is given as the token ids so far.
 
-    A pass that fails leaves `healed` as it was. The rows that it has written are exact, so the cache stays usable.
+    A pass that fails leaves `healed` as it was. The rows that it has written are at least as near to full prefill's as
+    those before, so the cache stays usable.
 
     Args:
         runner: the model.
         prefilled: the prompt, with capacity for the answer.
+        attended: share of the reused passage tokens to compute first, by the attention that the answer pays to them;
+            0 heals in ascending order from the start.
         mask: removes the tokens that may not follow an answer, given its tokens so far and the `[vocabulary]` logits
             after them; None allows all. It is asked for ever longer answers.
 
@@ -41,8 +107,11 @@ class Healing:
         buffer: keys and values of prompt and answer; a reader bias is left only where they are not exact.
     """
 
-    def __init__(self, runner: ModelRunner, prefilled: Prefilled, *, mask: Mask | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, prefilled: Prefilled, attended: float = 0.0, *, mask: Mask | None = None
+    ) -> None:
         self.healed, self._mask = prefilled.exact_tokens, mask
+        self._attended = AttendedTokens(runner.lm, prefilled, attended)
         self._runner, self.buffer, self._prompt = runner, prefilled.buffer, prefilled.prompt
         # The exact greedy token for each index of the answer, as far as the logits before it are exact.
         self._expected: list[int] = []
@@ -66,7 +135,14 @@ class Healing:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def advance(self, answer: Sequence[int], rows: int) -> None:
-        """Heal at most so many rows in a pass of their own; the row of the answer's last token is left out."""
+        """Heal at most so many rows in a pass of their own.
+
+        In ascending order the row of the answer's last token is left out. While the most attended tokens are computed,
+        it is computed too, to observe its attention; its step computes it again.
+        """
+        if answer and self._attended.left and rows < self.prompt_left:
+            self._compute_attended(answer, rows)
+            return
         stop = min(self.healed + rows, len(self._prompt) + len(answer) - 1)
         if stop > self.healed:
             self._compute(answer, stop)
@@ -81,6 +157,8 @@ class Healing:
         Returns:
             `[vocabulary]` float32 logits after the last token.
         """
+        if self._attended.left and 0 < rows < self.prompt_left:
+            return self._compute_attended(answer, rows)
         last = len(self._prompt) + len(answer) - 1
         return self._compute(answer, min(self.healed + rows, last), step=True)[-1]
 
@@ -116,6 +194,17 @@ class Healing:
         self.healed, self._expected = length, []
         self._expect(logits[None], ())
         return logits
+
+    @torch.inference_mode()
+    def _compute_attended(self, answer: Sequence[int], rows: int) -> Tensor:
+        """Compute the most attended tokens and the row of the answer's last token; return the logits after it."""
+        lm, last = self._runner.lm, len(self._prompt) + len(answer) - 1
+        positions = self._attended.take(rows)
+        ids = [*(self._prompt.ids[position] for position in positions), answer[-1]]
+        tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
+        plan = RowsPlan.of(torch.tensor([*positions, last]), lm.sliding, device=lm.device)
+        plan.observe = self._attended.observe
+        return self._runner.prefills.forward_rows(tokens, plan, self.buffer)
 
     @torch.inference_mode()
     def _compute(self, answer: Sequence[int], stop: int, *, step: bool = False) -> Tensor:

@@ -22,6 +22,9 @@ LOG = logging.getLogger(__name__)
 DRAFT_TOKENS = 32
 """Most tokens that `exact` drafts before it verifies them; VeriCache drafts 25 to 40."""
 
+ATTENDED = 0.2
+"""Share of the reused tokens that `heal` computes in the order of the answer's attention, before the rest in order."""
+
 ROWS_PER_PASS = 256
 """Rows of a pass that only heals: between two of them a request can be cancelled."""
 
@@ -80,7 +83,8 @@ class AnswerDecoder:
         self._reason: str | None = None
         self.answer = PartialAnswer(runner.lm, params)
         self.holds_back = False
-        self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled, mask=self._mask())
+        attended = ATTENDED if params.fidelity == "heal" else 0.0
+        self._healing = None if params.fidelity == "fast" else Healing(runner, prefilled, attended, mask=self._mask())
         left = len(prefilled.prompt) - prefilled.exact_tokens
         if self._healing is None or not left:
             return

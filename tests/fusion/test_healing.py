@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, Prompt, make_method
-from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.fusion.healing import AttendedTokens, Healing
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.prompts.segments import Role, Segment
+from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.runtime.step_costs import StepCosts
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.engines import make_engine, make_warmed_engine
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.references import plain_forward
+from tests.support.references import plain_forward, whole_forward
 
 FULL, REUSE = make_method("full"), make_method("reuse", base=FRAMED)
 ANSWER = (40, 41, 42, 43, 44)
@@ -65,12 +66,15 @@ def test_healing_makes_the_cache_full_prefills(engine: FusionEngine, prompt: Pro
     assert float((logits - expected[len(prompt) - 1 :]).abs().max()) < TOLERANCE
 
 
+@pytest.mark.parametrize("attended", [0.0, 0.3])
 @pytest.mark.parametrize("rows", [2, 5, 32, 1000])
-def test_steps_that_heal_end_over_an_exact_cache(engine: FusionEngine, prompt: Prompt, rows: int) -> None:
+def test_steps_that_heal_end_over_an_exact_cache(
+    engine: FusionEngine, prompt: Prompt, rows: int, attended: float
+) -> None:
     """The answer is fixed, so the last logits are those of the text, whatever came before they were exact."""
     answer = tuple(40 + index % 9 for index in range(220))
     prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(answer))
-    healing = Healing(engine.runner, prefilled)
+    healing = Healing(engine.runner, prefilled, attended)
     count = 0
     while count == 0 or not healing.is_through(answer[:count]):
         count += 1
@@ -102,6 +106,71 @@ def test_a_single_row_is_enough_per_pass_of_its_own(engine: FusionEngine, prompt
         healing.advance(ANSWER, 1)
     assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
     assert healing.verified(ANSWER) is not None
+
+
+class TestAttendedTokens:
+    """The tokens that the answer attends to most are computed first."""
+
+    @torch.inference_mode()
+    def test_they_are_those_that_transformers_attention_names(self, llama: LanguageModel) -> None:
+        """The reused cache is overwritten by full prefill's, so that transformers attends to the same keys."""
+        engine = make_warmed_engine(llama)
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
+        _, table = plain_forward(llama, prompt.ids)
+        for layer, (keys, values) in enumerate(table):
+            prefilled.buffer.keys[layer][:, :, : len(prompt)] = keys
+            prefilled.buffer.values[layer][:, :, : len(prompt)] = values
+        attended = AttendedTokens(llama, prefilled, 0.25)
+        assert attended.take(5) == [], "nothing is known before the first token"
+        expected = torch.zeros(len(prompt))
+        for count in (1, 2):
+            _step(engine, prefilled, attended, ANSWER[:count])
+            ids = prompt.ids + ANSWER[:count]
+            _, table = plain_forward(llama, ids)
+            attention = whole_forward(llama, ids, table, [[]] * llama.n_layers).attention
+            for weights in attention[llama.n_layers // 2 :]:
+                answers = weights[:, -1, : len(prompt)].mean(0)
+                answers[: prefilled.exact_tokens] = 0
+                answers[prompt.chunks[-1].stop :] = 0
+                expected += answers / answers.sum()
+        reused = prompt.chunks[-1].stop - prefilled.exact_tokens
+        assert attended.left == reused // 4
+        assert attended.take(7) == sorted(expected.topk(7).indices.tolist())
+        assert not set(attended.take(1000)) & set(expected.topk(7).indices.tolist()), "no token twice"
+        assert attended.left == 0
+
+    def test_the_probe_names_the_first(self, engine: FusionEngine) -> None:
+        prompt = engine.prompt(QUESTION, PASSAGES)
+        method = make_method("qcfuse", ratio=0.2, base=FRAMED)
+        prefilled = engine.prefill(prompt, method=method, answer_tokens=4)
+        assert prefilled.scores is not None
+        scores = prefilled.scores.mean.clone()
+        scores[: prefilled.exact_tokens] = 0
+        scores[prompt.chunks[-1].stop :] = 0
+        scores[list(prefilled.report.selected)] = 0
+        taken = AttendedTokens(engine.lm, prefilled, 0.5).take(4)
+        assert taken == sorted(scores.topk(4).indices.tolist())
+
+    def test_a_pass_of_their_own_computes_them_too(self, engine: FusionEngine, prompt: Prompt) -> None:
+        prefilled = engine.prefill(prompt, method=REUSE, answer_tokens=len(ANSWER))
+        healing, before = Healing(engine.runner, prefilled, 0.25), prefilled.exact_tokens
+        healing.advance(ANSWER, 8)
+        stale = [values.clone() for values in prefilled.buffer.values]
+        healing.advance(ANSWER, 8)
+        changed = [bool((old != new).any()) for old, new in zip(stale, prefilled.buffer.values, strict=True)]
+        assert any(changed)
+        assert healing.healed == before, "none of them is exact"
+        while not healing.is_through(ANSWER):
+            healing.advance(ANSWER, 8)
+        assert distance(engine.lm, prefilled, (prompt.ids + ANSWER)[:-1]) < TOLERANCE
+
+
+def _step(engine: FusionEngine, prefilled: Prefilled, attended: AttendedTokens, answer: tuple[int, ...]) -> None:
+    """Compute the row of the answer's last token, observed."""
+    position = len(prefilled.prompt) + len(answer) - 1
+    plan = RowsPlan.between(position, position + 1, engine.lm.device, engine.lm.sliding, attended.observe)
+    engine.runner.prefills.forward_rows(torch.tensor(answer[-1:]), plan, prefilled.buffer)
 
 
 class TestVerified:

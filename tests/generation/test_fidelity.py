@@ -184,8 +184,9 @@ class TestHeal:
         logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
         expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
         agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
+        attended = -(-int(decoding.ATTENDED * len(prompt)) // rows) + 1
         steps = -(-len(prompt) // rows) + 1
-        assert all(agrees[steps + len(prompt) // rows :])
+        assert all(agrees[attended + steps + len(prompt) // rows :])
         assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
         buffer = stream.prefilled.buffer
         for layer, (keys, values) in enumerate(table):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
+from typing import Any
 
 from rich.table import Table
+from torch import Tensor
 
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.studies.runner import FULL, StudyResult, StudyRun, difference_cell, load_engine
 from qcfuse_rag.fusion.healing import Healing
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.generation.decoder import ATTENDED
 from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.divergence import divergence
+from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.verification.checks import fit_cases
 
 LATE = 8
@@ -26,18 +32,18 @@ def healing(
     size: int = 30,
     ratio: float = 0.05,
     answer_tokens: int = 64,
-    rows: str = "0,16,64",
+    rows: str = "8,16,64",
 ) -> StudyResult:
     """Compare an answer over a cache that heals, so many rows a step, with full prefill's and with an unhealed cache.
 
-    Questions about the demonstration's documents, four in a prompt, whose greedy answer by full prefill has at least
-    `--answer-tokens` tokens. All steps follow that answer. KL is that of its tokens from the eighth on, in nats a
-    token; differences to the unhealed cache (0 rows) are paired, with 95 % bootstrap intervals.
+    Each number of rows is tried in ascending order, and with the tokens that the answer attends to most first, as
+    `heal` does. Questions about the demonstration's documents, four in a prompt, whose greedy answer by full prefill
+    has at least `--answer-tokens` tokens. All steps follow that answer. KL is that of its tokens from the eighth on, in
+    nats a token; differences to the unhealed cache (0 rows) are paired, with 95 % bootstrap intervals.
     """
-    counts = sorted({0, *(int(count) for count in rows.split(","))})
-    kl: dict[int, list[float]] = {count: [] for count in counts}
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
-    healed: dict[int, list[float]] = {count: [] for count in counts}
+    counts = sorted({int(count) for count in rows.split(",")} - {0})
+    variants = [(0, 0.0), *((count, attended) for count in counts for attended in (0.0, ATTENDED))]
+    records: dict[tuple[int, float], list[HealedAnswer]] = {variant: [] for variant in variants}
     skipped = 0
     method = make_method("auto", ratio=ratio, guard=False)
     with load_engine(model) as engine:
@@ -50,30 +56,82 @@ def healing(
             if len(ids) < answer_tokens:
                 skipped += 1
                 continue
-            for count in counts:
+            for variant in variants:
                 prefilled = engine.prefill(prompt, method=method, answer_tokens=answer_tokens)
-                following, steps = Healing(engine.runner, prefilled), []
-                divergences = []
-                for index in range(1, answer_tokens):
-                    started = time.perf_counter()
-                    after = following.step(ids[:index], count)
-                    steps.append(time.perf_counter() - started)
-                    divergences.append(divergence(logits[index], after))
-                kl[count].append(fmean(divergences[LATE - 1 :]))
-                seconds[count].append(fmean(steps))
-                healed[count].append(min(1.0, following.healed / len(prompt)))
-            run.keep({"kl": kl, "seconds": seconds, "healed": healed})
-    if not kl[0]:
+                records[variant].append(_follow(engine.runner, prefilled, (ids, logits), variant))
+            run.keep(_data(name, ratio, skipped, records))
+    unhealed = [answer.kl for answer in records[0, 0.0]]
+    if not unhealed:
         raise QCFuseError(f"all {skipped} answers have fewer than {answer_tokens} tokens; ask for fewer")
-    table = Table("rows a step", "n", f"KL, tokens {LATE}-{answer_tokens}", "less unhealed", "s a token", "healed")
-    for count in counts:
+    columns = (
+        "rows a step",
+        "order",
+        "n",
+        f"KL, tokens {LATE}-{answer_tokens}",
+        "less unhealed",
+        "s a token",
+        "healed",
+    )
+    table = Table(*columns)
+    for variant, answers in records.items():
         table.add_row(
-            str(count),
-            str(len(kl[count])),
-            f"{fmean(kl[count]):.4f}",
-            difference_cell(kl[count], kl[0]),
-            f"{median(seconds[count]):.3f}",
-            f"{fmean(healed[count]):.0%}",
+            str(variant[0]),
+            _order(variant),
+            str(len(answers)),
+            f"{fmean(answer.kl for answer in answers):.4f}",
+            difference_cell([answer.kl for answer in answers], unhealed),
+            f"{median(answer.seconds for answer in answers):.3f}",
+            f"{fmean(answer.healed for answer in answers):.0%}",
         )
-    data = {"model": name, "ratio": ratio, "skipped": skipped, "kl": kl, "seconds": seconds, "healed": healed}
-    return StudyResult(data, [table, f"{skipped} answers were shorter and were left out"])
+    return StudyResult(
+        _data(name, ratio, skipped, records), [table, f"{skipped} answers were shorter and were left out"]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HealedAnswer:
+    """An answer over a cache that heals.
+
+    Attributes:
+        kl: mean divergence of its tokens from `LATE` on, in nats a token.
+        seconds: mean of a step.
+        healed: share of the prompt's tokens that are exact at the end.
+    """
+
+    kl: float
+    seconds: float
+    healed: float
+
+
+def _follow(
+    runner: ModelRunner, prefilled: Prefilled, full: tuple[tuple[int, ...], Tensor], variant: tuple[int, float]
+) -> HealedAnswer:
+    """Follow full prefill's answer over a cache that heals so many rows a step, a share of them attended first."""
+    rows, attended = variant
+    ids, logits = full
+    healing, divergences, seconds = Healing(runner, prefilled, attended), [], []
+    for index in range(1, len(ids)):
+        started = time.perf_counter()
+        after = healing.step(ids[:index], rows)
+        seconds.append(time.perf_counter() - started)
+        divergences.append(divergence(logits[index], after))
+    healed = min(1.0, healing.healed / len(prefilled.prompt))
+    return HealedAnswer(fmean(divergences[LATE - 1 :]), fmean(seconds), healed)
+
+
+def _order(variant: tuple[int, float]) -> str:
+    rows, attended = variant
+    if not rows:
+        return "-"
+    return "most attended first" if attended else "ascending"
+
+
+def _data(
+    model: str, ratio: float, skipped: int, records: dict[tuple[int, float], list[HealedAnswer]]
+) -> dict[str, Any]:
+    """Return the study's figures as plain data."""
+    variants = [
+        {"rows": variant[0], "order": _order(variant), "answers": [asdict(answer) for answer in answers]}
+        for variant, answers in records.items()
+    ]
+    return {"model": model, "ratio": ratio, "skipped": skipped, "variants": variants}
