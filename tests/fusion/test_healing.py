@@ -167,10 +167,11 @@ class TestAttendedTokens:
 
 
 def _step(engine: FusionEngine, prefilled: Prefilled, attended: AttendedTokens, answer: tuple[int, ...]) -> None:
-    """Compute the row of the answer's last token, observed."""
-    position = len(prefilled.prompt) + len(answer) - 1
-    plan = RowsPlan.between(position, position + 1, engine.lm.device, engine.lm.sliding, attended.observe)
-    engine.runner.prefills.forward_rows(torch.tensor(answer[-1:]), plan, prefilled.buffer)
+    """Compute the row of the answer's last token, observed, beside a row of the prompt."""
+    plan = RowsPlan.of(torch.tensor([0, len(prefilled.prompt) + len(answer) - 1]), engine.lm.sliding)
+    plan.observe = attended.observe
+    ids = torch.tensor([prefilled.prompt.ids[0], answer[-1]])
+    engine.runner.prefills.forward_rows(ids, plan, prefilled.buffer)
 
 
 class TestVerified:
