@@ -12,10 +12,10 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answers
-from qcfuse_rag.monitoring.divergence import AnswerDivergence, compare_answers
+from qcfuse_rag.generation.teacher_forcing import greedy_answers
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.key import hash_ids
+from qcfuse_rag.verification.answers import GreedyAnswer, compare_greedy_answers
 from qcfuse_rag.verification.calibration import fit_calibration, passage_odds
 from qcfuse_rag.verification.checks import UNLIMITED, Case, Comparison, string_match
 
@@ -71,16 +71,17 @@ class ReferenceAnswers:
     def compare(self, references: Sequence[Reference], method: Method) -> list[Comparison]:
         """Answer the cases by a method, and compare the answers with full prefill's.
 
-        An identical answer has the same score; any other is decoded to be scored.
+        Answers that differ are decoded where they are scored.
         """
         comparisons: list[Comparison] = []
         for group in self._groups(references):
             prefilled = [self._prefill(reference, method) for reference in group]
-            divergences = [
-                compare_answers(reference.logits, answer_logits(self._engine.runner, fused, reference.ids).cpu())
-                for reference, fused in zip(group, prefilled, strict=True)
-            ]
-            comparisons += self._scored(group, prefilled, divergences)
+            limit, is_scored = group[0].case.max_new_tokens, any(reference.case.expected for reference in group)
+            full = [(reference.ids, reference.logits) for reference in group]
+            answers = compare_greedy_answers(self._engine.runner, full, prefilled, limit, decode=is_scored)
+            for reference, answer in zip(group, answers, strict=True):
+                score = self._score(reference.case, answer.ids or ())
+                comparisons.append(Comparison(answer.divergence, score, reference.score))
             del prefilled  # frees keys and values before the next group
         return comparisons
 
@@ -103,30 +104,11 @@ class ReferenceAnswers:
     def _references(self, cases: Sequence[Case]) -> list[Reference]:
         return [Reference(case, MemoryStore(UNLIMITED, numbers=self._engine.store.numbers)) for case in cases]
 
-    def _answered(
-        self, group: Sequence[Reference]
-    ) -> Iterator[tuple[Reference, Prefilled, tuple[tuple[int, ...], Tensor]]]:
+    def _answered(self, group: Sequence[Reference]) -> Iterator[tuple[Reference, Prefilled, GreedyAnswer]]:
         """Yield each case with its full prefill, and with its greedy answer and the logits before each token."""
         prefilled = [self._prefill(reference, self._method.as_full_prefill) for reference in group]
         answers = greedy_answers(self._engine.runner, prefilled, group[0].case.max_new_tokens)
         yield from zip(group, prefilled, answers, strict=True)
-
-    def _scored(
-        self, group: Sequence[Reference], prefilled: Sequence[Prefilled], divergences: Sequence[AnswerDivergence]
-    ) -> Iterator[Comparison]:
-        differing = [
-            index
-            for index, (reference, divergence) in enumerate(zip(group, divergences, strict=True))
-            if reference.case.expected and not divergence.identical
-        ]
-        answers = {}
-        if differing:
-            limit = group[0].case.max_new_tokens
-            decoded = greedy_answers(self._engine.runner, [prefilled[index] for index in differing], limit)
-            answers = dict(zip(differing, decoded, strict=True))
-        for index, (reference, divergence) in enumerate(zip(group, divergences, strict=True)):
-            score = self._score(reference.case, answers[index][0]) if index in answers else reference.score
-            yield Comparison(divergence, score, reference.score)
 
     def _prefill(self, reference: Reference, method: Method) -> Prefilled:
         """Warm the case's passages where they are not stored, and prefill its prompt."""

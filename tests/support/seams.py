@@ -86,7 +86,9 @@ enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")
 sampler = _seam("qcfuse_rag.engine.engine.Sampler")
 verdict_check = _seam("qcfuse_rag.engine.engine.require_verdict")
 kept_bytes = _seam("qcfuse_rag.verification.references.KEPT_BYTES")
-verified_answers = _seam("qcfuse_rag.verification.references.greedy_answers")
+verified_answers = _seam(
+    "qcfuse_rag.verification.references.greedy_answers", "qcfuse_rag.verification.answers.greedy_answers"
+)
 checked_segment_tokens = _seam("qcfuse_rag.engine.exactness_check._segment_tokens")
 shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")

@@ -21,6 +21,7 @@ from qcfuse_rag.monitoring.divergence import compare_answers
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.verification.answers import compare_greedy_answers
 from qcfuse_rag.verification.samples import Example
 
 T = TypeVar("T")
@@ -104,13 +105,11 @@ class FullAnswer:
     Attributes:
         ids: its tokens, the end token included.
         logits: `[N, vocabulary]` float32 logits before each token.
-        text: the answer.
         ttft_s: time to its first token, in seconds.
     """
 
     ids: tuple[int, ...]
     logits: Tensor
-    text: str
     ttft_s: float
 
 
@@ -154,14 +153,11 @@ def _measure(
     nll = gold_nll(runner, prefilled, question.gold)
     if full is None:
         ids, logits = greedy_answer(runner, prefilled, example.max_new_tokens)
-        text = answer_text(engine.lm, ids)
-        full = FullAnswer(ids, logits, text, timings.ttft_s)
+        full, compared = FullAnswer(ids, logits, timings.ttft_s), compare_answers(logits, logits)
     else:
-        ids, logits, text = full.ids, answer_logits(runner, prefilled, full.ids), full.text
-    compared = compare_answers(full.logits, logits)
-    if not compared.identical:  # else its greedy answer is full prefill's
-        ids, _ = greedy_answer(runner, prefilled, example.max_new_tokens)
-        text = answer_text(engine.lm, ids)
+        [other] = compare_greedy_answers(runner, [(full.ids, full.logits)], [prefilled], example.max_new_tokens)
+        ids, compared = other.ids or (), other.divergence
+    text = answer_text(engine.lm, ids)
     record = {
         "id": example.id,
         "dataset": example.dataset,

@@ -22,9 +22,9 @@ from qcfuse_rag.evaluation.studies.runner import (
     load_engine,
 )
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.generation.teacher_forcing import answer_logits, greedy_answer
+from qcfuse_rag.generation.teacher_forcing import greedy_answer
 from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import compare_answers
+from qcfuse_rag.verification.answers import compare_greedy_answers
 from qcfuse_rag.verification.checks import fit_cases
 from qcfuse_rag.verification.references import ReferenceAnswers
 from qcfuse_rag.verification.samples import Sample
@@ -94,21 +94,19 @@ def _measure(
     engine.warm(sample.passages[1:], bases=bases[:1])
     prompt = engine.prompt(sample.question, sample.passages)
     full = engine.prefill(prompt, method=FULL, answer_tokens=options.answer_tokens)
-    ids, logits = greedy_answer(engine.runner, full, options.answer_tokens)
-    full_s, full_f1 = full.report.timings.ttft_s, _f1(engine, ids, sample)
+    full_answer = greedy_answer(engine.runner, full, options.answer_tokens)
+    full_s, full_f1 = full.report.timings.ttft_s, _f1(engine, full_answer[0], sample)
     del full
     for name, method in methods.items():
         fused = engine.prefill(prompt, method=method, answer_tokens=options.answer_tokens)
-        divergence = compare_answers(logits, answer_logits(engine.runner, fused, ids))
-        f1 = full_f1
-        if not divergence.identical:
-            f1 = _f1(engine, greedy_answer(engine.runner, fused, options.answer_tokens)[0], sample)
+        [answer] = compare_greedy_answers(engine.runner, [full_answer], [fused], options.answer_tokens)
+        divergence = answer.divergence
         values = {
             "kl": divergence.mean_kl,
             "first_kl": divergence.first_kl,
             "top1": divergence.top1,
             "identical": float(divergence.identical),
-            "f1": f1,
+            "f1": _f1(engine, answer.ids or (), sample),
             "full_f1": full_f1,
             "time_of_full": fused.report.timings.ttft_s / full_s,
         }
