@@ -123,7 +123,7 @@ def test_an_exact_answer_does_not_wait_for_requests_that_heal(
 def test_an_answer_that_cannot_begin_fails_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments: Any, **settings: Any) -> Any:
         raise RuntimeError("the device is out of memory")
 
     with monkeypatch.context() as patch:
