@@ -25,6 +25,8 @@ from qcfuse_rag.cli.options import (
     ServeOptions,
     VerifyOptions,
     WarmOptions,
+    Weights,
+    WeightsChoice,
     expand_options,
 )
 from qcfuse_rag.cli.store import store_app
@@ -175,12 +177,13 @@ def models_check(
     model: Annotated[str, typer.Argument(help="Hugging Face id, folder or GGUF file.")],
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = WeightsChoice.MODEL,
     as_json: Json = False,
 ) -> None:
     """Check on a few tokens whether reuse is exact for a model; exit with 1 if not."""
     from qcfuse_rag.cli.describe import check_model, print_model_check
 
-    report = check_model(model, device, dtype)
+    report = check_model(model, device, dtype, weights)
     if as_json:
         print_json(report)
     else:

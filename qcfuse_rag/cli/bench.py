@@ -194,6 +194,7 @@ def bench_quality(
         store=store,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights.value,
         profile=profile,
     )
     with progress_bar("asking", "questions") as advance:
@@ -232,7 +233,9 @@ def warming_table(result: Mapping[str, Any]) -> Table:
 def _load(options: ModelOptions) -> LanguageModel:
     from qcfuse_rag.runtime.language_model import LanguageModel
 
-    return LanguageModel.load(options.model or default_model(), device=options.device, dtype=options.dtype)
+    return LanguageModel.load(
+        options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weights
+    )
 
 
 def _shares(text: str) -> tuple[float, ...]:

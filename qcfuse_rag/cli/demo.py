@@ -63,7 +63,11 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
         with status("loading the model and checking it against its own code"):
             engine = stack.enter_context(
                 FusionEngine.load(
-                    options.model or default_model(), store=folder / "kv", device=options.device, dtype=options.dtype
+                    options.model or default_model(),
+                    store=folder / "kv",
+                    device=options.device,
+                    dtype=options.dtype,
+                    weights=options.weights,
                 )
             )
             llm = QCFuseLLM.from_engine(engine, max_new_tokens=ANSWER_TOKENS)
@@ -109,7 +113,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
             print_line(f"  {label(method):12} {' '.join(row['answer'].split())}")
         OUT.print(
             f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "
-            f"{torch.get_num_threads()} threads, {engine.lm.device}, {engine.lm.fingerprint.dtype}."
+            f"{torch.get_num_threads()} threads, {engine.lm.device}, {engine.lm.fingerprint.number_formats}."
         )
 
 

@@ -12,6 +12,7 @@ from qcfuse_rag.cli.console import OUT, print_note, size
 from qcfuse_rag.engine.exactness_check import measure_exactness
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.methods import METHODS
+from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -42,13 +43,13 @@ def methods_table() -> Table:
     return table
 
 
-def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, Any]:
+def check_model(name: str, device: str | None, dtype: str | None, weights: str = "model") -> dict[str, Any]:
     """Load a model and measure the exactness of reuse on a few tokens.
 
     Return JSON-compatible data; `supported` is False, with a `reason`, if the model is refused or not exact.
     """
     try:
-        lm = LanguageModel.load(name, device=device, dtype=dtype)
+        lm = LanguageModel.load(name, device=device, dtype=dtype, weights=weights)
         check = measure_exactness(lm)
     except UnsupportedModel as error:
         return {"model": name, "supported": False, "reason": str(error)}
@@ -58,6 +59,7 @@ def check_model(name: str, device: str | None, dtype: str | None) -> dict[str, A
         "architecture": type(lm.model).__name__,
         "layers": lm.n_layers,
         "dtype": lm.fingerprint.dtype,
+        "weight_format": lm.fingerprint.weight_format,
         "rope": sorted({rope.describe() for rope in lm.ropes}),
         "context_window": lm.window.tokens,
         "context_window_reason": lm.window.reason,
@@ -78,7 +80,8 @@ def print_model_check(report: Mapping[str, Any]) -> None:
         print_note("not supported:", report["reason"], "red")
         return
     check = report["check"]
-    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {report['dtype']}")
+    numbers = Fingerprint(**report["fingerprint"]).number_formats
+    OUT.print(f"[green]supported[/green]: {report['architecture']}, {report['layers']} layers, {numbers}")
     OUT.print(f"  positions: {'; '.join(report['rope'])}")
     OUT.print(f"  context window: {report['context_window']:,} tokens ({report['context_window_reason']})")
     OUT.print(f"  stored size: {size(report['kv_bytes_per_token'])} per token")

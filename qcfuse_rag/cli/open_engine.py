@@ -23,6 +23,7 @@ def open_engine(store: KVStore, method: Method, options: ModelOptions) -> Fusion
             method=method,
             device=options.device,
             dtype=options.dtype,
+            weights=options.weights,
             verdict="ignore",
         )
     print_profile_note(engine)

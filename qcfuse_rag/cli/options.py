@@ -15,11 +15,23 @@ from typer import Argument, Option
 if TYPE_CHECKING:
     from qcfuse_rag.fusion.method import Method
 
+
+class WeightsChoice(StrEnum):
+    """Formats of a model's weights."""
+
+    MODEL = "model"
+    INT8 = "int8"
+    AUTO = "auto"
+
+
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 Library = Annotated[Path, Option("--store", help="Folder of the library; its folder kv is the store.")]
 Question = Annotated[str, Argument(help="The question.")]
 Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
 Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU float32 by default.")]
+Weights = Annotated[
+    WeightsChoice, Option(help="Format of weights: model, int8 (on CPUs), or auto: int8 on a CPU that is fast at it.")
+]
 Tenant = Annotated[str | None, Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET.")]
 EmbedderName = Annotated[str | None, Option(help="sentence-transformers id or folder; MiniLM by default.")]
 Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
@@ -34,6 +46,7 @@ class ModelOptions:
     ] = None
     device: Device = None
     dtype: Dtype = None
+    weights: Weights = WeightsChoice.MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +81,8 @@ class FidelityChoice(StrEnum):
 FidelityOption = Annotated[
     FidelityChoice,
     Option(
-        help="fast: answer over the reused caches; heal: also recompute the rest while the answer is written, where "
-        "that slows no token by more than 10 %; exact: show nothing before it is full prefill's greedy answer."
+        help="fast: answer over the reused caches; heal: also recompute the rest while the answer is written, "
+        "which slows it by at most 10 %; exact: show nothing before it is full prefill's greedy answer."
     ),
 ]
 

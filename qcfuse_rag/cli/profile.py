@@ -37,7 +37,9 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
         path for path in (options.out, options.store and store_folder(options.store) / PROFILE_FILE) if path is not None
     ]
     with status("loading the model"):
-        engine = FusionEngine.load(options.model or default_model(), device=options.device, dtype=options.dtype)
+        engine = FusionEngine.load(
+            options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weights
+        )
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
         profile = profile_layers(
             engine,

@@ -104,6 +104,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         gpus=options.gpus_per_replica,
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights.value,
     )
     autoscaling = None
     if options.most_replicas is not None:

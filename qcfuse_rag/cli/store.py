@@ -33,6 +33,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
     from dataclasses import asdict
 
     from qcfuse_rag.cli.library import open_disk_tier
+    from qcfuse_rag.models.fingerprint import Fingerprint
 
     with open_disk_tier(folder) as store:
         stats, models, settings = store.stats()[0], store.models(), asdict(store.settings)
@@ -42,7 +43,10 @@ def stats(folder: Folder, as_json: Json = False) -> None:
         as_json,
         f"{stats.entries} chunks, {size(stats.size_bytes)} of {size(stats.limit_bytes or 0)}, in {store.folder}",
         "  " + ", ".join(f"{name} {settings[name]}" for name in ("numbers", "eviction", "ttl_s", "encrypted")),
-        *(f"  model {name[:12]}: weights {m['weights'][:12]}, dtype {m['dtype']}" for name, m in models.items()),
+        *(
+            f"  model {name[:12]}: weights {m['weights'][:12]}, dtype {Fingerprint(**m).number_formats}"
+            for name, m in models.items()
+        ),
     )
 
 

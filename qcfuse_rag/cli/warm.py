@@ -201,6 +201,7 @@ def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> R
         gpus=options.gpus_per_worker,
         device=options.device if options.gpus_per_worker == 0 else "cuda",
         dtype=str(engine.lm.dtype).removeprefix("torch."),
+        weights=engine.lm.fingerprint.weight_format,
     )
 
 

@@ -40,6 +40,7 @@ class RayWorkers:
         gpus: GPUs of each worker.
         device: see `LanguageModel.load`.
         dtype: see `LanguageModel.load`; set it if the workers have GPUs and this machine has none.
+        weights: see `LanguageModel.load`.
         runtime_env: Ray's `runtime_env` for the workers.
     """
 
@@ -51,11 +52,13 @@ class RayWorkers:
     gpus: float = 0
     device: str | None = None
     dtype: str | None = None
+    weights: str = "model"
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
-        return LanguageModel.load(self.model, device=self.device, dtype=self.dtype), open_store(**self.store)
+        lm = LanguageModel.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights)
+        return lm, open_store(**self.store)
 
     def resources(self) -> dict[str, Any]:
         """Return the resources that Ray reserves for one worker."""
@@ -96,7 +99,7 @@ class PrefillWorker:
         if lm.fingerprint.digest != fingerprint:
             raise QCFuseError(
                 "a worker's model is not this machine's: give both the same weights, and the same dtype "
-                f"(a worker has {str(lm.dtype).removeprefix('torch.')})"
+                f"(a worker has {lm.fingerprint.number_formats})"
             )
         check_exact(lm)
         self._prefiller = BatchPrefiller(PrefillTarget(lm, self._store, prefix_ids, primer))

@@ -96,6 +96,7 @@ class FusionEngine:
         method: Method | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        weights: str = "model",
         check: bool = True,
         profile: str | Path | None = None,
         verdict: VerdictPolicy = "warn",
@@ -111,6 +112,7 @@ class FusionEngine:
                 verify`, as `auto` does by default, it takes the ratio of a passing verdict in the store's folder.
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
+            weights: `model` (in the dtype), `int8` (on CPUs), or `auto`; see `models.load.load_pretrained`.
             check: compare the engine with the model's own code on a few tokens before it is trusted.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
@@ -126,7 +128,7 @@ class FusionEngine:
             ProfileError: if the given profile cannot be read or is of another model.
             Unverified: if a verdict is required and there is none that passed.
         """
-        lm = LanguageModel.load(model, device=device, dtype=dtype)
+        lm = LanguageModel.load(model, device=device, dtype=dtype, weights=weights)
         folder = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
         lookup = find_profile(lm, profile, folder)
         if check:

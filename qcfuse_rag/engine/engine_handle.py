@@ -27,7 +27,7 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's callers wait in the queue: they do not handle refusals."""
 
-LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype")
+LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype", "weights")
 """The settings that an engine is loaded by, besides the model."""
 
 ENGINE_SETTINGS = ("model", "model_name", *LOAD_SETTINGS)
@@ -187,6 +187,7 @@ def load_engine(
     rag_messages: Sequence[tuple[str, str]] | None,
     device: str | None,
     dtype: str | None,
+    weights: str,
 ) -> FusionEngine:
     """Load an engine by the settings of frameworks' objects; see `FusionEngine.load` and `choose_method`.
 
@@ -199,6 +200,7 @@ def load_engine(
         rag_messages: wording of the prompt; None is the library's.
         device: such as `cpu`; None is a GPU if there is one.
         dtype: such as `bfloat16`.
+        weights: `model`, `int8` or `auto`.
     """
     return FusionEngine.load(
         model,
@@ -207,6 +209,7 @@ def load_engine(
         method=choose_method(method, ratio=ratio, base=base),
         device=device,
         dtype=dtype,
+        weights=weights,
     )
 
 

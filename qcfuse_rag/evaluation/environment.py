@@ -27,4 +27,9 @@ def about_run(lm: LanguageModel, model: str) -> dict[str, Any]:
     """Describe this process and its model, with the name that the user gave, as plain data."""
     gpu = lm.device.type == "cuda"
     name = torch.cuda.get_device_name(lm.device) if gpu else platform.processor() or platform.machine()
-    return {**about_process("qcfuse"), "model": model, "device": f"{lm.device} ({name})", "dtype": lm.fingerprint.dtype}
+    return {
+        **about_process("qcfuse"),
+        "model": model,
+        "device": f"{lm.device} ({name})",
+        "dtype": lm.fingerprint.number_formats,
+    }

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
 from qcfuse_rag.generation.sampling import Fidelity
+from qcfuse_rag.models.int8_linear import WeightFormat
 
 
 class EngineSettings(BaseModel):
@@ -44,6 +45,10 @@ class EngineSettings(BaseModel):
     )
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
+    weights: WeightFormat = Field(
+        default="model",
+        description="model: in the dtype; int8: rounded, on CPUs; auto: int8 where a CPU is fast at it.",
+    )
 
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model on first use."""

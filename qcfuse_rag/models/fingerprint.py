@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from qcfuse_rag.models.int8_linear import weight_format
 from qcfuse_rag.models.rope import LayerRope
 
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
@@ -30,6 +31,7 @@ class Fingerprint:
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
+        weight_format: `model`, or `int8` for weights rounded at load; see `models.int8_linear`.
     """
 
     weights: str
@@ -37,6 +39,7 @@ class Fingerprint:
     tokenizer: str
     rope: str
     dtype: str
+    weight_format: str = "model"
 
     @cached_property
     def digest(self) -> str:
@@ -44,12 +47,22 @@ class Fingerprint:
         return digest(json.dumps(self.fields(), sort_keys=True).encode())
 
     def fields(self) -> dict[str, str]:
-        """Return the fields by name, ready for JSON."""
-        return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype")}
+        """Return the fields by name, ready for JSON.
+
+        The weight format `model` is left out, so that such models keep the digest they had before there were others.
+        """
+        rounded = () if self.weight_format == "model" else ("weight_format",)
+        return {name: getattr(self, name) for name in ("weights", "config", "tokenizer", "rope", "dtype", *rounded)}
+
+    @property
+    def number_formats(self) -> str:
+        """The dtype, and the weights' format if it is another: such as `float32` or `float32, int8 weights`."""
+        return self.dtype if self.weight_format == "model" else f"{self.dtype}, {self.weight_format} weights"
 
     def differences(self, other: dict[str, str]) -> list[str]:
         """Return the names of the fields in which a stored fingerprint differs."""
-        return [name for name, value in self.fields().items() if other.get(name) != value]
+        mine = self.fields()
+        return [name for name in {**mine, **other} if other.get(name) != mine.get(name)]
 
 
 def digest(data: bytes) -> str:
@@ -71,6 +84,7 @@ def fingerprint_model(
         tokenizer=digest(tokenizer.backend_tokenizer.to_str().encode()),
         rope=_hash_ropes(ropes),
         dtype=str(model.dtype).removeprefix("torch."),
+        weight_format=weight_format(model),
     )
 
 

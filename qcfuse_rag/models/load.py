@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears
+
+LOG = logging.getLogger(__name__)
 
 LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
@@ -25,7 +29,7 @@ _GGUF_LOCK = threading.Lock()
 
 
 def load_pretrained(
-    name: str, *, device: str | None = None, dtype: str | None = None
+    name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights for inference.
 
@@ -33,16 +37,20 @@ def load_pretrained(
         name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
         dtype: such as `bfloat16`; None is float32 on a CPU and the checkpoint's own on a GPU.
+        weights: `model` keeps the weights in the dtype; `int8` rounds those of linear layers, on CPUs; `auto` does so
+            on a CPU with instructions for it, if the model allows.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
         UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
             decoder, or brings its own code, which is never run.
-        QCFuseError: if the device does not exist.
+        QCFuseError: if the device does not exist, or does not compute with int8 weights.
+        ValueError: if there is no such dtype or format of weights.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch_dtype: Any = _parse_dtype(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     _check_device(device)
+    weight_format = choose_weight_format(weights, device)
     source, options = _source(name)
     try:
         with cached_gguf_header() if options else nullcontext():
@@ -65,6 +73,13 @@ def load_pretrained(
         )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
+    if weight_format == "int8":
+        try:
+            quantize_linears(model)
+        except UnsupportedModel as error:
+            if weights != "auto":
+                raise
+            LOG.info("weights stay as they are: %s", error)
     return model.to(device).eval(), tokenizer
 
 

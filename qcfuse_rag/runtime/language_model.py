@@ -83,9 +83,11 @@ class LanguageModel:
     critical_layers: tuple[int, ...]
 
     @classmethod
-    def load(cls, name: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
+    def load(
+        cls, name: str, *, device: str | None = None, dtype: str | None = None, weights: str = "model"
+    ) -> LanguageModel:
         """Load a model by id, folder or GGUF file; see `load_pretrained` for arguments and errors."""
-        model, tokenizer = load_pretrained(name, device=device, dtype=dtype)
+        model, tokenizer = load_pretrained(name, device=device, dtype=dtype, weights=weights)
         return cls.wrap(model, tokenizer, name=name)
 
     @classmethod

@@ -125,6 +125,7 @@ class EngineReplica:
             method=deployment.method,
             device=replica.device,
             dtype=replica.dtype,
+            weights=replica.weights,
             verdict="ignore",
             load_limit_s=deployment.load_limit_s,
         )

@@ -58,6 +58,7 @@ class QualityOptions:
     store: Path | None = None
     device: str | None = None
     dtype: str | None = None
+    weights: str = "model"
     pool: tuple[Path, ...] = ()
     neighbours: int = NEIGHBOURS
     profile: Path | None = None
@@ -85,7 +86,12 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
     with (
         store,
         FusionEngine.load(
-            options.model, store=store, device=options.device, dtype=options.dtype, profile=options.profile
+            options.model,
+            store=store,
+            device=options.device,
+            dtype=options.dtype,
+            weights=options.weights,
+            profile=options.profile,
         ) as engine,
     ):
         examples, sources = read_examples(options, engine)

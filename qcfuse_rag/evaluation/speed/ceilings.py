@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from qcfuse_rag.models.int8_linear import Int8Linear
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -110,7 +111,8 @@ def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> N
 
 def _layer_weights(lm: LanguageModel) -> list[Tensor]:
     outside = {id(lm.model.get_input_embeddings().weight), id(_output_weight(lm))}
-    return [weight for weight in lm.model.parameters() if id(weight) not in outside]
+    rounded = [buffer for module in lm.model.modules() if isinstance(module, Int8Linear) for buffer in module.buffers()]
+    return [weight for weight in (*lm.model.parameters(), *rounded) if id(weight) not in outside]
 
 
 def _output_weight(lm: LanguageModel) -> Tensor:
