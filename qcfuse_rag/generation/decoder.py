@@ -80,6 +80,7 @@ class AnswerDecoder:
         self._logits: Tensor | None = prefilled.logits
         self._verified_text = ""
         self._drafted = self._accepted = self._rows = 0
+        self._interval = 1
         self._reason: str | None = None
         self.answer = PartialAnswer(runner.lm, params)
         self.holds_back = False
@@ -89,7 +90,7 @@ class AnswerDecoder:
         if self._healing is None or not left:
             return
         if params.fidelity == "heal":
-            self._rows = self._affordable_rows()
+            self._rows, self._interval = self._pace()
         else:
             self._rows, self.holds_back = math.ceil(left / DRAFT_TOKENS), True
         if self._is_drafted:
@@ -161,7 +162,7 @@ class AnswerDecoder:
         """Compute the last token's row, with rows to heal beside it in the same pass; or heal, if no row comes next."""
         if not self.steps:
             return self.heal(ROWS_PER_PASS)
-        if self.heals:
+        if self.heals and (len(self.answer.ids) - 1) % self._interval == 0:
             assert self._healing is not None
             try:
                 self._logits = self._healing.step(self.answer.ids, self._rows_beside(self._healing))
@@ -211,23 +212,23 @@ class AnswerDecoder:
     def _rows_beside(self, healing: Healing) -> int:
         """Return how many rows to heal beside the next step.
 
-        Behind the prompt there are at least two, because every step adds one.
+        Behind the prompt they are at least two for each step, because every step adds one.
         """
         if self.holds_back:
             return min(self._rows, healing.prompt_left)
-        return self._rows if healing.prompt_left else max(self._rows, 2)
+        return self._rows if healing.prompt_left else max(self._rows, 2 * self._interval)
 
-    def _affordable_rows(self) -> int:
-        """Return the rows to heal beside each step of `heal`; 0, and a reason, if a row would take too long."""
-        slowdown = self._params.slowdown
+    def _pace(self) -> tuple[int, int]:
+        """Return the rows to heal beside a step, and the steps from one that heals to the next; no rows if none fit."""
         try:
-            rows = self._runner.step_costs().rows_beside(slowdown)
+            pace = self._runner.step_costs().pace(self._params.slowdown)
         except Exception as error:
             self._reason = f"nothing was healed: its costs could not be measured: {error}"
-            return 0
-        if not rows:
-            self._reason = f"nothing was healed: one row would slow a token by more than {slowdown:.0%}"
-        return rows
+            return 0, 1
+        if pace is None:
+            self._reason = "nothing was healed: no token may take longer, since `slowdown` is 0"
+            return 0, 1
+        return pace.rows, pace.interval
 
     def _verify(self, healing: Healing) -> None:
         """Take the beginning of the draft that agrees with full prefill, and go on from there."""

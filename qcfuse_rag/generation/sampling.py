@@ -35,7 +35,7 @@ class SamplingParams:
         grammar: that the answer has to follow, see `generation.grammar`; None for any text.
         fidelity: see `Fidelity`. A sampled answer cannot be verified: `exact` then recomputes the prompt before the
             first token.
-        slowdown: most that `heal` may slow a token, as a share of its time; 0.1 is 10 %.
+        slowdown: most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
     """
 
     max_new_tokens: int = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,19 @@ ROWS = {"cpu": (8, 64), "cuda": (32, 256)}
 
 
 @dataclass(frozen=True, slots=True)
+class HealingPace:
+    """How fast a running answer's prompt is healed.
+
+    Attributes:
+        rows: rows to heal beside a step.
+        interval: steps from one that heals to the next; 1 heals beside every step.
+    """
+
+    rows: int
+    interval: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepCosts:
     """Costs in seconds: a decode step with `R` further rows takes `step_s + extra_s + R row_s`.
 
@@ -40,6 +54,19 @@ class StepCosts:
     def pass_s(self, rows: int) -> float:
         """Predict the seconds of a step with further rows."""
         return self.step_s + self.extra_s + rows * self.row_s
+
+    def pace(self, slowdown: float) -> HealingPace | None:
+        """Return how many rows to heal, and in which steps, so that steps take at most this share longer on average.
+
+        Where no row fits beside every step, a pass has so many rows that they take about as long as a step. None if
+        steps may take no longer.
+        """
+        if rows := self.rows_beside(slowdown):
+            return HealingPace(rows, 1)
+        if slowdown <= 0:
+            return None
+        rows = max(1, round(self.step_s / self.row_s))
+        return HealingPace(rows, math.ceil((self.extra_s + rows * self.row_s) / (slowdown * self.step_s)))
 
     def rows_beside(self, slowdown: float) -> int:
         """Return how many rows fit beside a step that may take this share longer: a power of two, or 0.

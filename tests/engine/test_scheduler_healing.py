@@ -180,6 +180,7 @@ def test_a_failure_of_healing_ends_no_answer(
     asked = prompts(engine)
     others = [scheduler.submit(asked[3], replace(FAST, max_new_tokens=150)) for _ in range(beside)]
     monkeypatch.setattr(Healing, "_compute", broken)
+    monkeypatch.setattr(Healing, "_compute_attended", broken)
     for params, method in ((EXACT, FULL), (HEAL, REUSE)):
         answer = scheduler.submit(asked[0], params, method=REUSE).result(60)
         assert answer.ids == engine.generate(asked[0], FAST, method=method).ids

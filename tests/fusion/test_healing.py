@@ -275,3 +275,14 @@ def test_rows_beside_a_step_are_as_many_as_fit_its_slowdown() -> None:
     assert [cpu.rows_beside(slowdown) for slowdown in (0.1, 0.38, 0.5, 1.0)] == [0, 0, 2, 8]
     for slowdown in (0.1, 0.7):
         assert gpu.pass_s(gpu.rows_beside(slowdown)) <= (1 + slowdown) * gpu.step_s
+
+
+@pytest.mark.parametrize("slowdown", [0.02, 0.1, 0.7])
+@pytest.mark.parametrize("costs", [StepCosts(0.010, 0.0, 10e-6), StepCosts(0.065, 0.025, 0.0034)])
+def test_healing_keeps_to_its_slowdown_on_average(costs: StepCosts, slowdown: float) -> None:
+    pace = costs.pace(slowdown)
+    assert pace is not None
+    taken = costs.pass_s(pace.rows) + (pace.interval - 1) * costs.step_s
+    assert taken <= (1 + slowdown) * pace.interval * costs.step_s
+    assert pace.interval == 1 or costs.rows_beside(slowdown) == 0
+    assert costs.pace(0.0) is None

@@ -219,14 +219,22 @@ class TestHeal:
             fast = engine.generate(prompt, GREEDY, method=method)
             assert engine.generate(prompt, HEAL, method=method).ids[0] == fast.ids[0]
 
-    def test_where_one_row_is_too_slow_nothing_is_healed_and_it_says_so(
+    def test_where_no_row_fits_beside_a_step_one_step_in_so_many_heals(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         healing_rows(engine, monkeypatch, 0)
-        answer = engine.generate(prompt, HEAL)
+        steps = []
+        step = Healing.step
+        monkeypatch.setattr(Healing, "step", lambda *args: steps.append(len(args[1])) or step(*args))
+        answer = engine.generate(prompt, HEAL, method=METHODS[0])
+        assert answer.ids[0] == engine.generate(prompt, GREEDY, method=METHODS[0]).ids[0]
+        assert steps == list(range(1, len(answer.ids), 10)), "a row takes a step's time, which is ten times 10 %"
+
+    def test_with_no_slowdown_nothing_is_healed_and_it_says_so(self, engine: FusionEngine, prompt: Prompt) -> None:
+        answer = engine.generate(prompt, replace(HEAL, slowdown=0.0))
         assert same(answer, engine.generate(prompt, GREEDY))
         assert answer.healing is not None
-        assert answer.healing.reason == "nothing was healed: one row would slow a token by more than 10%"
+        assert answer.healing.reason == "nothing was healed: no token may take longer, since `slowdown` is 0"
         assert answer.verified_upto is None
 
     def test_an_answer_that_ends_early_says_how_far_it_came(
