@@ -26,6 +26,9 @@ from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
 
+Mask = Callable[[Sequence[int], Tensor], Tensor]
+
+
 class AttendedTokens:
     """Reused tokens of a prompt that were not recomputed, in the order of the attention that the answer pays to them.
 
@@ -54,13 +57,14 @@ class AttendedTokens:
         self._layers = lm.n_layers - self._first_layer
         self._reused = reused.to(lm.device)
         self._scores = torch.zeros(length, device=lm.device)
+        self._known = False
         if prefilled.scores is not None and self.left:
             self._add(prefilled.scores.mean, 1.0)
 
     def take(self, count: int) -> list[int]:
         """Return the positions of at most `count` further tokens, ascending; none before any attention is known."""
         count = min(count, self.left)
-        if count <= 0 or not float(self._scores.max()):
+        if count <= 0 or not self._known:
             return []
         best = self._scores.topk(count).indices.sort().values
         self._reused[best] = False
@@ -74,7 +78,7 @@ class AttendedTokens:
         if layer < self._first_layer:
             return
         keys = key.shape[2]
-        row = torch.tensor([keys - 1], device=key.device)
+        row = torch.full((1,), keys - 1, device=key.device)  # made on the device: a copy would make the host wait
         known = torch.ones(keys, dtype=torch.bool, device=key.device)
         weights = attention_weights(query[:, :, -1:], key, row, known, params)
         self._add(weights[: len(self._scores)], 1 / self._layers)
@@ -82,9 +86,7 @@ class AttendedTokens:
     def _add(self, weights: Tensor, weight: float) -> None:
         attended = torch.where(self._reused, weights, 0.0)
         self._scores += attended * (weight / attended.sum().clamp_min(1e-12))
-
-
-Mask = Callable[[Sequence[int], Tensor], Tensor]
+        self._known = True
 
 
 class Healing:
