@@ -25,7 +25,6 @@ from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.runner import ModelRunner
 
-
 Mask = Callable[[Sequence[int], Tensor], Tensor]
 
 
