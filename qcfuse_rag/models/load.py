@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,18 @@ def load_pretrained(
     if weight_format == "int8":
         try:
             quantize_linears(model)
+            _return_freed_memory()
         except UnsupportedModel as error:
             if weights != "auto":
                 raise
             LOG.info("weights stay as they are: %s", error)
     return model.to(device).eval(), tokenizer
+
+
+def _return_freed_memory() -> None:
+    """Give freed memory back to the system; glibc keeps that of all but the largest weights for later allocations."""
+    with suppress(OSError, AttributeError, TypeError):  # other C libraries
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _check_device(device: str) -> None:

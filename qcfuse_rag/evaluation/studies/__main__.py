@@ -29,6 +29,7 @@ STUDIES = {
     "probe-layers": "Compare the layers that the probe of `auto` may look at.",
     "quantization": "Compare caches in int8 and fp8 with those in the model's own dtype.",
     "variants": "Compare `auto` with variants of its parts.",
+    "weights": "Compare int8 weights with the model's own: seconds, bytes, divergence.",
 }
 
 

@@ -1,0 +1,106 @@
+"""Weights in int8 beside the model's own: seconds, bytes, divergence, and how much a row depends on its pass."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from qcfuse_rag.bundled import corpus
+from qcfuse_rag.engine.exactness_check import stock_attention
+from qcfuse_rag.evaluation.speed.ceilings import take_turns
+from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
+from qcfuse_rag.models.int8_linear import quantize_linears
+
+CONTEXT = 256
+"""Tokens in front of the rows that are timed, where these are fewer than a prompt."""
+ALONE = 12
+"""Last rows of a text that are computed apart from the rest of it."""
+
+
+def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, rounds: int = 6) -> StudyResult:
+    """Compare int8 weights with the model's own in transformers' forward, in turns; medians after a warm-up round.
+
+    KL is that of full prefill to the model's own weights, the mean over all tokens of documents of the demonstration.
+    The last column is the largest difference between logits of the last rows of a text, computed with the text and
+    behind its stored keys, in standard deviations of the logits.
+    """
+    lm = load_model(model)
+    rounded = copy.deepcopy(lm.model, {id(weight): weight for weight in lm.model.parameters()})  # shares the rest
+    quantize_linears(rounded)
+    with stock_attention(lm):
+        rounded.set_attn_implementation(lm.stock_attention)
+        sides: dict[str, PreTrainedModel] = {"model": lm.model, "int8": rounded}
+        seconds = {
+            count: {
+                side: median(times)
+                for side, times in take_turns(
+                    {side: _pass(module, int(count)) for side, module in sides.items()}, rounds
+                ).items()
+            }
+            for count in rows.split(",")
+        }
+        ids = [torch.tensor([lm.tokenizer(text)["input_ids"][:384]]) for text in list(corpus().values())[:texts]]
+        logits = {side: [_logits(module, text) for text in ids] for side, module in sides.items()}
+        apart = {side: max(_apart(module, text) for text in ids) for side, module in sides.items()}
+    divergences = torch.cat([_divergence(*pair) for pair in zip(*logits.values(), strict=True)])
+    result = {
+        side: {
+            "bytes": sum(t.nbytes for t in (*module.parameters(), *module.buffers())),
+            "seconds": {count: by_side[side] for count, by_side in seconds.items()},
+            "kl": 0.0 if side == "model" else float(divergences.mean()),
+            "kl_p99": 0.0 if side == "model" else float(divergences.quantile(0.99)),
+            "apart": apart[side],
+        }
+        for side, module in sides.items()
+    }
+    counts = [f"{count} rows" for count in seconds]
+    table = Table("weights", "MB", *counts, "KL", "99 %", "a row apart")
+    for side, row in result.items():
+        times = (f"{s * 1e3:.1f} ms ({seconds[count]['model'] / s:.2f})" for count, s in row["seconds"].items())
+        table.add_row(
+            side, f"{row['bytes'] / 1e6:.0f}", *times, f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}", f"{row['apart']:.1e}"
+        )
+    return StudyResult({"model": lm.name, "sides": result}, [table, f"{torch.get_num_threads()} threads"])
+
+
+def _pass(model: PreTrainedModel, rows: int) -> Callable[[], float]:
+    ids = (7 + 31 * torch.arange(CONTEXT + rows)[None]) % model.get_input_embeddings().num_embeddings
+    return partial(_timed_pass, model, ids, 0 if rows > CONTEXT else CONTEXT)
+
+
+@torch.inference_mode()
+def _timed_pass(model: PreTrainedModel, ids: Tensor, context: int) -> float:
+    """Return the seconds of all rows behind the context; ids hold more rows in front if there is no context."""
+    cache = None
+    if context:
+        cache = model(input_ids=ids[:, :context], use_cache=True, logits_to_keep=1).past_key_values
+    started = time.perf_counter()
+    model(input_ids=ids[:, CONTEXT:], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return model(input_ids=ids).logits[0].float()  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def _apart(model: PreTrainedModel, ids: Tensor) -> float:
+    together = _logits(model, ids)[-ALONE:]
+    cache = model(input_ids=ids[:, :-ALONE], use_cache=True, logits_to_keep=1).past_key_values
+    alone = model(input_ids=ids[:, -ALONE:], past_key_values=cache, use_cache=True).logits[0].float()
+    return float((alone - together).abs().max() / together.std())
+
+
+def _divergence(reference: Tensor, other: Tensor) -> Tensor:
+    """Return the `[R]` Kullback-Leibler divergences of rows of logits from the reference, in nats."""
+    expected = reference.log_softmax(-1)
+    return (expected.exp() * (expected - other.log_softmax(-1))).sum(-1)
