@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +15,7 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.documents.sources import Sources
-from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.entry.encryption import environment_cipher, environment_secret
 from qcfuse_rag.store.factory import open_store
 
 KV_FOLDER, INDEX_FOLDER = "kv", "passages"
@@ -24,7 +23,6 @@ TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
 """Name of a passage folder: the common folder, or the folder of one tenant."""
 INDEX_FILES = (PASSAGES, EMBEDDINGS, METADATA, LOG_NAME)
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
-SECRET_VARIABLE = "QCFUSE_SECRET"
 
 
 def open_library_store(
@@ -39,17 +37,16 @@ def open_library_store(
 ) -> KVStore:
     """Open all tiers of a library's store, or of a store's own folder; create the store if it does not exist.
 
-    The secret comes from the environment variable QCFUSE_SECRET. An encrypted store needs no flag once it exists.
+    If the environment variable QCFUSE_SECRET is set, the store has to be encrypted under it; a new store is. `encrypt`
+    requires the variable.
     """
-    encrypted = encrypt or is_encrypted(folder)
     return open_store(
         store_folder(folder),
         disk_bytes=None if limit_gb is None else int(limit_gb * 1e9),
         memory_bytes=memory_bytes,
         numbers=numbers,
-        secret=_secret() if encrypted or tenant is not None else None,
         tenant=tenant,
-        encrypt=encrypted,
+        encrypt=encrypt or None,
         remote=remote,
     )
 
@@ -72,11 +69,13 @@ def open_store_and_sources(
 
 def open_disk_tier(folder: Path) -> DiskStore:
     """Open only the disk tier of an existing store, for maintenance of its files."""
-    return DiskStore(existing_store_folder(folder), seal=StoreCipher(_secret()) if is_encrypted(folder) else None)
+    return DiskStore(existing_store_folder(folder), seal=environment_cipher())
 
 
-def is_encrypted(folder: Path) -> bool:
-    """Return whether a library's store, or the store in its own folder, exists and is encrypted."""
+def has_secret(folder: Path) -> bool:
+    """Return whether there is a secret in the environment, or a library's store or a store's own folder needs one."""
+    if environment_secret() is not None:
+        return True
     settings = read_settings(store_folder(folder))
     return settings is not None and settings.encrypted
 
@@ -144,10 +143,3 @@ def require_extra(extra: str = "cli") -> Iterator[None]:
 
 def _is_store(folder: Path) -> bool:
     return (folder / "objects").is_dir() and not (folder / KV_FOLDER).is_dir()
-
-
-def _secret() -> bytes:
-    secret = os.environ.get(SECRET_VARIABLE, "").encode()
-    if not secret:
-        raise QCFuseError(f"this needs a secret; set {SECRET_VARIABLE} to at least 16 random bytes and keep them")
-    return secret

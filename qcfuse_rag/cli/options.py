@@ -32,7 +32,10 @@ Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU
 Weights = Annotated[
     WeightsChoice, Option(help="Format of weights: model, int8 (on CPUs), or auto: int8 on a CPU that is fast at it.")
 ]
-Tenant = Annotated[str | None, Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET.")]
+Tenant = Annotated[
+    str | None,
+    Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET or QCFUSE_TENANT_SECRET."),
+]
 EmbedderName = Annotated[str | None, Option(help="sentence-transformers id or folder; MiniLM by default.")]
 Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
 
@@ -130,7 +133,7 @@ class WarmOptions(CorpusOptions):
 
     embedder: EmbedderName = None
     encrypt: Annotated[
-        bool, Option("--encrypt", help="Encrypt a new store; the secret is read from QCFUSE_SECRET.")
+        bool, Option("--encrypt", help="Require encryption; a new store is encrypted if QCFUSE_SECRET is set.")
     ] = False
     access: Annotated[
         str | None, Option(help="Access tag: readers who may see these documents; '' means everybody.")

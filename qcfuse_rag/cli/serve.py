@@ -13,7 +13,7 @@ from typing import Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, status
-from qcfuse_rag.cli.library import existing_store_folder, is_encrypted, open_library_store, require_extra, store_folder
+from qcfuse_rag.cli.library import existing_store_folder, has_secret, open_library_store, require_extra, store_folder
 from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -89,8 +89,8 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
     from qcfuse_rag.cluster.pool import connect
     from qcfuse_rag.cluster.workers import RayWorkers
 
-    if is_encrypted(library):
-        raise QCFuseError("secrets do not leave this machine: serve an encrypted store without --ray")
+    if has_secret(library):
+        raise QCFuseError("secrets do not leave this machine: serve without --ray, or unset QCFUSE_SECRET")
     connect(options.ray or "auto")
     from qcfuse_rag.server.auth_middleware import LOOPBACK
     from qcfuse_rag.server.ray_serve import EngineDeployment, run_deployment, stop_deployment

@@ -18,8 +18,8 @@ from qcfuse_rag.cli.job_record import JobRecord, job_lock
 from qcfuse_rag.cli.library import (
     DEFAULT_EMBEDDER,
     KV_FOLDER,
+    has_secret,
     index_folder,
-    is_encrypted,
     open_library_store,
     require_library,
 )
@@ -106,7 +106,7 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def resume_warming(library: Path, *, as_json: bool) -> None:
     """Run a library's last job again with the same options."""
     try:
-        arguments = JobRecord.load(library).arguments
+        arguments = {"weights": "model", **JobRecord.load(library).arguments}  # older records do not name them
         if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
             raise KeyError(", ".join(sorted(missing)))
         options = WarmOptions(**{**arguments, "paths": [Path(path) for path in arguments["paths"]]})
@@ -185,8 +185,8 @@ def _ray_workers(engine: FusionEngine, library: Path, options: WarmOptions) -> R
     """Return the requested Ray workers, which open the same store as this process; None without --ray."""
     if options.ray is None:
         return None
-    if options.tenant is not None or options.encrypt or is_encrypted(library):
-        raise QCFuseError("secrets do not leave this machine: warm a tenant's or an encrypted store without --ray")
+    if options.tenant is not None or options.encrypt or has_secret(library):
+        raise QCFuseError("secrets do not leave this machine: warm without --ray, or unset QCFUSE_SECRET")
     store_settings: dict[str, Any] = {"folder": str((library / KV_FOLDER).resolve())}
     settings = read_settings(library / KV_FOLDER)
     remote = options.remote if options.remote is not None else settings and settings.remote

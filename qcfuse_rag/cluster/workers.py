@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,7 @@ from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResul
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.entry.encryption import environment_secret
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import BASES
 
@@ -33,7 +34,7 @@ class RayWorkers:
     Attributes:
         model: Hugging Face id, folder or GGUF file that every worker can load.
         store: options of `open_store` for the store that all workers share: `remote`, or a `folder` on a shared file
-            system.
+            system. If this process has a secret (QCFUSE_SECRET), the workers need it too: it does not travel.
         address: address of the cluster; `auto` for the one of this machine, `local` to start one here.
         count: number of workers.
         cpus: CPU cores of each worker.
@@ -55,6 +56,14 @@ class RayWorkers:
     weights: str = "model"
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if environment_secret() is not None and "encrypt" not in self.store:
+            object.__setattr__(self, "store", {**self.store, "encrypt": True})
+
+    def requiring_encryption(self) -> RayWorkers:
+        """Return the same workers with an encrypted store, for which every worker needs the secret."""
+        return replace(self, store={**self.store, "encrypt": True})
+
     def open(self) -> tuple[LanguageModel, KVStore]:
         """Load the model and open the store, in a worker."""
         lm = LanguageModel.load(self.model, device=self.device, dtype=self.dtype, weights=self.weights)
@@ -65,11 +74,12 @@ class RayWorkers:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
     def prefill(
-        self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]
+        self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch], *, encrypted: bool
     ) -> Iterator[BatchResult]:
         """Compute and store batches on the cluster; yield the result of each batch when it is done, in any order."""
         connect(self.address, self.runtime_env)
-        remaining, arguments = iter(batches), (self, lm.fingerprint.digest, prefix_ids, primer)
+        workers = self.requiring_encryption() if encrypted else self
+        remaining, arguments = iter(batches), (workers, lm.fingerprint.digest, prefix_ids, primer)
         while window := [{"batch": batch_to_json(batch)} for batch in islice(remaining, BATCHES_AT_ONCE)]:
             rows = map_with_workers(
                 window,

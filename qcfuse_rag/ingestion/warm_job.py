@@ -34,7 +34,7 @@ class PrefillWorkers(Protocol):
     """Processes that compute and store batches for a job, such as `cluster.workers.RayWorkers`."""
 
     def prefill(
-        self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch]
+        self, lm: LanguageModel, prefix_ids: Ids, primer: Ids, batches: Iterable[Batch], *, encrypted: bool
     ) -> Iterator[BatchResult]:
         """Compute and store batches; yield the result of each batch when it is done, in any order.
 
@@ -43,6 +43,7 @@ class PrefillWorkers(Protocol):
             prefix_ids: token ids of the system prefix.
             primer: token ids of the text in front of primed chunks.
             batches: planned batches.
+            encrypted: whether the driver's store is encrypted; the workers must not use a plain one then.
         """
         ...
 
@@ -146,7 +147,9 @@ class WarmJob:
             target = self._target
             return self._run(
                 progress,
-                lambda batches, _: workers.prefill(target.lm, target.prefix_ids, target.primer, batches),
+                lambda batches, _: workers.prefill(
+                    target.lm, target.prefix_ids, target.primer, batches, encrypted=target.store.encrypted
+                ),
                 in_order=False,
             )
         return self._run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NamedTuple
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore
@@ -11,7 +13,12 @@ from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
-from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.entry.encryption import (
+    SECRET_VARIABLE,
+    TENANT_SECRET_VARIABLE,
+    StoreCipher,
+    environment_secret,
+)
 from qcfuse_rag.store.quantization import LOSSLESS
 
 
@@ -25,7 +32,7 @@ def open_store(
     ttl_s: float | None = None,
     secret: bytes | None = None,
     tenant: str | None = None,
-    encrypt: bool = False,
+    encrypt: bool | None = None,
     remote: str | None = None,
     write_behind_bytes: int = 0,
 ) -> KVStore:
@@ -38,9 +45,11 @@ def open_store(
         numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`.
         eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
         ttl_s: seconds after which new entries expire.
-        secret: for `tenant` and `encrypt`; random bytes from configuration, never from a request.
+        secret: encrypts entries and names tenants; random bytes from configuration, never from a request. By default
+            the environment variable QCFUSE_SECRET, if it is set.
         tenant: open this tenant's view, see `store.backends.tenant`.
-        encrypt: encrypt files, see `store.entry.encryption`.
+        encrypt: by default, entries are encrypted if there is a secret. True requires a secret. False uses the secret
+            for the names of tenants alone, as QCFUSE_TENANT_SECRET does, and reads and writes plain entries.
         remote: URL of a bucket or server behind the disk, shared by machines, with the same format and secret; see
             `store.backends.remote`. While it cannot be reached, chunks are kept on disk alone. The folder remembers it
             without its password; an empty URL removes it.
@@ -49,12 +58,11 @@ def open_store(
     Options that are not given are as the folder was opened before.
 
     Raises:
-        StoreError: if the folder cannot be used, or the secret is missing or too short.
+        StoreError: if the folder cannot be used, or the secret is missing, too short or not used, or there is a secret
+            and the folder's entries are not encrypted, or the other way round.
         ValueError: if there is no such format or policy.
     """
-    if (tenant is not None or encrypt) and secret is None:
-        raise StoreError("a tenant or encryption needs a secret; give one from your configuration")
-    cipher = StoreCipher(secret) if encrypt and secret is not None else None
+    cipher, tenant_secret = _secrets(secret, tenant, encrypt)
     disk: DiskStore | None = None
     if folder is not None:
         disk = DiskStore(
@@ -72,4 +80,39 @@ def open_store(
             write_behind_bytes = 0  # only the slowest tier is written later
     if far is not None:
         store = TieredStore(store, far, write_behind_bytes=write_behind_bytes)
-    return store if tenant is None or secret is None else TenantStore(store, tenant, secret, owned=True)
+    return store if tenant is None or tenant_secret is None else TenantStore(store, tenant, tenant_secret, owned=True)
+
+
+class _Secrets(NamedTuple):
+    """What the secrets of a store are used for.
+
+    Attributes:
+        cipher: encrypts entries; None if they are plain.
+        tenant: secret under which tenants are named, or None.
+    """
+
+    cipher: StoreCipher | None
+    tenant: bytes | None
+
+
+def _secrets(secret: bytes | None, tenant: str | None, encrypt: bool | None) -> _Secrets:
+    """Return the use of the secrets that are given or in the environment; see `open_store`.
+
+    Raises:
+        StoreError: if a secret is missing, or is there and would not be used.
+    """
+    plain_names = None
+    if secret is None:
+        secret = environment_secret()
+        plain_names = os.environ.get(TENANT_SECRET_VARIABLE)
+    if encrypt and secret is None:
+        raise StoreError(f"encryption needs a secret; give one from your configuration, or set {SECRET_VARIABLE}")
+    if encrypt is False and tenant is None and secret is not None:
+        raise StoreError("there is a secret and nothing to use it for; leave out the secret, or encrypt=False")
+    tenant_secret = secret if secret is not None or plain_names is None else os.fsencode(plain_names)
+    if tenant is not None and tenant_secret is None:
+        raise StoreError(
+            f"a tenant needs a secret; give one from your configuration, or set {SECRET_VARIABLE} (which encrypts) or "
+            f"{TENANT_SECRET_VARIABLE} (which does not)"
+        )
+    return _Secrets(None if secret is None or encrypt is False else StoreCipher(secret), tenant_secret)

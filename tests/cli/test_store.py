@@ -148,10 +148,13 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     assert not (library / "passages").exists()
 
 
-def test_tenants_are_looked_after_one_by_one(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = b"sixteen or more random bytes"
-    monkeypatch.setenv("QCFUSE_SECRET", secret.decode())
-    with open_store(folder, tenant="acme", secret=secret) as store, closing(Sources(store)) as manifest:
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_tenants_are_looked_after_one_by_one(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    monkeypatch.setenv("QCFUSE_SECRET" if encrypted else "QCFUSE_TENANT_SECRET", "sixteen or more random bytes")
+    folder = tmp_path / "encrypted" if encrypted else folder
+    with open_store(folder, tenant="acme") as store, closing(Sources(store)) as manifest:
         store.put(example_key(7), example_chunk(7))
         manifest.replace("lamps", [example_key(7)])
     acme = ("--tenant", "acme")

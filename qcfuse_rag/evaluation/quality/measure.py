@@ -28,6 +28,7 @@ from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.entry.encryption import environment_cipher
 from qcfuse_rag.verification.checks import UNLIMITED, ruler_examples
 from qcfuse_rag.verification.ruler import TASKS
 from qcfuse_rag.verification.samples import Example
@@ -82,7 +83,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             raise QCFuseError(
                 f"--top-k would cut away part of what {name} hides; run it apart, its length is --ruler-tokens"
             )
-    store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store)
+    store = MemoryStore(UNLIMITED) if options.store is None else DiskStore(options.store, seal=environment_cipher())
     with (
         store,
         FusionEngine.load(

@@ -183,6 +183,11 @@ class KVStore(ABC):
         """The stores this one consists of, nearest first."""
         return [self]
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether entries outside of this process's memory are encrypted."""
+        return any(tier.encrypted for tier in self.tiers if tier is not self)
+
     def prefetch(self, keys: Iterable[ChunkKey]) -> None:  # noqa: B027 - a store with one tier has nothing to do
         """Start copying entries to the nearest tier; returns at once. Does nothing if there is only one tier."""
 

@@ -48,7 +48,7 @@ class DiskStore(KVStore):
         notes: what was wrong and has been repaired.
 
     Raises:
-        StoreError: if the folder cannot be used, or is encrypted and no secret is given.
+        StoreError: if the folder cannot be used, or is encrypted and `seal` is None, or the other way round.
         ValueError: if there is no such format or policy.
     """
 
@@ -85,6 +85,11 @@ class DiskStore(KVStore):
         self.ttl_s = self.settings.ttl_s
         self._models = self._read_models()
         self.quota = self._open_quota()
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether entries are encrypted."""
+        return self.seal is not None
 
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, whose blocks are checked when they are used, or why there is none."""

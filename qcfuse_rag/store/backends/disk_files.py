@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry
-from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Buffer, Preamble
+from qcfuse_rag.store.entry.codec import Buffer
 
 ENDING, TEMPORARY = ".kv", ".part"
 MAX_PARTS_PER_WRITE = 1000
@@ -127,16 +127,6 @@ class StoreFiles:
         """Return whether the process that wrote a temporary file ran on this machine and has ended."""
         namespace, _, pid = temporary.rpartition("-")[0].rpartition("-")
         return pid.isdigit() and process_has_ended(namespace, int(pid))
-
-    def is_encrypted(self) -> bool | None:
-        """Return whether entries are encrypted, by the first that can be read; None if there is none."""
-        for _, path in self.entries():
-            try:
-                with open(path, "rb") as file:
-                    return bool(Preamble.parse(file.read(PREAMBLE.size)).flags & ENCRYPTED)
-            except (OSError, CorruptEntry):
-                continue
-        return None
 
     def write_json(self, path: Path, data: dict[str, Any]) -> None:
         """Write a small file atomically."""

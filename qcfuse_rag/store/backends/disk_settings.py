@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.eviction import eviction_policy
-from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Preamble
+from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+
+PLAIN_FIX = (
+    f"whoever holds a secret never uses plain entries: warm into another folder, or, if it was always plain, give no "
+    f"secret (unset {SECRET_VARIABLE}); to name tenants only, say encrypt=False or set {TENANT_SECRET_VARIABLE} instead"
+)
+SECRET_FIX = f"give its secret, or set {SECRET_VARIABLE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,8 @@ class StoreSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.limit_bytes, int | float) or not isinstance(self.ttl_s, int | float | None):
             raise ValueError("limit_bytes and ttl_s are numbers")
+        if not isinstance(self.secret, str | None) or not isinstance(self.remote, str):
+            raise ValueError("secret and remote are text")
         if self.limit_bytes <= 0 or (self.ttl_s is not None and self.ttl_s <= 0):
             raise ValueError("limit_bytes and ttl_s must be more than 0")
         check_numbers(self.numbers)
@@ -79,33 +89,50 @@ def _check_secret(files: StoreFiles, kept: StoreSettings | None, cipher: StoreCi
     proof, folder = (None if cipher is None else cipher.proof), files.folder
     if kept is not None and kept.secret != proof:
         if kept.secret is None:
-            raise StoreError(f"the store in {folder} is not encrypted and a secret was given")
+            raise StoreError(f"the store in {folder} is not encrypted and a secret was given; {PLAIN_FIX}")
         if proof is None:
-            raise StoreError(f"the store in {folder} is encrypted and no secret was given")
+            raise StoreError(f"the store in {folder} is encrypted and no secret was given; {SECRET_FIX}")
         raise StoreError(f"the store in {folder} is encrypted under another secret than the one given")
     if kept is not None:
         return
-    encrypted = files.is_encrypted()
-    if encrypted and cipher is None:
-        raise StoreError(f"entries of the store in {folder} are encrypted and no secret was given")
-    if encrypted is False and cipher is not None:
-        raise StoreError(f"entries of the store in {folder} are not encrypted and a secret was given")
-    if cipher is not None and not _secret_matches(files, cipher):
+    states = _entry_states(files, cipher)
+    if cipher is None and EntryState.FOREIGN in states:
+        raise StoreError(f"entries of the store in {folder} are encrypted and no secret was given; {SECRET_FIX}")
+    if cipher is None or EntryState.SEALED in states or not states:
+        return
+    if EntryState.FOREIGN in states:
         raise StoreError(f"entries of the store in {folder} are encrypted under another secret")
+    raise StoreError(f"entries of the store in {folder} are not encrypted and a secret was given; {PLAIN_FIX}")
 
 
-def _secret_matches(files: StoreFiles, cipher: StoreCipher) -> bool:
-    """Return whether a secret opens one of a store's entries; True if none can be read either way."""
-    foreign = False
+class EntryState(Enum):
+    """How an entry is stored: plain, encrypted under the given secret (sealed), or under another (foreign)."""
+
+    PLAIN = "plain"
+    SEALED = "sealed"
+    FOREIGN = "foreign"
+
+
+def _entry_states(files: StoreFiles, cipher: StoreCipher | None) -> set[EntryState]:
+    """Return how a store's entries are stored, by their headers; stop at the first that proves the secret.
+
+    Entries that cannot be read are passed over. A plain entry proves nothing: anybody can write one.
+    """
+    states: set[EntryState] = set()
     for _, path in files.entries():
         try:
-            open_header(MappedFile(path, header_only=True), cipher)
-            return True
+            entry = MappedFile(path, header_only=True)
+            if not Preamble.parse(entry.read(0, min(PREAMBLE.size, entry.size))).flags & ENCRYPTED:
+                states.add(EntryState.PLAIN)
+                continue
+            open_header(entry, cipher)
+            states.add(EntryState.SEALED)
+            break
         except ForeignEntry:
-            foreign = True
+            states.add(EntryState.FOREIGN)
         except (OSError, CorruptEntry):
             continue
-    return not foreign
+    return states
 
 
 def write_if_possible(write: Callable[[], None]) -> None:
@@ -129,5 +156,5 @@ def read_settings(folder: Path) -> StoreSettings | None:
         return StoreSettings(**{name: value for name, value in kept.items() if name in known})
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise StoreError(f"cannot read {path} ({error}); remove it and give the store's settings again") from error

@@ -63,6 +63,11 @@ class RemoteStore(KVStore):
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether entries are encrypted."""
+        return self._cipher is not None
+
     def get(self, key: ChunkKey) -> ChunkKV | Miss:
         """Return the chunk, fetched whole, with blocks checked when they are used, or why there is none."""
         opened = self._open(key.address, key)

@@ -3,6 +3,8 @@
 The entry's key is derived from the store's secret and 32 random bytes in the entry (HKDF-SHA256, RFC 5869), so nonces
 can be plain counters: no key encrypts two different texts under one nonce. GCM (NIST SP 800-38D) also detects changes
 by anybody without the secret, which a checksum cannot.
+
+The secret alone decides whether entries are encrypted. Nothing that lies in a store's folder can switch that off.
 """
 
 from __future__ import annotations
@@ -16,6 +18,10 @@ from qcfuse_rag.errors import CorruptEntry, StoreError
 TAG_BYTES = 16
 SALT_BYTES = 32
 MIN_SECRET_BYTES = 16
+SECRET_VARIABLE = "QCFUSE_SECRET"
+"""Environment variable with the secret that encrypts entries, for programs that give none."""
+TENANT_SECRET_VARIABLE = "QCFUSE_TENANT_SECRET"
+"""Environment variable with a secret that names tenants and encrypts nothing."""
 PROOF_TEXT = "qcfuse-rag proof"
 """Text whose hash under a secret proves the secret; no tenant may have this name, since names are hashed as well."""
 
@@ -60,6 +66,28 @@ class StoreCipher:
             raise StoreError("encryption needs `pip install 'qcfuse-rag[encryption]'`") from error
         key = HKDF(algorithm=SHA256(), length=32, salt=salt, info=b"qcfuse-rag entry").derive(self.secret)
         return EntryCipher(AESGCM(key))
+
+
+def environment_secret() -> bytes | None:
+    """Return the secret in the environment variable QCFUSE_SECRET; None if it is not set.
+
+    Raises:
+        StoreError: if QCFUSE_TENANT_SECRET is set too: one of them would not be used.
+    """
+    secret = os.environ.get(SECRET_VARIABLE)
+    if secret is not None and TENANT_SECRET_VARIABLE in os.environ:
+        raise StoreError(f"set {SECRET_VARIABLE} to encrypt or {TENANT_SECRET_VARIABLE} to name tenants, not both")
+    return None if secret is None else os.fsencode(secret)
+
+
+def environment_cipher() -> StoreCipher | None:
+    """Return the cipher of the secret in QCFUSE_SECRET; None if the variable is not set.
+
+    Raises:
+        StoreError: if the secret is too short, or QCFUSE_TENANT_SECRET is set too.
+    """
+    secret = environment_secret()
+    return None if secret is None else StoreCipher(secret)
 
 
 class EntryCipher:

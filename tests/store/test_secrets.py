@@ -1,0 +1,357 @@
+"""Whoever holds a secret never reads or writes plain entries, whatever lies in the store's folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from qcfuse_rag import DiskStore, FusionEngine, open_store
+from qcfuse_rag.cluster.workers import RayWorkers
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import KVStore, Miss
+from qcfuse_rag.store.backends.memory import MemoryStore
+from qcfuse_rag.store.backends.tiered import TieredStore
+from qcfuse_rag.store.entry.encryption import StoreCipher
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.support.cli import Run
+
+SECRET = b"sixteen or more random bytes"
+NEW = 7
+"""Number of the chunk that tests put; the chunks 0 and 1 are in the store before."""
+
+MEMORY_ONLY = {"memory_bytes": 1}
+"""So that every chunk is read from the folder."""
+
+
+@pytest.fixture(params=["argument", "argument and demand", "environment", "tenant", "engine", "cipher"])
+def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], KVStore]:
+    """Give each of the ways in which Python opens a store with a secret."""
+
+    def load(folder: Path) -> KVStore:
+        lm = SimpleNamespace()
+        monkeypatch.setattr("qcfuse_rag.engine.engine.LanguageModel.load", lambda *_, **__: lm)
+        monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *_: None)
+        monkeypatch.setattr(FusionEngine, "__init__", lambda engine, lm, store, **_: setattr(engine, "store", store))
+        return FusionEngine.load("M", store=str(folder), check=False, verdict="ignore").store
+
+    if request.param in ("environment", "engine"):
+        monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
+    ways: dict[str, Callable[[Path], KVStore]] = {
+        "argument": lambda folder: open_store(folder, secret=SECRET, **MEMORY_ONLY),
+        "argument and demand": lambda folder: open_store(folder, secret=SECRET, encrypt=True, **MEMORY_ONLY),
+        "environment": lambda folder: open_store(folder, **MEMORY_ONLY),
+        "tenant": lambda folder: open_store(folder, secret=SECRET, tenant="acme", **MEMORY_ONLY),
+        "engine": load,
+        "cipher": lambda folder: DiskStore(folder, seal=StoreCipher(SECRET)),
+    }
+    return ways[request.param]
+
+
+def in_the_clear(folder: Path, number: int) -> list[Path]:
+    """Return the files that contain a part of a chunk's numbers in the clear."""
+    part = example_chunk(number).blocks["key.0"].numpy().tobytes()[:32]
+    return [path for path in folder.rglob("*") if path.is_file() and part in path.read_bytes()]
+
+
+def forge(folder: Path, tmp_path: Path, *numbers: int) -> None:
+    """Put plain entries with other content in the place of a store's, as anybody can who may write to its folder."""
+    with DiskStore(tmp_path / "forger") as forger:
+        for number in numbers:
+            forger.put(example_key(number), example_chunk(100 + number))
+            target = folder / forger.files.path(example_key(number).address).relative_to(forger.folder)
+            target.parent.mkdir(exist_ok=True)
+            target.write_bytes(forger.files.path(example_key(number).address).read_bytes())
+
+
+def rewrite(**changes: object) -> Callable[[Path], None]:
+    def tamper(settings: Path) -> None:
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), **changes}))
+
+    return tamper
+
+
+def without_secret(settings: Path) -> None:
+    kept = json.loads(settings.read_text())
+    settings.write_text(json.dumps({name: value for name, value in kept.items() if name != "secret"}))
+
+
+def as_folder(settings: Path) -> None:
+    settings.unlink()
+    settings.mkdir()
+
+
+def as_link(settings: Path) -> None:
+    plain = settings.with_name("plain.json")
+    plain.write_text(json.dumps({**json.loads(settings.read_text()), "secret": None}))
+    settings.unlink()
+    settings.symlink_to(plain)
+
+
+TAMPERED: dict[str, Callable[[Path], object]] = {
+    "null": rewrite(secret=None),
+    "no field": without_secret,
+    "empty text": rewrite(secret=""),
+    "false": rewrite(secret=False),
+    "zero": rewrite(secret=0),
+    "list": rewrite(secret=[]),
+    "another proof": rewrite(secret=StoreCipher(SECRET[::-1]).proof),
+    "no settings": lambda settings: settings.write_text("{}"),
+    "empty file": lambda settings: settings.write_text(""),
+    "no JSON": lambda settings: settings.write_bytes(b"\xff\0garbage"),
+    "no object": lambda settings: settings.write_text("[]"),
+    "deep": lambda settings: settings.write_text("[" * 100_000),
+    "deleted": lambda settings: settings.unlink(),
+    "folder": as_folder,
+    "link": as_link,
+}
+
+
+@pytest.mark.parametrize("entries", ["forged over", "forged alone", "forged beside", "none"])
+@pytest.mark.parametrize("tamper", TAMPERED.values(), ids=TAMPERED)
+def test_nothing_in_the_folder_switches_encryption_off(
+    tmp_path: Path, tamper: Callable[[Path], object], entries: str
+) -> None:
+    assert_never_plain(tmp_path, lambda folder: open_store(folder, secret=SECRET, **MEMORY_ONLY), tamper, entries)
+
+
+@pytest.mark.parametrize("tamper", ["null", "no field", "deleted"])
+def test_whoever_has_a_secret_and_however_it_is_given(
+    tmp_path: Path, open_with_secret: Callable[[Path], KVStore], tamper: str
+) -> None:
+    assert_never_plain(tmp_path, open_with_secret, TAMPERED[tamper], "forged over")
+
+
+def assert_never_plain(
+    tmp_path: Path, open_with_secret: Callable[[Path], KVStore], tamper: Callable[[Path], object], entries: str
+) -> None:
+    """Tamper with an encrypted store; opening it must fail, or forged entries be misses and new ones sealed."""
+    folder = tmp_path / "kv"
+    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+        for number in (0, 1):
+            store.put(example_key(number), example_chunk(number))
+        if entries in ("forged alone", "none"):
+            store.clear()
+    if entries != "none":
+        forge(folder, tmp_path, *((0, 1) if entries != "forged beside" else (0,)))
+    tamper(folder / "store.json")
+    try:
+        store = open_with_secret(folder)
+    except StoreError as error:
+        assert re.search(r"secret|store\.json", str(error))  # noqa: PT017 - both outcomes are right
+    else:
+        with store:
+            assert isinstance(store.get(example_key(0)), Miss)
+            store.put(example_key(NEW), example_chunk(NEW))
+            store.flush()
+            assert store.encrypted
+    assert in_the_clear(folder, NEW) == []
+
+
+def test_a_new_store_made_with_a_secret_is_encrypted(
+    tmp_path: Path, open_with_secret: Callable[[Path], KVStore]
+) -> None:
+    for _ in range(2):
+        with open_with_secret(tmp_path) as store:
+            store.put(example_key(NEW), example_chunk(NEW))
+            assert_same(store.get(example_key(NEW)), example_chunk(NEW))
+            store.flush()
+    assert json.loads((tmp_path / "store.json").read_text())["secret"] == StoreCipher(SECRET).proof
+    assert in_the_clear(tmp_path, NEW) == []
+
+
+def test_a_plain_store_and_a_secret_are_one_error_that_names_the_fix(
+    tmp_path: Path, open_with_secret: Callable[[Path], KVStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiskStore(tmp_path) as store:
+        store.put(example_key(), example_chunk())
+    with pytest.raises(StoreError, match=r"not encrypted and a secret was given; .*unset QCFUSE_SECRET"):
+        open_with_secret(tmp_path)
+    monkeypatch.delenv("QCFUSE_SECRET", raising=False)
+    with open_store(tmp_path, memory_bytes=1) as plain:
+        assert_same(plain.get(example_key()), example_chunk())
+
+
+@pytest.mark.parametrize("settings", ["kept", "lost"])
+@pytest.mark.parametrize("planted", [False, True])
+def test_an_encrypted_store_without_a_secret_is_an_error(tmp_path: Path, settings: str, planted: bool) -> None:
+    """Even if plain entries were planted, and the settings that say so are lost."""
+    with open_store(tmp_path / "kv", secret=SECRET) as store:
+        store.put(example_key(), example_chunk())
+    if planted:
+        forge(tmp_path / "kv", tmp_path, 1, 2, 3)
+    if settings == "lost":
+        (tmp_path / "kv" / "store.json").unlink()
+    with pytest.raises(StoreError, match=r"encrypted and no secret was given; .*set QCFUSE_SECRET"):
+        open_store(tmp_path / "kv")
+
+
+def test_a_lost_record_of_the_secret_is_written_again_beside_planted_entries(tmp_path: Path) -> None:
+    with open_store(tmp_path / "kv", secret=SECRET) as store:
+        store.put(example_key(), example_chunk())
+    forge(tmp_path / "kv", tmp_path, 1, 2, 3)
+    (tmp_path / "kv" / "store.json").unlink()
+    with open_store(tmp_path / "kv", secret=SECRET, memory_bytes=1) as store:
+        assert_same(store.get(example_key()), example_chunk())
+        assert isinstance(store.get(example_key(1)), Miss)
+    assert json.loads((tmp_path / "kv" / "store.json").read_text())["secret"] == StoreCipher(SECRET).proof
+
+
+def test_a_remote_with_a_secret_neither_reads_nor_writes_plain_entries(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/bucket"
+    with open_store(remote=remote, memory_bytes=1) as plain:
+        plain.put(example_key(), example_chunk())
+    with open_store(remote=remote, secret=SECRET, memory_bytes=1) as store:
+        assert store.get(example_key()) == Miss("is not encrypted, in a store that is")
+        store.put(example_key(NEW), example_chunk(NEW))
+        assert_same(store.get(example_key(NEW)), example_chunk(NEW))
+        assert store.encrypted
+    assert in_the_clear(tmp_path, NEW) == []
+
+
+# A secret for names alone.
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_a_plain_store_of_tenants_opens_as_before_if_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    with open_store(tmp_path, tenant="acme", secret=SECRET, encrypt=False) as store:
+        store.put(example_key(), example_chunk())
+        assert not store.encrypted
+    if by == "environment":
+        monkeypatch.setenv("QCFUSE_TENANT_SECRET", SECRET.decode())
+        opened = open_store(tmp_path, tenant="acme", memory_bytes=1)
+    else:
+        opened = open_store(tmp_path, tenant="acme", secret=SECRET, encrypt=False, memory_bytes=1)
+    with opened as store:
+        assert_same(store.get(example_key()), example_chunk())
+
+
+def test_a_secret_for_names_alone_opens_no_encrypted_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_store(tmp_path, secret=SECRET).close()
+    monkeypatch.setenv("QCFUSE_TENANT_SECRET", SECRET.decode())
+    with pytest.raises(StoreError, match="is encrypted and no secret was given"):
+        open_store(tmp_path, tenant="acme")
+    with pytest.raises(StoreError, match="encryption needs a secret"):
+        open_store(tmp_path, tenant="acme", encrypt=True)
+
+
+# A secret that is given and not used, or missing.
+
+
+def test_a_secret_that_nothing_would_use_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoreError, match="a secret and nothing to use it for"):
+        open_store(tmp_path, secret=SECRET, encrypt=False)
+    monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
+    with pytest.raises(StoreError, match="a secret and nothing to use it for"):
+        open_store(tmp_path, encrypt=False)
+    monkeypatch.setenv("QCFUSE_TENANT_SECRET", SECRET.decode())
+    with pytest.raises(StoreError, match="not both"):
+        open_store(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen letters"])
+def test_a_secret_that_is_empty_or_short_is_no_reason_to_go_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes
+) -> None:
+    with pytest.raises(StoreError, match=f"the secret has {len(secret)} bytes"):
+        open_store(tmp_path, secret=secret)
+    monkeypatch.setenv("QCFUSE_SECRET", secret.decode())
+    with pytest.raises(StoreError, match=f"the secret has {len(secret)} bytes"):
+        open_store(tmp_path)
+
+
+def test_stores_made_of_stores_say_whether_they_are_encrypted(tmp_path: Path) -> None:
+    sealed, plain = DiskStore(tmp_path / "a", seal=StoreCipher(SECRET)), DiskStore(tmp_path / "b")
+    with sealed, plain:
+        assert (sealed.encrypted, plain.encrypted, MemoryStore().encrypted) == (True, False, False)
+        for far in (sealed, plain):
+            assert TieredStore(MemoryStore(), far).encrypted is far.encrypted
+
+
+# The command line.
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a library whose store was encrypted and now says that it is plain, with forged entries."""
+    folder = tmp_path / "library" / "kv"
+    with DiskStore(folder, seal=StoreCipher(SECRET)) as store:
+        store.put(example_key(), example_chunk())
+    forge(folder, tmp_path, 0, 1)
+    rewrite(secret=None)(folder / "store.json")
+    (tmp_path / "document.md").write_text("The ferry leaves at noon.")
+    passages = folder.parent / "passages"
+    passages.mkdir()
+    monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
+    monkeypatch.setattr("qcfuse_rag.cli.serve._bind", lambda options: None)  # tests have no network
+    return folder.parent
+
+
+COMMANDS = [
+    "store stats {library}",
+    "store stats {library}/kv",
+    "store health {library}",
+    "store fsck {library}",
+    "store gc {library}",
+    "store rebuild {library}",
+    "store clear {library} --yes",
+    "store sources {library}",
+    "store sources {library} --tenant acme",
+    "store lookup {library} doc",
+    "store forget {library} doc",
+    "store pin {library} {address}",
+    "store compress {library}",
+    "store move {library} --to file://{library}/bucket",
+    "store move {library} --from file://{library}/bucket",
+    "warm run {library}/../document.md --store {library}",
+    "warm run {library}/../document.md --store {library} --encrypt",
+    "warm run {library}/../document.md --store {library} --tenant acme",
+    "warm run {library}/../document.md --store {library} --ray local",
+    "warm plan {library}/../document.md --store {library}",
+    "serve --store {library}",
+    "serve --store {library}/kv",
+    "verify --store {library}",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_uses_a_plain_store_if_there_is_a_secret(
+    run: Run, library: Path, tmp_path: Path, command: str
+) -> None:
+    files = {path: path.read_bytes() for path in library.rglob("*.kv")}
+    arguments = [part.format(library=library, address=example_key().address) for part in command.split()]
+    code, out, err = run(*arguments)
+    assert code == 1, out
+    assert "is not encrypted and a secret was given" in err
+    assert {path: path.read_bytes() for path in library.rglob("*.kv")} == files
+
+
+def test_ray_is_refused_by_the_secret_and_not_by_what_the_folder_says(run: Run, library: Path) -> None:
+    code, _, err = run("serve", "--store", library, "--ray", "local")
+    assert (code, "secrets do not leave this machine" in err) == (1, True)
+
+
+# Ray workers.
+
+
+def test_workers_of_a_process_with_a_secret_need_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = RayWorkers("model", {"folder": str(tmp_path)})
+    monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
+    by_environment = RayWorkers("model", {"folder": str(tmp_path)})
+    monkeypatch.delenv("QCFUSE_SECRET")
+    for workers in (by_environment, plain.requiring_encryption()):
+        with pytest.raises(StoreError, match=r"encryption needs a secret; .*QCFUSE_SECRET"):
+            open_store(**workers.store)
+    assert dict(plain.store) == {"folder": str(tmp_path)}
+    monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
+    with open_store(**by_environment.store) as store:
+        assert store.encrypted
+    with pytest.raises(StoreError, match="under another secret"):
+        open_store(**{**by_environment.store, "secret": SECRET[::-1]})
