@@ -99,6 +99,8 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
             print_note("damaged", f"{address}: {reason}; moved to quarantine", "red")
         for address, reason in report.unread:
             print_note("not read", f"{address}: {reason}; left in place", "red")
+        for path in report.strays:
+            print_note("not the store's:", f"{path}; left alone")
     if report.damaged or report.unread:
         raise typer.Exit(1)
 

@@ -12,8 +12,10 @@ from typing import Any
 from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.disk_files import TEMPORARY
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING
 from qcfuse_rag.store.backends.disk_quota import DiskQuota
+from qcfuse_rag.store.regular_file import is_regular
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -36,6 +38,7 @@ class CheckReport:
         lost: number of rows removed from the index because their files are gone.
         leftovers: number of files removed that dead writers left behind.
         reclaimed_bytes: bytes of the limit that are free again.
+        strays: paths inside the store of what this library did not write; left alone, and nothing is wrong with them.
     """
 
     checked: int = 0
@@ -46,6 +49,7 @@ class CheckReport:
     lost: int = 0
     leftovers: int = 0
     reclaimed_bytes: int = 0
+    strays: list[str] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
@@ -75,6 +79,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
         report.leftovers = _remove_leftovers(store, quota)
         report.lost = _remove_lost(store, quota)
         report.found = quota.index_new_files()
+        report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
         report.reclaimed_bytes = max(0, before - quota.index.size())
         addresses = [address for address, _ in store.files.entries()]
         for done, address in enumerate(addresses, start=1):
@@ -187,9 +192,9 @@ def _remove_lost(store: DiskStore, quota: DiskQuota) -> int:
     """Remove the rows of the index whose files are gone; return how many."""
     count = 0
     for name, _, _, tag in list(quota.index.rows(ENTRY, PINNED, QUARANTINE)):
-        path = store.files.quarantined / name if tag == QUARANTINE else store.files.path(name)
+        path = store.files.quarantined / name
         with quota.index.transact():
-            if not path.exists():
+            if not (is_regular(path) if tag == QUARANTINE else store.files.status(name)):
                 count += quota.index.delete(name)
     return count
 
@@ -199,8 +204,7 @@ def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:
     count = 0
     with quota.index.transact():
         writing = {name for name, *_ in quota.index.rows(WRITING)}
-        for path in list(store.files.tmp.iterdir()):
+        for path in list(store.files.tmp.glob(f"*{TEMPORARY}")):
             if path.name not in writing and store.files.is_abandoned(path.name):
-                path.unlink(missing_ok=True)
-                count += 1
+                count += store.files.remove_temporary(path.name)
     return count

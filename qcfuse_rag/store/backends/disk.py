@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
+from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, open_index
@@ -22,6 +23,7 @@ from qcfuse_rag.store.entry.codec import encode
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_chunk
 from qcfuse_rag.store.key import ChunkKey, address_of
+from qcfuse_rag.store.regular_file import read_text
 
 
 class DiskStore(KVStore):
@@ -141,7 +143,7 @@ class DiskStore(KVStore):
 
     def __contains__(self, key: ChunkKey | str) -> bool:
         try:
-            exists = self.files.path(address_of(key)).exists()
+            exists = self.files.status(address_of(key)) is not None
         except OSError:
             return False
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
@@ -294,8 +296,8 @@ class DiskStore(KVStore):
         models = {}
         for path in (self.files.folder / "models").glob("*.json"):
             try:
-                models[path.stem] = dict(json.loads(path.read_text("utf-8")))
-            except (OSError, ValueError, TypeError):
+                models[path.stem] = Fingerprint(**json.loads(read_text(path))).fields()
+            except (OSError, ValueError, TypeError, RecursionError):
                 continue  # it only explains misses
         return models
 

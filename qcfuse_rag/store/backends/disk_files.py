@@ -11,18 +11,24 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import secrets
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.entry.codec import Buffer
+from qcfuse_rag.store.regular_file import open_folder, unlink_file
 
 ENDING, TEMPORARY = ".kv", ".part"
 MAX_PARTS_PER_WRITE = 1000
 """`writev` takes 1024 on Linux and macOS."""
 ADDRESS_CHARACTERS = frozenset("0123456789abcdef-")
+ADDRESS = re.compile("([0-9a-f]{16}-)?[0-9a-f]{32}")
+SHARD = re.compile("[0-9a-f]{2}")
 
 
 class StoreFiles:
@@ -37,8 +43,17 @@ class StoreFiles:
         self.objects, self.tmp, self.quarantined = folder / "objects", folder / "tmp", folder / "quarantine"
 
     def create(self) -> None:
-        """Create the folders, for their owner only."""
-        for path in (self.folder, self.objects, self.tmp, self.quarantined, self.folder / "models"):
+        """Create the folders, for their owner only.
+
+        Raises:
+            StoreError: if a folder inside the store's is a symbolic link: files would be written elsewhere.
+            OSError: if a folder cannot be created.
+        """
+        inside = (self.objects, self.tmp, self.quarantined, self.folder / "models")
+        for path in (*inside, self.folder / "index"):
+            if path.is_symlink():
+                raise StoreError(f"{path} is a symbolic link; move the whole store and link to that instead")
+        for path in (self.folder, *inside):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, address: str) -> Path:
@@ -50,6 +65,17 @@ class StoreFiles:
         if not set(address) <= ADDRESS_CHARACTERS:
             raise ValueError(f"not an address: {address!r}")
         return self.objects / address[-2:] / f"{address}{ENDING}"
+
+    def status(self, address: str) -> os.stat_result | None:
+        """Return the status of an entry's file; None if there is none, or something else in its place."""
+        path = self.path(address)
+        if path.parent.is_symlink():
+            return None
+        try:
+            status = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status if stat.S_ISREG(status.st_mode) else None
 
     def new_temporary(self) -> Path:
         """Return a new path to write to; its name says which process writes."""
@@ -85,24 +111,28 @@ class StoreFiles:
             raise
 
     def publish(self, temporary: Path, address: str) -> None:
-        """Give a written file its name; other processes see all of it from then on."""
+        """Give a written file its name; other processes see all of it from then on.
+
+        Raises:
+            OSError: if that fails, as it does if the folder is a link or the name is a folder's.
+        """
         path = self.path(address)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary.rename(path)
+        with _opened(path.parent) as shard:
+            os.rename(temporary, path.name, dst_dir_fd=shard)
 
     def remove(self, address: str) -> bool:
         """Remove an entry's file; return whether there was one."""
-        try:
-            self.path(address).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        return _unlink(self.path(address))
 
     def quarantine(self, address: str, reason: str) -> Path | None:
         """Move an entry's file to quarantine, with the reason; return its path, or None if there is no file."""
-        target = self.quarantined / f"{address}{ENDING}"
+        target, path = self.quarantined / f"{address}{ENDING}", self.path(address)
+        if self.status(address) is None:
+            return None
         try:
-            self.path(address).rename(target)
+            with _opened(path.parent) as shard:
+                os.rename(path.name, target, src_dir_fd=shard)
         except FileNotFoundError:
             return None
         self.write_json(target.with_suffix(".json"), {"address": address, "reason": reason})
@@ -116,12 +146,49 @@ class StoreFiles:
         """
         path = self.quarantined / _checked(name, ENDING)
         for ending in (ENDING, ".json"):
-            path.with_suffix(ending).unlink(missing_ok=True)
+            _unlink(path.with_suffix(ending))
+
+    def remove_temporary(self, name: str) -> bool:
+        """Remove a temporary file; return whether there was one.
+
+        Raises:
+            CorruptEntry: if this library does not give such names.
+        """
+        return _unlink(self.temporary(name))
 
     def entries(self) -> Iterator[tuple[str, Path]]:
-        """Yield address and path of every entry that has a file."""
-        for path in self.objects.glob(f"??/*{ENDING}"):
-            yield path.name.removesuffix(ENDING), path
+        """Yield address and path of every entry that has a file; anything else is passed over, see `strays`."""
+        for shard in _listed(self.objects):
+            if shard.is_dir(follow_symlinks=False) and SHARD.fullmatch(shard.name):
+                for file in _listed(Path(shard.path)):
+                    address = file.name.removesuffix(ENDING)
+                    if _is_entry(file) and address[-2:] == shard.name:
+                        yield address, Path(file.path)
+
+    def quarantined_entries(self) -> Iterator[Path]:
+        """Yield the path of every damaged entry in quarantine."""
+        for file in _listed(self.quarantined):
+            if _is_entry(file):
+                yield Path(file.path)
+
+    def strays(self) -> Iterator[Path]:
+        """Yield the path of everything that this library did not write among entries and temporary files.
+
+        Such things are never opened, moved or removed.
+        """
+        entries = {path for _, path in self.entries()}
+        for shard in _listed(self.objects):
+            if not (shard.is_dir(follow_symlinks=False) and SHARD.fullmatch(shard.name)):
+                yield Path(shard.path)
+                continue
+            yield from (path for file in _listed(Path(shard.path)) if (path := Path(file.path)) not in entries)
+        for file in _listed(self.quarantined):
+            reason = file.name.endswith(".json") and ADDRESS.fullmatch(file.name.removesuffix(".json"))
+            if not _is_entry(file) and not (reason and file.is_file(follow_symlinks=False)):
+                yield Path(file.path)
+        for file in _listed(self.tmp):
+            if not (file.name.endswith(TEMPORARY) and file.is_file(follow_symlinks=False)):
+                yield Path(file.path)
 
     def is_abandoned(self, temporary: str) -> bool:
         """Return whether the process that wrote a temporary file ran on this machine and has ended."""
@@ -165,9 +232,49 @@ def _checked(name: str, ending: str) -> str:
     Raises:
         CorruptEntry: if it does.
     """
-    if not name.endswith(ending) or set(name) & {"/", "\\", "\0"}:
+    if not name.endswith(ending) or set(name) & {"/", "\\", "\0"} or not _is_expected(name, ending):
         raise CorruptEntry(f"the index names {name!r}, not a file of this store; `qcfuse store rebuild` repairs it")
     return name
+
+
+def _is_expected(name: str, ending: str) -> bool:
+    return ending != ENDING or ADDRESS.fullmatch(name.removesuffix(ending)) is not None
+
+
+def _is_entry(file: os.DirEntry[str]) -> bool:
+    """Return whether a file has an entry's name and is a regular one."""
+    name = file.name
+    return name.endswith(ENDING) and _is_expected(name, ENDING) and file.is_file(follow_symlinks=False)
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]]:
+    """Return what is in a folder; nothing if it does not exist or is not a folder."""
+    try:
+        with os.scandir(folder) as files:
+            return list(files)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open a folder that must not be a link, so that nothing is written or removed elsewhere."""
+    descriptor = open_folder(folder)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(path: Path) -> bool:
+    """Remove a file, unless its folder is a link; return whether there was one."""
+    try:
+        with _opened(path.parent) as folder:
+            return unlink_file(path.name, folder)
+    except OSError:
+        if path.parent.is_dir() and not path.parent.is_symlink():
+            raise
+        return False
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:

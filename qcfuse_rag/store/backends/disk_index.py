@@ -10,6 +10,7 @@ and values are text, and anything else in the index is an error and is never exe
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -24,7 +25,10 @@ import diskcache
 from diskcache.core import MODE_RAW, UNKNOWN
 
 from qcfuse_rag.errors import CorruptEntry
+from qcfuse_rag.store.backends.disk_files import ADDRESS
 from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.entry.codec import PARSE_ERRORS
+from qcfuse_rag.store.regular_file import is_regular
 
 ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
 """Tags of rows: an entry, a pinned entry, a reservation of a file being written, a file in quarantine."""
@@ -68,9 +72,18 @@ class Record:
         """
         try:
             data = json.loads(text)
-            return cls(EntryUsage(**data.pop("usage")), **data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CorruptEntry(f"the index holds a record that makes no sense: {error}") from error
+            usage = EntryUsage(**data.pop("usage"))
+            record = cls(usage, **data)
+            numbers = (usage.saved_ms, usage.uses, usage.used, record.worth)
+            if type(usage.size_bytes) is not int or not all(type(number) in (int, float) for number in numbers):
+                raise ValueError("a number is none")
+            if usage.size_bytes < 0 or usage.uses <= 0 or not all(map(math.isfinite, numbers)):
+                raise ValueError("a number is out of range")
+            if not isinstance(record.numbers, str) or not isinstance(record.about, str):
+                raise ValueError("a text is none")
+        except PARSE_ERRORS as error:
+            raise CorruptEntry(f"the index holds a record that makes no sense: {str(error)[:100]}") from error
+        return record
 
 
 class TextDisk(diskcache.Disk):  # type: ignore[misc]
@@ -114,6 +127,10 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
+        for name in ("cache.db", "cache.db-wal", "cache.db-shm", "cache.db-journal"):
+            path = folder / name
+            if os.path.lexists(path) and not is_regular(path):
+                raise OSError(f"{path} is not a regular file")
         # Created for its owner only. Never opened once it exists: closing it would drop SQLite's locks.
         with suppress(FileExistsError):
             os.close(os.open(folder / "cache.db", os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -121,15 +138,24 @@ class Index:
         # there is a signal that ends the process.
         options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0}
         self._cache = diskcache.Cache(str(folder), disk=TextDisk, **options)
+        about, stem = "json_extract(value, '$.about')", "substr(key, 1, length(key) - 3)"
         invalid = (
             "raw IS NOT 1 OR mode IS NOT 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR filename IS NOT NULL"
             " OR json_extract(value, '$.usage.size_bytes') IS NOT size"
-            f" OR (tag IN ('{ENTRY}', '{PINNED}') AND key GLOB '*[^0-9a-f-]*')"
-            f" OR (tag = '{WRITING}' AND json_extract(value, '$.about') GLOB '*[^0-9a-f-]*')"
-            rf" OR (tag IN ('{WRITING}', '{QUARANTINE}') AND key GLOB '*[/\]*')"
+            " OR typeof(size) != 'integer' OR size < 0 OR typeof(expire_time) NOT IN ('real', 'integer', 'null')"
+            f" OR tag IS NULL OR tag NOT IN ('{ENTRY}', '{PINNED}', '{WRITING}', '{QUARANTINE}')"
+            f" OR (tag IN ('{ENTRY}', '{PINNED}') AND {_no_address('key')})"
+            f" OR (tag = '{WRITING}' AND {_no_address(about)})"
+            rf" OR (tag = '{WRITING}' AND key GLOB '*[/\]*')"
+            f" OR (tag = '{QUARANTINE}' AND (key NOT GLOB '*.kv' OR {_no_address(stem)}))"
         )
         if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {invalid}")[0][0]:
             raise CorruptEntry("the index holds rows that this library does not write")
+        total = "SELECT COALESCE(SUM(size), 0) FROM Cache"
+        if self._rows(f"SELECT (SELECT value FROM Settings WHERE key = 'size') IS NOT ({total})")[0][0]:
+            raise CorruptEntry("the index holds a wrong sum of bytes")
+        for _ in self.rows(ENTRY, PINNED, WRITING, QUARANTINE):
+            pass  # every record can be parsed
         # diskcache has no order by worth; the table and `_sql` are those of its last release, 5.6.3.
         self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
 
@@ -152,12 +178,18 @@ class Index:
 
     def size(self) -> int:
         """Return the bytes of all rows."""
-        return int(self._cache.reset("size", update=False))
+        size = self._cache.reset("size", update=False)
+        if type(size) is not int:
+            raise CorruptEntry("the index holds a size that is not a number")
+        return size
 
     def get(self, name: str) -> tuple[Record, float | None, str] | None:
         """Return a row with its expiry and tag, or None if there is none or it has expired."""
         record, expires, tag = self._cache.get(name, expire_time=True, tag=True)
-        return None if record is None else (record, expires, tag)
+        if record is None:
+            return None
+        _check_row(name, expires, tag)
+        return record, expires, tag
 
     def set(self, name: str, record: Record, tag: str, expires: float | None = None) -> None:
         """Write a row, replacing one of that name."""
@@ -173,17 +205,24 @@ class Index:
     def expired(self, *tags: str, now: float) -> list[tuple[str, int]]:
         """Return name and size of expired rows with these tags."""
         statement = "SELECT key, size FROM Cache WHERE tag = ? AND expire_time < ?"
-        return [row for tag in tags for row in self._rows(statement, tag, now)]
+        rows = [(tag, row) for tag in tags for row in self._rows(statement, tag, now)]
+        for tag, (name, _) in rows:
+            _check_row(name, None, tag)
+        return [row for _, row in rows]
 
     def worst(self, tag: str, count: int) -> list[tuple[str, int]]:
         """Return name and size of the `count` rows with a tag that have the least worth."""
         order = "SELECT key, size FROM Cache WHERE tag = ? ORDER BY json_extract(value, '$.worth') LIMIT ?"
-        return self._rows(order, tag, count)
+        rows = self._rows(order, tag, count)
+        for name, _ in rows:
+            _check_row(name, None, tag)
+        return rows
 
     def rows(self, *tags: str) -> Iterator[tuple[str, Record, float | None, str]]:
         """Yield name, record, expiry and tag of rows with these tags."""
         for tag in tags:
             for name, value, expires in self._rows("SELECT key, value, expire_time FROM Cache WHERE tag = ?", tag):
+                _check_row(name, expires, tag)
                 yield name, Record.from_json(value), expires, tag
 
     def size_of(self, *tags: str) -> int:
@@ -207,6 +246,21 @@ class Index:
         return list(self._cache._sql(statement, values).fetchall())
 
 
+def _check_row(name: Any, expires: Any, tag: Any) -> None:
+    """Raise `CorruptEntry` if a row that was changed since the index was opened makes no sense."""
+    sound = isinstance(name, str) and isinstance(tag, str) and isinstance(expires, int | float | None)
+    if not sound or (tag in (ENTRY, PINNED) and not ADDRESS.fullmatch(name)):
+        raise CorruptEntry("the index holds a row that makes no sense; `qcfuse store rebuild` repairs it")
+
+
+def _no_address(text: str) -> str:
+    """Return an SQL condition that holds unless an SQL expression is the address of an entry."""
+    plain = f"{text} GLOB '*[^0-9a-f]*' OR length({text}) IS NOT 32"
+    prefix, rest = f"substr({text}, 1, 16)", f"substr({text}, 18)"
+    tenant = f"{prefix} GLOB '*[^0-9a-f]*' OR {rest} GLOB '*[^0-9a-f]*' OR length({text}) IS NOT 49"
+    return f"(({plain}) AND ({tenant} OR substr({text}, 17, 1) != '-'))"
+
+
 def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
     """Open the index of a store; replace a damaged one by an empty one.
 
@@ -215,8 +269,9 @@ def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
     """
     try:
         return Index(folder), None, None
-    except INDEX_FAILURES as error:
-        if not isinstance(error, CorruptEntry) and not any(message in str(error) for message in DAMAGE_MESSAGES):
+    except (*INDEX_FAILURES, *PARSE_ERRORS) as error:
+        damaged = isinstance(error, CorruptEntry) or not isinstance(error, INDEX_FAILURES)
+        if not damaged and not any(message in str(error) for message in DAMAGE_MESSAGES):
             return None, None, f"its index cannot be opened: {error}"
         reason = str(error)
     try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
-from qcfuse_rag.store.backends.disk_files import ENDING, StoreFiles
+from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING, Index, Record
 from qcfuse_rag.store.backends.eviction import EntryUsage
 from qcfuse_rag.store.entry.encryption import StoreCipher
@@ -98,7 +98,7 @@ class DiskQuota:
 
     def release(self, reservation: Reservation) -> None:
         """Remove a reservation and its file."""
-        reservation.temporary.unlink(missing_ok=True)
+        self._files.remove_temporary(reservation.temporary.name)
         with self.index.transact():
             self.index.delete(reservation.temporary.name)
 
@@ -128,11 +128,13 @@ class DiskQuota:
     def index_new_files(self) -> int:
         """Add every file without a row to the index; return how many were sound."""
         count = 0
-        for address, path in list(self._files.entries()):
+        for address, _ in list(self._files.entries()):
             with self.index.transact():
-                if self.index.get(address) is None and path.exists():  # another process may have evicted it
+                if (
+                    self.index.get(address) is None and self._files.status(address) is not None
+                ):  # another process may have evicted it
                     count += self.index_file(address)
-        for path in list(self._files.quarantined.glob(f"*{ENDING}")):
+        for path in list(self._files.quarantined_entries()):
             with self.index.transact():
                 if self.index.get(path.name) is None and path.exists():
                     self._index_quarantined(path, "")
@@ -190,11 +192,8 @@ class DiskQuota:
         for name, record, expires, _ in list(self.index.rows(WRITING)):
             if now > (expires or 0.0) or self._files.is_abandoned(name):
                 self.index.delete(name)
-                temporary = self._files.temporary(name)
                 freed += record.usage.size_bytes
-                if temporary.exists():
-                    temporary.unlink()
-                elif not self._is_indexed(record.about):
+                if not self._files.remove_temporary(name) and not self._is_indexed(record.about):
                     self.index_file(record.about)  # the writer died between publishing the file and indexing it
         for address, size in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
@@ -212,8 +211,8 @@ class DiskQuota:
 
     def _is_indexed(self, address: str) -> bool:
         """Return whether an entry's row matches its file, or there is no file."""
-        path, row = self._files.path(address), self.index.get(address)
-        return not path.exists() or (row is not None and row[0].usage.size_bytes == path.stat().st_size)
+        status, row = self._files.status(address), self.index.get(address)
+        return status is None or (row is not None and row[0].usage.size_bytes == status.st_size)
 
     def _index_quarantined(self, path: Path, reason: str, expires: float | None = None) -> None:
         status = path.stat()

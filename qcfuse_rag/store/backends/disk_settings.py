@@ -16,6 +16,7 @@ from qcfuse_rag.store.entry.codec import ENCRYPTED, PREAMBLE, Preamble
 from qcfuse_rag.store.entry.encryption import SECRET_VARIABLE, TENANT_SECRET_VARIABLE, StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, open_header
 from qcfuse_rag.store.quantization import LOSSLESS, check_numbers
+from qcfuse_rag.store.regular_file import read_text
 
 PLAIN_FIX = (
     f"whoever holds a secret never uses plain entries: warm into another folder, or, if it was always plain, give no "
@@ -151,7 +152,7 @@ def read_settings(folder: Path) -> StoreSettings | None:
     """
     path = folder / "store.json"
     try:
-        kept = json.loads(path.read_text("utf-8"))
+        kept = json.loads(read_text(path))
         known = {field.name for field in fields(StoreSettings)}
         return StoreSettings(**{name: value for name, value in kept.items() if name in known})
     except FileNotFoundError:

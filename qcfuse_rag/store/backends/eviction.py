@@ -48,7 +48,7 @@ def least_saving(usage: EntryUsage) -> float:
     All entries lose worth at the same rate, so the logarithm of today's worth plus the time in half-lives gives the
     same order at any time: the number changes only when an entry is used.
     """
-    return least_frequently_used(usage) + math.log2(max(usage.saved_ms, 1e-6) / usage.size_bytes)
+    return least_frequently_used(usage) + math.log2(max(usage.saved_ms, 1e-6) / max(usage.size_bytes, 1))
 
 
 POLICIES: dict[str, Callable[[EntryUsage], float]] = {

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.documents.schema import COLUMNS_ADDED, LAST_TABLE, SCHEMA
+from qcfuse_rag.store.regular_file import is_regular
 
 FILE_NAME = "sources.db"
 
@@ -105,7 +106,7 @@ class Manifest:
         try:
             self._database, self._reader, self._writable = open_manifest(self._path)
         except (sqlite3.Error, OSError) as error:
-            damaged = "not a database" in str(error)
+            damaged = "not a database" in str(error) or "not a regular file" in str(error)
             hint = "; `qcfuse store rebuild` moves it aside; then warm again" if damaged else ""
             raise StoreError(f"cannot open {self._path}: {error}{hint}") from error
 
@@ -142,6 +143,7 @@ def open_manifest(path: Path | None) -> OpenManifest:
         database = _connect(":memory:")
         database.executescript(SCHEMA)
         return OpenManifest(database, database, writable=True)
+    _require_regular(path)
     try:
         database = _connect(str(path))
         path.chmod(0o600)
@@ -167,14 +169,15 @@ def open_manifest(path: Path | None) -> OpenManifest:
 def manifest_damage(folder: Path) -> str | None:
     """Return what is wrong with a store's manifest; None if it is sound or does not exist."""
     path = folder / FILE_NAME
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     try:
+        _require_regular(path)
         with closing(sqlite3.connect(path)) as database:
             [(result,)] = database.execute("PRAGMA quick_check(1)").fetchall()
     except sqlite3.OperationalError:  # busy or not readable: nothing that a rebuild would repair
         return None
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, OSError) as error:
         result = str(error)
     return None if result == "ok" else f"{path}: {result}; `qcfuse store rebuild` moves it aside; then warm again"
 
@@ -191,8 +194,18 @@ def quarantine_manifest(folder: Path) -> Path | None:
     renamed = path.with_name(f"{path.name}.damaged")
     path.replace(renamed)
     for ending in ("-wal", "-shm"):
-        path.with_name(path.name + ending).unlink(missing_ok=True)
+        beside = path.with_name(path.name + ending)
+        if os.path.lexists(beside):
+            beside.unlink() if is_regular(beside) else beside.replace(f"{renamed}{ending}")
     return renamed
+
+
+def _require_regular(path: Path) -> None:
+    """Raise `OSError` if the manifest, or a file that SQLite keeps beside it, is not a regular file."""
+    for ending in ("", "-wal", "-shm", "-journal"):
+        beside = path.with_name(path.name + ending)
+        if os.path.lexists(beside) and not is_regular(beside):
+            raise OSError(f"{beside} is not a regular file")
 
 
 def _fetch(database: sqlite3.Connection, statement: str, values: tuple[str | int, ...]) -> list[tuple[Any, ...]]:

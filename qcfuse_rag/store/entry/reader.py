@@ -19,6 +19,7 @@ from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble, check_piece, read_h
 from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
 from qcfuse_rag.store.key import ChunkKey
+from qcfuse_rag.store.regular_file import open_regular
 
 MADV_POPULATE_READ, MADV_HUGEPAGE = 22, 14
 """Linux's numbers, the first from Linux 5.14 on. Python does not name the first, and the second on Linux only."""
@@ -64,12 +65,12 @@ class MappedFile:
             pages, which is faster, and much faster when the file is mapped again.
 
     Raises:
-        OSError: if the file cannot be opened.
+        OSError: if the file cannot be opened, or it or its folder is a link, or it is not a regular file.
         CorruptEntry: if it is empty.
     """
 
     def __init__(self, path: Path, *, header_only: bool = False) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             self.size = os.fstat(descriptor).st_size
             if self.size == 0:
@@ -95,7 +96,7 @@ class MappedFile:
         return memoryview(self._map)[start:stop]
 
     def _read_again(self, start: int, stop: int) -> memoryview:
-        with open(self._path, "rb") as file:
+        with open(open_regular(self._path), "rb") as file:
             file.seek(start)
             return memoryview(bytearray(file.read(stop - start)))
 

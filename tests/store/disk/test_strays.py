@@ -1,0 +1,370 @@
+"""What others leave in a store's folder: no operation hangs, fails without a name, or touches anything outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import QCFuseError, StoreError
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.documents.manifest import manifest_damage, quarantine_manifest
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from tests.store.disk.folders import ENTRY, KEY, file_of, put
+from tests.support.cli import Run
+
+MOST_SECONDS = 10
+ADDRESS = KEY.address
+NAME = f"{ADDRESS}.kv"
+SHARD = ADDRESS[-2:]
+OTHER = "ab" * 16
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Give a folder that is nobody's business, with files that have the names of a store's."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    for name in (NAME, "thesis.kv", "cache.db", "x.part", "x.json"):
+        (folder / name).write_text("twenty years of work")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise AssertionError(f"it hangs for {MOST_SECONDS} s")
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(MOST_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def full_folder(path: Path, outside: Path) -> None:
+    path.mkdir()
+    (path / NAME).write_text("not the store's")
+
+
+KINDS: dict[str, Callable[[Path, Path], object]] = {
+    "pipe": lambda path, outside: os.mkfifo(path),
+    "socket": lambda path, outside: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "folder": lambda path, outside: path.mkdir(),
+    "full folder": full_folder,
+    "link to a file": lambda path, outside: path.symlink_to(outside / "thesis.kv"),
+    "link to a folder": lambda path, outside: path.symlink_to(outside),
+    "link to nothing": lambda path, outside: path.symlink_to(outside / "nothing"),
+    "link to itself": lambda path, outside: path.symlink_to(path),
+    "text": lambda path, outside: path.write_text("not the store's"),
+    "deep JSON": lambda path, outside: path.write_text('{"a":' * 100_000),
+    "nothing": lambda path, outside: path.touch(),
+}
+
+PLACES = {
+    "an entry": f"objects/{SHARD}/{NAME}",
+    "an absent entry": f"objects/ab/{OTHER}.kv",
+    "a copy": f"objects/{SHARD}/{ADDRESS} (copy).kv",
+    "capitals": f"objects/{SHARD}/{ADDRESS.upper()}.kv",
+    "a short name": f"objects/{SHARD}/{SHARD}.kv",
+    "no name": f"objects/{SHARD}/.kv",
+    "a new line": f"objects/{SHARD}/{ADDRESS}\n.kv",
+    "another folder": f"objects/00/{OTHER}.kv",
+    "a folder of entries": f"objects/{SHARD}",
+    "an absent folder of entries": "objects/ab",
+    "no folder of entries": "objects/zz",
+    "beside the folders": f"objects/{NAME}",
+    "objects": "objects",
+    "tmp": "tmp",
+    "a writer's": "tmp/host-1-0123456789abcdef.part",
+    "among writers'": "tmp/copy",
+    "quarantine": "quarantine",
+    "in quarantine": f"quarantine/{NAME}",
+    "a copy in quarantine": "quarantine/X (copy).kv",
+    "a reason": f"quarantine/{ADDRESS}.json",
+    "models": "models",
+    "a model": "models/x.json",
+    "settings": "store.json",
+    "index": "index",
+    "the index": "index/cache.db",
+    "the index's log": "index/cache.db-wal",
+    "the index's memory": "index/cache.db-shm",
+    "documents": "sources.db",
+    "the documents' log": "sources.db-wal",
+    "the documents' memory": "sources.db-shm",
+    "the documents' journal": "sources.db-journal",
+}
+
+
+def everything(folder: Path) -> dict[str, object]:
+    """Return what is in a folder, with contents, modes and times."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mode, path.lstat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def plant(folder: Path, place: str, kind: str, outside: Path) -> Path:
+    """Put something in the place of a file or folder of a store; what was there goes."""
+    path = folder / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path, outside)
+    return path
+
+
+def documents(store: DiskStore) -> None:
+    with closing(Sources(store)) as sources:
+        sources.replace("a", [example_key(1)])
+        sources.forget("a")
+
+
+OPERATIONS: list[Callable[[DiskStore], object]] = [
+    lambda store: store.get(KEY),
+    lambda store: store.open(OTHER),
+    lambda store: OTHER in store,
+    lambda store: put(store, 0, 2),
+    lambda store: store.discard(KEY, "looks odd"),
+    lambda store: put(store, 0),
+    lambda store: [list(store.entries()), store.stats(), store.health(), store.models()],
+    lambda store: store.pin(KEY),
+    documents,
+    fsck,
+    collect_garbage,
+    rebuild,
+    lambda store: manifest_damage(store.folder),
+    lambda store: quarantine_manifest(store.folder),
+    documents,
+    lambda store: store.discard(KEY),
+    lambda store: store.clear(),
+]
+
+
+def operate(folder: Path) -> None:
+    """Do everything that can be done with a store; only errors with a name are allowed."""
+    try:
+        store = DiskStore(folder)
+    except StoreError:
+        return
+    with store:
+        for operation in OPERATIONS:
+            try:
+                operation(store)
+            except StoreError:
+                continue
+
+
+@pytest.mark.parametrize("kind", ["pipe", "full folder", "link to a file", "link to a folder", "deep JSON", "nothing"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_nothing_planted_hangs_or_fails_without_a_name_or_leads_outside(
+    folder: Path, outside: Path, place: str, kind: str
+) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+        Sources(store).close()
+    before = everything(outside)
+    plant(folder, place, kind, outside)
+    operate(folder)
+    assert everything(outside) == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "full folder", "link to a file", "link to itself", "text"])
+@pytest.mark.parametrize(
+    "place", ["a copy", "capitals", "a short name", "no name", "another folder", "no folder of entries"]
+)
+def test_what_is_not_the_stores_is_named_and_left_alone(folder: Path, outside: Path, place: str, kind: str) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+    path = plant(folder, PLACES[place], kind, outside)
+    shutil.rmtree(folder / "index")
+    with DiskStore(folder, 10 * ENTRY) as store:
+        assert store.health()[0].ok
+        report = fsck(store)
+        assert (report.strays, report.sound, report.clean) == ([PLACES[place]], 2, True)
+        assert rebuild(store) == 2
+        collect_garbage(store)
+        assert store.clear() == 2
+    assert os.path.lexists(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "link to a file", "link to nothing", "link to itself"])
+def test_something_in_an_entrys_place_is_a_miss_until_the_entry_is_stored_again(
+    store: DiskStore, outside: Path, kind: str
+) -> None:
+    put(store, 0, 1)
+    plant(store.folder, PLACES["an entry"], kind, outside)
+    opened = store.get(KEY)
+    assert isinstance(opened, Miss)
+    assert "cannot be read" in opened.reason
+    assert KEY not in store
+    put(store, 0)
+    assert_same(store.get(KEY), example_chunk())
+
+
+@pytest.mark.parametrize("kind", ["folder", "full folder"])
+def test_a_folder_in_an_entrys_place_is_one_clear_error(store: DiskStore, outside: Path, kind: str) -> None:
+    put(store, 0, 1)
+    plant(store.folder, PLACES["an entry"], kind, outside)
+    assert isinstance(store.get(KEY), Miss)
+    with pytest.raises(StoreError, match=r"cannot write to .*Is a directory"):
+        put(store, 0)
+    assert fsck(store).lost == 1
+    assert_same(store.get(example_key(1)), example_chunk(1))
+
+
+@pytest.mark.parametrize("name", ["objects", "tmp", "quarantine", "models", "index"])
+def test_a_store_whose_own_folder_is_a_link_is_not_opened(folder: Path, outside: Path, name: str) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0)
+    (folder / name).rename(outside / name)
+    (folder / name).symlink_to(outside / name)
+    before = everything(outside)
+    with pytest.raises(StoreError, match=f"{name} is a symbolic link; move the whole store"):
+        DiskStore(folder)
+    assert everything(outside) == before
+
+
+def test_a_folder_of_entries_that_became_a_link_is_not_followed(store: DiskStore, folder: Path, outside: Path) -> None:
+    """Neither to read, nor to write, evict, forget or clear."""
+    put(store, 0)
+    shard = file_of(store).parent
+    shard.rename(outside / "entries")
+    shard.symlink_to(outside / "entries")
+    before = everything(outside)
+    assert isinstance(store.get(KEY), Miss)
+    with pytest.raises(StoreError, match="cannot write to"):
+        put(store, 0)
+    store.discard(KEY, "looks odd")
+    store.discard(KEY)
+    store.clear()
+    operate(folder)
+    assert everything(outside) == before
+
+
+def test_a_store_may_itself_be_reached_through_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    folder.mkdir()
+    with DiskStore(tmp_path / "link") as store:
+        put(store, 0)
+        assert_same(store.get(KEY), example_chunk())
+
+
+# Rows of the index.
+
+ROW = {"usage": {"size_bytes": 1, "saved_ms": 1.0, "uses": 1.0, "used": 1.0}, "numbers": "", "worth": 1.0, "about": ""}
+
+
+def record(**changes: object) -> str:
+    return json.dumps({**ROW, **changes})
+
+
+def usage(**changes: object) -> str:
+    return record(usage={**ROW["usage"], **changes})  # type: ignore[dict-item]
+
+
+ODD = {
+    "a deep record": ("value", '{"usage": {"size_bytes": 1}, "a": ' + "[" * 1500 + "]" * 1500 + "}"),
+    "a very deep record": ("value", "[" * 100_000),
+    "a list": ("value", "[]"),
+    "a number": ("value", "7"),
+    "an unknown field": ("value", record(colour="green")),
+    "uses of text": ("value", usage(uses="many")),
+    "no uses": ("value", usage(uses=0)),
+    "negative uses": ("value", usage(uses=-1.0)),
+    "used never": ("value", usage(used=None)),
+    "saved a list": ("value", usage(saved_ms=[])),
+    "worth of text": ("value", record(worth="much")),
+    "worth of nothing": ("value", record(worth=None)),
+    "no number": ("value", record(worth=float("nan"))),
+    "endless": ("value", usage(saved_ms=float("inf"))),
+    "numbers of no text": ("value", record(numbers=7)),
+    "an unknown tag": ("tag", "mine"),
+    "no tag": ("tag", None),
+    "a tag of bytes": ("tag", b"entry"),
+    "an expiry of text": ("expire_time", "tomorrow"),
+    "an expiry of bytes": ("expire_time", b"\0"),
+    "a size of text": ("size", "much"),
+    "a negative size": ("size", -(10**12)),
+    "a size of a fraction": ("size", 0.5),
+    "a copy's name": ("key", f"{ADDRESS} (copy)"),
+    "a short name": ("key", "ab"),
+    "no name": ("key", ""),
+    "dashes": ("key", "-" * 32),
+    "a tenant's name": ("key", "a" * 49),
+}
+
+
+@pytest.mark.parametrize("while_open", [False, True])
+@pytest.mark.parametrize(("column", "value"), ODD.values(), ids=ODD)
+def test_an_odd_row_is_an_error_with_a_name_or_the_index_is_made_again(
+    folder: Path, column: str, value: object, while_open: bool
+) -> None:
+    def change() -> None:
+        with closing(sqlite3.connect(folder / "index" / "cache.db", isolation_level=None)) as database:
+            database.execute("DROP INDEX Cache_worth")
+            database.execute(f"UPDATE Cache SET {column} = ? WHERE key = ?", (value, ADDRESS))
+
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+        if while_open:
+            change()
+            for operation in OPERATIONS[:-2]:
+                try:
+                    operation(store)
+                except QCFuseError:
+                    continue
+            return
+    change()
+    with DiskStore(folder, 10 * ENTRY) as store:
+        assert "has been rebuilt from the files" in store.notes[0]
+        assert store.health()[0].ok
+        assert {entry.address for entry in store.entries()} == {example_key(number).address for number in (0, 1)}
+        put(store, 2)
+
+
+@pytest.mark.parametrize("name", ["size", "count", "disk_evil", "cull_limit", "sqlite_cache_size", "statistics"])
+@pytest.mark.parametrize("value", ["text", None, -1e300])
+def test_odd_settings_of_the_index_are_too(folder: Path, name: str, value: object) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+    with closing(sqlite3.connect(folder / "index" / "cache.db", isolation_level=None)) as database:
+        database.execute("INSERT OR REPLACE INTO Settings (key, value) VALUES (?, ?)", (name, value))
+    with DiskStore(folder, 10 * ENTRY) as store:
+        assert store.health()[0].ok
+        assert store.stats()[0].entries == 2
+        assert_same(store.get(KEY), example_chunk())
+        put(store, 2)
+        fsck(store)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+@pytest.mark.parametrize("command", ["stats", "health", "fsck", "gc", "rebuild", "sources", "clear --yes"])
+def test_a_copy_stops_no_command(run: Run, folder: Path, command: str, index: str) -> None:
+    with DiskStore(folder, 10 * ENTRY) as store:
+        put(store, 0, 1)
+        shutil.copy(file_of(store), file_of(store).with_name(f"{ADDRESS} (copy).kv"))
+    if index == "lost":
+        shutil.rmtree(folder / "index")
+    name, *options = command.split()
+    code, out, err = run("store", name, folder, *options)
+    assert code == 0, err
+    assert ("(copy).kv; left alone" in out + err) == (name == "fsck")
+    assert (folder / PLACES["a copy"]).exists()
