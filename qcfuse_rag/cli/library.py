@@ -122,12 +122,14 @@ def forget_passages(library: Path, store: KVStore, source: str) -> int:
 
 def text_folders(library: Path) -> list[Path]:
     """Return the passage folders of a library: the common folder and those of its tenants."""
-    return [path for path in library.iterdir() if path.is_dir() and TEXT_FOLDER.fullmatch(path.name)]
+    folders = [path for path in library.iterdir() if TEXT_FOLDER.fullmatch(path.name)]
+    return [path for path in folders if path.is_dir() and not path.is_symlink()]
 
 
 def text_files(library: Path) -> list[Path]:
     """Return the files of a library that hold text or names outside its store: passages and the last job's record."""
-    index_files = [path for folder in text_folders(library) for name in INDEX_FILES for path in folder.glob(f"{name}*")]
+    names = [folder / name for folder in text_folders(library) for name in INDEX_FILES]
+    index_files = [path for name in names for path in (name, *name.parent.glob(f"{name.name}*.part"))]
     record_files = [library / RECORD_NAME, library / f"{RECORD_NAME}.lock", *library.glob(f"{RECORD_NAME}.*.part")]
     return [*index_files, *record_files]
 

@@ -140,19 +140,25 @@ def rebuild(folder: Folder, as_json: Json = False) -> None:
 def wipe(folder: Folder, yes: Yes = False, as_json: Json = False) -> None:
     """Overwrite every file of a store, or of a library with its passages, with zeros and remove it.
 
-    See docs/guide/store.md for the limits of overwriting. A remote behind the store keeps its entries.
+    Files that the store did not write stay, and links are not followed. See docs/guide/store.md for the limits of
+    overwriting. A remote behind the store keeps its entries.
     """
     from qcfuse_rag.cli.library import existing_store_folder, text_files, text_folders
-    from qcfuse_rag.store.maintenance import wipe as overwrite
+    from qcfuse_rag.store.wipe import wipe as overwrite
 
     store_path = existing_store_folder(folder)
     is_library = store_path != folder
     _require_yes(yes, f"this destroys the store in {store_path}")
-    files = overwrite(store_path, text_files(folder) if is_library else ())
+    report = overwrite(store_path, text_files(folder) if is_library else ())
     for text_folder in text_folders(folder) if is_library else ():
         with suppress(OSError):  # it contains files that do not belong to the library
             text_folder.rmdir()
-    print_result({"files": files}, as_json, f"{files} files overwritten and removed")
+    if not as_json:
+        for path in report.linked:
+            print_note("removed, not overwritten:", f"{path} has another name (a hard link)")
+        for path in report.left:
+            print_note("not the store's:", f"{path}; left alone")
+    print_result(report.to_dict(), as_json, f"{report.files} files overwritten and removed")
 
 
 @store_app.command()

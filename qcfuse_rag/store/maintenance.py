@@ -1,12 +1,9 @@
-"""Maintain a store on disk: check every entry, reclaim space, rebuild the index, wipe."""
+"""Maintain a store on disk: check every entry, reclaim space, rebuild the index."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from qcfuse_rag.errors import CorruptEntry, StoreError
@@ -19,10 +16,6 @@ from qcfuse_rag.store.regular_file import is_regular
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
-
-BLOCK_BYTES = 1 << 20
-FOLDERS = ("objects", "tmp", "quarantine", "models", "index", "verdicts")
-FILES = ("store.json", "sources.db", "costs-", "profile.json")
 
 
 @dataclass(slots=True)
@@ -129,42 +122,6 @@ def rebuild(store: DiskStore) -> int:
             return quota.index.count(ENTRY)
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
-
-
-def wipe(folder: Path, also: Iterable[Path] = ()) -> int:
-    """Overwrite every file of a store with zeros, then remove it; return how many there were. Other files stay.
-
-    Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may still have
-    older copies. To be certain that a store can be erased, encrypt it, and destroy its secret.
-
-    Args:
-        folder: of the store.
-        also: more files to wipe.
-
-    Raises:
-        StoreError: if there is no store in the folder, or a file cannot be wiped.
-    """
-    if not (folder / "objects").is_dir():
-        raise StoreError(f"no store in {folder}")
-    count = 0
-    try:
-        in_folders = [path for name in FOLDERS for path in (folder / name).rglob("*")]
-        beside_them = [path for name in FILES for path in folder.glob(f"{name}*")]
-        for path in [*in_folders, *beside_them, *also]:
-            if path.is_symlink() or not path.is_file():
-                continue
-            with open(path, "r+b", buffering=0) as file:
-                remaining = os.fstat(file.fileno()).st_size
-                while remaining > 0:
-                    remaining -= file.write(bytes(min(remaining, BLOCK_BYTES)))
-                os.fsync(file.fileno())
-            path.unlink()
-            count += 1
-        for name in FOLDERS:
-            shutil.rmtree(folder / name, ignore_errors=True)
-    except OSError as error:
-        raise StoreError(f"cannot wipe {folder}: {error}") from error
-    return count
 
 
 def _writable_quota(store: DiskStore) -> DiskQuota:

@@ -1,4 +1,4 @@
-"""Maintenance of a store on disk: check, garbage collection, rebuilding the index, wiping."""
+"""Maintenance of a store on disk: check, garbage collection, rebuilding the index."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ import pytest
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.disk_files import process_namespace
-from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.entry.encryption import StoreCipher
-from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild, wipe
-from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from qcfuse_rag.store.maintenance import CheckReport, collect_garbage, fsck, rebuild
+from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support import seams
 
 KEY = example_key()
@@ -228,61 +227,7 @@ def test_what_is_in_quarantine_still_counts_after_the_index_was_made_again(store
     assert store.stats()[0].size_bytes == before
 
 
-# Wiping.
-
-
-def test_wiping_overwrites_every_file_and_removes_it(store: DiskStore, folder: Path, tmp_path: Path) -> None:
-    Sources(store).close()
-    store.discard(example_key(1), "looks odd")
-    store.close()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    links = [tmp_path / str(number) for number in range(len(files))]
-    for path, link in zip(files, links, strict=True):
-        os.link(path, link)
-    sizes = [link.stat().st_size for link in links]
-    assert max(sizes) > 20_000
-
-    assert wipe(folder) == len(files)
-    assert [path for path in folder.rglob("*") if path.is_file()] == []
-    assert not (folder / "objects").exists()
-    assert [link.stat().st_size for link in links] == sizes
-    assert [link for link in links if link.read_bytes().strip(b"\0")] == []
-
-
-def test_a_wiped_store_can_be_used_anew(store: DiskStore, folder: Path) -> None:
-    store.close()
-    wipe(folder)
-    with DiskStore(folder) as again:
-        assert list(again.entries()) == []
-        again.put(KEY, example_chunk())
-        assert_same(again.get(KEY), example_chunk())
-
-
-def test_wiping_does_not_follow_links_out_of_the_store(store: DiskStore, folder: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "precious").write_text("keep me")
-    (folder / "objects" / "link").symlink_to(outside)
-    (folder / "objects" / "file-link").symlink_to(outside / "precious")
-    store.close()
-    wipe(folder)
-    assert (outside / "precious").read_text() == "keep me"
-
-
-def test_what_is_no_store_is_not_wiped(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("keep me")
-    with pytest.raises(StoreError, match="no store in"):
-        wipe(tmp_path)
-    assert (tmp_path / "precious").read_text() == "keep me"
-
-
-def test_wiping_leaves_what_is_not_the_stores(tmp_path: Path) -> None:
-    with DiskStore(tmp_path) as store:
-        store.put(example_key(), example_chunk())
-    (tmp_path / "thesis.txt").write_text("years of work")
-    wipe(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+# Another secret.
 
 
 def test_an_entry_under_another_secret_is_reported_and_left_alone(tmp_path: Path) -> None:

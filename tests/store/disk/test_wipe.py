@@ -1,0 +1,203 @@
+"""Wiping destroys what the store wrote, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from qcfuse_rag.store.wipe import FOLDERS, wipe
+from tests.store.disk.folders import KEY, put
+from tests.support.cli import Run
+
+SHARD, NAME = KEY.address[-2:], f"{KEY.address}.kv"
+
+
+@pytest.fixture
+def wiped(folder: Path) -> Path:
+    """Give a closed store with a file of every kind."""
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        put(store, 0, 1, 2)
+        sources.replace("document", [KEY])
+        store.discard(example_key(1), "looks odd")
+    own = ("verdicts/ab-cd.json", "verdicts/ab-cd.json.0123456789abcdef.part", "profile.json", "costs-ab.json")
+    for name in (*own, "tmp/host-1-0123456789abcdef.part", "store.json.0123456789abcdef.part", "sources.db.damaged"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("of the store")
+    return folder
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """Give a folder that is nobody's business, with files that have the names of a store's."""
+    folder = tmp_path / "outside"
+    for name in ("thesis.kv", NAME, f"{SHARD}/{NAME}", "cache.db", "ab.json", "passages.jsonl", "deep/er/work.part"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("twenty years of work")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_every_file_of_the_store_is_overwritten_and_removed(wiped: Path) -> None:
+    paths = [path for path in wiped.rglob("*") if path.is_file()]
+    with ExitStack() as stack:
+        files = [stack.enter_context(path.open("rb")) for path in paths]
+        sizes = [path.stat().st_size for path in paths]
+        assert max(sizes) > 20_000
+        report = wipe(wiped)
+        assert (report.files, report.linked, report.left) == (len(paths), [], [])
+        assert list(wiped.iterdir()) == []
+        data = [file.read() for file in files]
+    assert [len(read) for read in data] == sizes
+    assert [path for path, read in zip(paths, data, strict=True) if read.strip(b"\0")] == []
+
+
+def test_a_wiped_store_can_be_used_anew(wiped: Path) -> None:
+    wipe(wiped)
+    with DiskStore(wiped) as again:
+        assert list(again.entries()) == []
+        put(again, 0)
+        assert_same(again.get(KEY), example_chunk())
+
+
+def linked_folder(name: str) -> Callable[[Path, Path], object]:
+    """Return what replaces a folder of the store by a link."""
+
+    def replace(folder: Path, outside: Path) -> None:
+        shutil.rmtree(folder / name)
+        (folder / name).symlink_to(outside)
+
+    return replace
+
+
+def linked_file(name: str) -> Callable[[Path, Path], object]:
+    """Return what replaces a file of the store by a link."""
+
+    def replace(folder: Path, outside: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(outside / "thesis.kv")
+
+    return replace
+
+
+def hard_link(name: str) -> Callable[[Path, Path], object]:
+    """Return what replaces a file of the store by another name of a file outside."""
+
+    def replace(folder: Path, outside: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.link(outside / "thesis.kv", folder / name)
+
+    return replace
+
+
+FILES = (
+    f"objects/{SHARD}/{NAME}",
+    "tmp/x.part",
+    f"quarantine/{NAME}",
+    "models/ab.json",
+    "index/cache.db",
+    "verdicts/ab-cd.json",
+    "store.json",
+    "sources.db",
+    "sources.db-wal",
+    "costs-ab.json",
+    "profile.json",
+)
+LINKS: dict[str, Callable[[Path, Path], object]] = {
+    **{f"folder {name}": linked_folder(name) for name in (*FOLDERS, f"objects/{SHARD}") if name != "objects"},
+    **{f"link {name}": linked_file(name) for name in FILES},
+    **{f"hard link {name}": hard_link(name) for name in FILES},
+    "link in objects": lambda folder, outside: (folder / "objects" / "ab").symlink_to(outside),
+    "link in a folder": lambda folder, outside: (folder / "objects" / SHARD / "ab").symlink_to(outside),
+    "link to the parent": lambda folder, outside: (folder / "objects" / SHARD / "ab").symlink_to(folder.parent),
+    "link to nothing": lambda folder, outside: (folder / "objects" / SHARD / "ab").symlink_to(outside / "nothing"),
+    "link to itself": lambda folder, outside: (folder / "objects" / "00").symlink_to(folder / "objects" / "00"),
+    "pipe": lambda folder, outside: os.mkfifo(folder / "tmp" / "pipe.part"),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_nothing_outside_is_touched(wiped: Path, outside: Path, link: str) -> None:
+    before = contents(outside)
+    LINKS[link](wiped, outside)
+    report = wipe(wiped)
+    assert contents(outside) == before
+    assert len(report.linked) == link.startswith("hard link")
+    assert len(report.left) == (not link.startswith("hard link"))
+    assert not any(path.is_file() and not path.is_symlink() for path in wiped.rglob("*"))
+
+
+def test_objects_behind_a_link_are_not_wiped(wiped: Path, outside: Path) -> None:
+    (wiped / "objects").rename(outside / "objects")
+    (wiped / "objects").symlink_to(outside / "objects")
+    before = contents(outside)
+    assert str(wiped / "objects") in wipe(wiped).left
+    assert contents(outside) == before
+
+
+STRAYS = (
+    f"objects/{SHARD}/{KEY.address} (copy).kv",
+    f"objects/{SHARD}/notes.txt",
+    f"objects/{SHARD}/deeper/{NAME}",
+    "objects/readme.txt",
+    f"objects/zz/{NAME}",
+    "tmp/notes.txt",
+    "quarantine/X (copy).kv",
+    "models/notes.txt",
+    "index/notes.txt",
+    "verdicts/notes.txt",
+)
+BESIDE = (
+    "thesis.txt",
+    "store.json.bak",
+    "sources.db.mine",
+    "costs-of-living.txt",
+    "costs-of-living.json",
+    "profile.json~",
+    "mine/store.json",
+)
+
+
+@pytest.mark.parametrize("name", [*STRAYS, *BESIDE])
+def test_what_the_store_did_not_write_stays(wiped: Path, name: str) -> None:
+    (wiped / name).parent.mkdir(parents=True, exist_ok=True)
+    (wiped / name).write_text("years of work")
+    report = wipe(wiped)
+    assert contents(wiped) == {name: b"years of work"}
+    assert report.left == ([str(wiped / name)] if name in STRAYS else [])
+
+
+def test_what_is_no_store_is_not_wiped(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    with pytest.raises(StoreError, match="no store in"):
+        wipe(tmp_path)
+    assert (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_a_library_is_wiped_without_following_links(run: Run, wiped: Path, outside: Path, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    wiped.rename(library / "kv")
+    (library / "passages").symlink_to(outside)
+    (library / "passages-ab").mkdir()
+    (library / "passages-ab" / "passages.jsonl").symlink_to(outside / "passages.jsonl")
+    os.link(outside / "thesis.kv", library / "passages-ab" / "embeddings.npy")
+    (library / "warm.json").symlink_to(outside / "thesis.kv")
+    before = contents(outside)
+    code, out, err = run("store", "wipe", library, "--yes")
+    assert code == 0, err
+    assert contents(outside) == before
+    assert "has another name (a hard link)" in " ".join((out + err).split())
+    assert "warm.json; left alone" in out + err
+    assert not (library / "kv" / "objects").exists()
