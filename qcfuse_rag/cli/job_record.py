@@ -17,6 +17,7 @@ from qcfuse_rag.cli.console import duration, print_json, print_line
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk_files import process_has_ended, process_namespace
+from qcfuse_rag.store.regular_file import read_text
 
 RECORD_NAME = "warm.json"
 SAVE_INTERVAL_S = 1.0
@@ -47,10 +48,10 @@ class JobRecord:
         """Read the record of a library's last job."""
         path = folder / RECORD_NAME
         try:
-            return cls(folder, **json.loads(path.read_text("utf-8")))
+            return cls(folder, **json.loads(read_text(path)))
         except FileNotFoundError as error:
             raise QCFuseError(f"no warming job in {folder}; start one with `qcfuse warm run`") from error
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise QCFuseError(f"cannot read {path} ({error}); start the job again with `qcfuse warm run`") from error
 
     @property

@@ -368,3 +368,16 @@ def test_a_copy_stops_no_command(run: Run, folder: Path, command: str, index: st
     assert code == 0, err
     assert ("(copy).kv; left alone" in out + err) == (name == "fsck")
     assert (folder / PLACES["a copy"]).exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["pipe", "socket", "folder", "link to a folder", "link to itself", "text", "deep JSON"]
+)
+def test_the_record_of_a_job_is_read_or_an_error_with_a_name(
+    run: Run, tmp_path: Path, outside: Path, kind: str
+) -> None:
+    KINDS[kind](tmp_path / "warm.json", outside)
+    for command in ("status", "resume"):
+        code, _, err = run("warm", command, "--store", tmp_path)
+        assert code == 1
+        assert "start the job again" in err
