@@ -17,6 +17,7 @@ from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.regular_file import read_text
 
 FOLDER = "verdicts"
 VERSION = 3
@@ -238,12 +239,12 @@ def _read(lm: LanguageModel, store: KVStore, method: Method) -> Verdict | None:
         return None
     path = verdict_path(store.folder, lm.fingerprint.digest, method_digest(lm, store, method))
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(read_text(path))
         if data["version"] != VERSION:
             return None
         tried = tuple(map(Trial.from_dict, data["tried"]))
         return Verdict(data["fingerprint"], data["method"], data["label"], data["date"], tried) if tried else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -33,6 +33,7 @@ from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk_index import INDEX_FAILURES
 from qcfuse_rag.store.prefill_base import BASES, BLIND
+from qcfuse_rag.store.regular_file import read_text
 
 SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096)}
 """Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights, and two passes
@@ -213,11 +214,11 @@ def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
 def read_costs(path: Path) -> Costs | None:
     """Read a file of `save_costs`; None if it does not exist or is damaged."""
     try:
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
         numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s")}
         return Costs(**numbers, recorded_pass_s=None if recorded_pass_s is None else float(recorded_pass_s))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from qcfuse_rag.fusion.budgets import FixedRatio, VerifiedRatio
 from qcfuse_rag.fusion.calibration import Calibration
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods.auto import DEFAULT_RATIO
+from qcfuse_rag.runtime.costs import read_costs
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
@@ -92,6 +94,15 @@ def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: s
 
 
 @pytest.mark.parametrize("change", [{"version": 1}, {"tried": []}], ids=["first version", "nothing tried"])
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes")
+def test_a_pipe_in_its_place_is_none_and_nobody_waits(kept: FusionEngine, tmp_path: Path) -> None:
+    path = verdict(kept, QCFUSE).save(tmp_path)
+    path.unlink()
+    os.mkfifo(path)
+    assert find_verdict(kept.lm, kept.store, QCFUSE) is None
+    assert read_costs(path) is None
+
+
 def test_a_verdict_of_another_version_or_on_nothing_is_none(
     kept: FusionEngine, tmp_path: Path, change: dict[str, object]
 ) -> None:
