@@ -93,7 +93,6 @@ def test_a_damaged_verdict_is_none(kept: FusionEngine, tmp_path: Path, damage: s
     assert find_verdict(kept.lm, kept.store, QCFUSE) is None
 
 
-@pytest.mark.parametrize("change", [{"version": 1}, {"tried": []}], ids=["first version", "nothing tried"])
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes")
 def test_a_pipe_in_its_place_is_none_and_nobody_waits(kept: FusionEngine, tmp_path: Path) -> None:
     path = verdict(kept, QCFUSE).save(tmp_path)
@@ -103,6 +102,7 @@ def test_a_pipe_in_its_place_is_none_and_nobody_waits(kept: FusionEngine, tmp_pa
     assert read_costs(path) is None
 
 
+@pytest.mark.parametrize("change", [{"version": 1}, {"tried": []}], ids=["first version", "nothing tried"])
 def test_a_verdict_of_another_version_or_on_nothing_is_none(
     kept: FusionEngine, tmp_path: Path, change: dict[str, object]
 ) -> None:
