@@ -253,7 +253,7 @@ class Scheduler:
         The pass has so many rows that they take about as long as reading the weights for them.
         """
         costs = self._engine.runner.step_costs()
-        rows = min(self._settings.rows, max(1, round(costs.step_s / costs.row_s)))
+        rows = min(self._settings.rows, costs.rows_like_a_step)
         self._saved_s = min(self._saved_s + request.params.slowdown * costs.step_s, costs.pass_s(rows))
         if self._saved_s < costs.pass_s(rows):
             return 0

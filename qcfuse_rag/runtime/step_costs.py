@@ -55,6 +55,11 @@ class StepCosts:
         """Predict the seconds of a step with further rows."""
         return self.step_s + self.extra_s + rows * self.row_s
 
+    @property
+    def rows_like_a_step(self) -> int:
+        """Number of further rows that take about as long as a step, which reads the weights; at least 1."""
+        return max(1, round(self.step_s / self.row_s))
+
     def pace(self, slowdown: float) -> HealingPace | None:
         """Return how many rows to heal, and in which steps, so that steps take at most this share longer on average.
 
@@ -65,7 +70,7 @@ class StepCosts:
             return HealingPace(rows, 1)
         if slowdown <= 0:
             return None
-        rows = max(1, round(self.step_s / self.row_s))
+        rows = self.rows_like_a_step
         return HealingPace(rows, math.ceil((self.extra_s + rows * self.row_s) / (slowdown * self.step_s)))
 
     def rows_beside(self, slowdown: float) -> int:

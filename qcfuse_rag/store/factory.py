@@ -84,7 +84,7 @@ def open_store(
 
 
 class _Secrets(NamedTuple):
-    """What the secrets of a store are used for.
+    """The roles of a store's secrets.
 
     Attributes:
         cipher: encrypts entries; None if they are plain.

@@ -1,4 +1,4 @@
-"""What others leave in a store's folder: no operation hangs, fails without a name, or touches anything outside."""
+"""Files of other programs in a store: no operation hangs on them, fails without a name, or leaves the folder."""
 
 from __future__ import annotations
 
