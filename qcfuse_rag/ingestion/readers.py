@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
@@ -181,9 +182,19 @@ def _read_lines(path: Path, text: str, name: str, splitting: TextSplitting) -> P
 
 PAGE_BREAK = "\f"
 
+LONG_RUN = re.compile(r"(?<![^\s\u3002\uff01\uff1f])[^\s\u3002\uff01\uff1f]{1024,}")
+"""Matches text without a place to split, such as base64. The splitter's time grows with the square of its length."""
+
+LONG_LINE = re.compile(r"(?<![^\n])[^\n]{8192,}")
+"""Matches lines that are split into parts of at most `PART` characters first, for the same reason."""
+
+PART = 8192
+LAST_SENTENCE_END = re.compile(r".*(?:[.!?]\s|[\u3002\uff01\uff1f])")
+LAST_SPACE = re.compile(r".*\s")
+
 
 class TextSplitting:
-    """Split text at its own structure.
+    """Split text at its own structure, in time proportional to its length.
 
     Args:
         tokenizer: measures passages.
@@ -194,8 +205,49 @@ class TextSplitting:
         backend = tokenizer.backend_tokenizer
         self._plain = TextSplitter.from_huggingface_tokenizer(backend, max_tokens)
         self._markdown = MarkdownSplitter.from_huggingface_tokenizer(backend, max_tokens)
+        self._max_tokens = max_tokens
 
     def split(self, text: str, *, markdown: bool) -> list[str]:
-        """Return the passages of a text; page breaks of extracted PDF count as blank lines."""
+        """Return the passages of a text; page breaks of extracted PDF count as blank lines.
+
+        A run of 1,024 characters without a space or an end of a sentence is cut by its length in bytes, because no
+        token is shorter than a byte.
+        """
         splitter = self._markdown if markdown else self._plain
-        return list(splitter.chunks(text.replace(PAGE_BREAK, "\n\n")))
+        text = text.replace(PAGE_BREAK, "\n\n")
+        passages: list[str] = []
+        end = 0
+        for run in LONG_RUN.finditer(text):
+            for part in _split_long_lines(text[end : run.start()]):
+                passages += splitter.chunks(part)
+            for piece in _cut_by_bytes(run[0], self._max_tokens):
+                passages += self._plain.chunks(piece)
+            end = run.end()
+        for part in _split_long_lines(text[end:]):
+            passages += splitter.chunks(part)
+        return passages
+
+
+def _split_long_lines(text: str) -> Iterator[str]:
+    """Yield a text in parts: long lines end a part at the last sentence or space that fits."""
+    start = 0
+    for line in LONG_LINE.finditer(text):
+        position = line.start()
+        while line.end() - position > PART:
+            window = (text, position, position + PART)
+            last = LAST_SENTENCE_END.match(*window) or LAST_SPACE.match(*window)
+            position = last.end() if last is not None else position + PART
+            yield text[start:position]
+            start = position
+    yield text[start:]
+
+
+def _cut_by_bytes(text: str, max_bytes: int) -> Iterator[str]:
+    """Yield a text in pieces of at most `max_bytes` bytes, or of one character."""
+    data, start = text.encode(), 0
+    while start < len(data):
+        stop = start + max(max_bytes, 4)
+        while stop < len(data) and data[stop] & 0xC0 == 0x80:  # in the middle of a character
+            stop -= 1
+        yield data[start:stop].decode()
+        start = stop

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import random
+import time
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
+from semantic_text_splitter import TextSplitter
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.ingestion import readers as read
-from qcfuse_rag.ingestion.readers import read_passages, skipped_files
+from qcfuse_rag.ingestion.readers import TextSplitting, read_passages, skipped_files
 from tests.support.passages import PASSAGES
 
 
@@ -31,6 +36,64 @@ def test_no_passage_is_longer_than_asked(tmp_path: Path, tokenizer: PreTrainedTo
     [passages] = read_passages([tmp_path], tokenizer, max_tokens=30).values()
     assert len(passages) > 3
     assert all(len(tokenizer(text)["input_ids"]) <= 30 for text in passages)
+
+
+UNBROKEN = {
+    "base64": base64.b64encode(random.Random(0).randbytes(150_000)).decode(),
+    "one letter": "a" * 200_000,
+    "accents": "e" + "\u0301" * 100_000,
+    "Chinese": "漢字" * 33_000,
+    "joined emoji": "\U0001f469\u200d" * 30_000,
+    "domains": "a." * 100_000,
+    "brackets": "[" * 200_000,
+    "code quotes": "`a" * 100_000,
+    "table": "|a" * 100_000,
+    "invisible separators": "a\u200b" * 50_000,
+    "words without an end": "mill wheel " * 18_000,
+    "sentences in small letters": "a. " * 30_000,
+    "runs under the bound": ("x" * 1000 + " ") * 200,
+    "short lines": "a\n" * 50_000,
+    "line ends": "\r\n" * 100_000,
+    "spaces": " " * 200_000,
+}
+
+
+@pytest.mark.parametrize("kind", UNBROKEN)
+@pytest.mark.parametrize("markdown", [False, True], ids=["plain", "markdown"])
+def test_the_time_to_split_is_linear(tokenizer: PreTrainedTokenizerFast, kind: str, markdown: bool) -> None:
+    """Ten times the text takes about ten times as long, where a square takes a hundred times."""
+    text, splitting = UNBROKEN[kind], TextSplitting(tokenizer, 512)
+    parts = text[: len(text) // 10], text
+    times = [process_time_of(lambda text=part: splitting.split(text, markdown=markdown)) for part in parts]
+    assert times[1] < 25 * times[0] + 0.5, times
+
+
+@pytest.mark.parametrize("kind", ["base64", "one letter", "accents", "Chinese", "brackets", "domains"])
+def test_a_megabyte_without_separators_is_split_within_a_second(tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
+    splitting = TextSplitting(tokenizer, 512)
+    passages: list[str] = []
+    assert process_time_of(lambda: passages.extend(splitting.split(UNBROKEN[kind], markdown=False))) < 2
+    assert "".join(passages) == UNBROKEN[kind]
+    assert max(len(tokenizer(text)["input_ids"]) for text in passages) <= 512
+
+
+def test_only_what_has_no_place_to_split_is_cut(tokenizer: PreTrainedTokenizerFast) -> None:
+    prose, run = "\n\n".join(PASSAGES * 40), "x" * 3000
+    splitting = TextSplitting(tokenizer, 100)
+    apart = splitting.split(prose, markdown=False)
+    assert apart == list(TextSplitter.from_huggingface_tokenizer(tokenizer.backend_tokenizer, 100).chunks(prose))
+    both = splitting.split(f"{prose}\n\n{run}\n\n{prose}", markdown=False)
+    assert both == [*apart, *["x" * 100] * 30, *apart]
+    line = " ".join(PASSAGES * 60)
+    passages = splitting.split(line, markdown=False)
+    assert " ".join(passages) == line
+    assert all(passage.endswith((".", "?", "!")) for passage in passages[:-1])
+
+
+def process_time_of(function: Callable[[], object]) -> float:
+    started = time.process_time()
+    function()
+    return time.process_time() - started
 
 
 def test_the_page_breaks_of_extracted_pdf_separate(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
