@@ -133,10 +133,10 @@ class PromptBuilder:
         used = set(MARKER_NUMBERS.findall(f"{history}{tools}"))
         number = next(number for number in map(str, count()) if number not in used)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
-        # The prompt template is the developer's, so special tokens in it count as such; only the history is marked.
+        # The prompt template is the developer's, so special tokens in it count as such; history and tools are marked.
         special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, history), tools)
         messages = self._messages(markers["question"], markers["context"], special_tokens.turns)
-        rendered = special_tokens.unmark(self._render(list(map(_as_mapping, messages)), tools))
+        rendered = special_tokens.unmark(self._render(list(map(_as_mapping, messages)), special_tokens.tools))
         positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -160,13 +160,13 @@ class PromptBuilder:
     def render(self, messages: Sequence[Turn], tools: Sequence[Tool] = ()) -> RenderedText:
         """Render a conversation with the chat template, up to the start of the answer.
 
-        Special tokens that messages spell stay text, see `prompts.special_tokens`.
+        Special tokens that messages and tools spell stay text, see `prompts.special_tokens`.
 
         Raises:
             InvalidTemplate: if the chat template does not take these messages, or does not show the given tools.
         """
         special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, messages), tools)
-        return special_tokens.unmark(self._render(special_tokens.turns, tools))
+        return special_tokens.unmark(self._render(special_tokens.turns, special_tokens.tools))
 
     def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
         if tools and not self.shows_tools:

@@ -1,11 +1,13 @@
-"""Tell the special tokens of a chat template from text in messages that is spelt like them.
+"""Tell the special tokens of a chat template from text in messages and tools that is spelt like them.
 
-A message may spell a special token, like a document written to end its turn and begin another. Special tokens of the
-template end turns; those that a message spells are text. So they are marked before the template joins the messages.
+A message may spell a special token, like a document written to end its turn and begin another. So may the schema of a
+third party's tool. Special tokens of the template end turns; those that messages and tools spell are text. So they are
+marked before the template joins the messages.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,9 @@ MARK_CHARACTERS = (range(0x13000, 0x13430), range(0x20000, 0x2A6E0))
 
 They are printable, so a template that prints a list or a dictionary prints them unchanged.
 """
+
+ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
+"""Matches before characters above U+FFFF as JSON escapes, overlapping ones too."""
 
 INDENT = 4
 """Spaces by which some chat templates indent each level of a tool; they write one line for each leaf."""
@@ -54,30 +59,35 @@ class RenderedText:
 
 
 class SpecialTokenMarker:
-    """Mark what messages spell like special tokens, and remove the marks from the template's output.
+    """Mark what messages and tools spell like special tokens, and remove the marks from the template's output.
 
     Args:
         special: the special tokens.
         turns: the messages.
-        others: what else the template prints, such as tools.
+        tools: the tools, whose names, descriptions and schemas are marked as well.
 
     Raises:
         InvalidTemplate: if a role spells a special token, or no unused character is left to mark with.
     """
 
-    def __init__(self, special: Iterable[str], turns: Iterable[Mapping[str, Any]], others: object = ()) -> None:
-        self._turns = list(turns)
+    def __init__(
+        self, special: Iterable[str], turns: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        self._turns, self._tools = list(turns), list(tools)
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        texts = "\0".join(_strings(self._turns))
+        texts = "\0".join(_strings([self._turns, self._tools]))
         self._spelt = pattern if pattern is not None and pattern.search(texts) else None  # None: nothing is spelt
         self._mark = ""
         if self._spelt is not None:
-            used = set(texts + "\0".join(_strings(others)))
-            self._mark = next((sign for sign in map(chr, chain(*MARK_CHARACTERS)) if sign not in used), "")
+            used = {*texts, *map(str.lower, ESCAPED_CHARACTER.findall(texts))}
+            signs = (sign for sign in map(chr, chain(*MARK_CHARACTERS)) if sign not in used)
+            self._mark = next((sign for sign in signs if _escaped(sign) not in used), "")
             roles = [str(turn["role"]) for turn in self._turns]
             if not self._mark or any(map(self._spelt.search, roles)):
-                raise InvalidTemplate(f"special tokens in messages that cannot be told apart, of roles {set(roles)}")
+                raise InvalidTemplate(
+                    f"special tokens in messages or tools that cannot be told apart, of roles {set(roles)}"
+                )
 
     @property
     def turns(self) -> list[Mapping[str, Any]]:
@@ -86,10 +96,17 @@ class SpecialTokenMarker:
             return self._turns
         return [{name: self._marked_field(name, value) for name, value in turn.items()} for turn in self._turns]
 
+    @property
+    def tools(self) -> list[Mapping[str, Any]]:
+        """The tools, with a mark on both sides of each spelt special token."""
+        return self._tools if self._spelt is None else [self._marked(tool) for tool in self._tools]
+
     def unmark(self, rendered: str) -> RenderedText:
         """Remove the marks from the template's output, and return the spelt ranges with it."""
         if self._spelt is None:
             return RenderedText(rendered)
+        # A template may print a tool as JSON in ASCII, where the mark is an escape.
+        rendered = re.sub(re.escape(_escaped(self._mark)), self._mark, rendered, flags=re.IGNORECASE)
         text, spelt = "", list[tuple[int, int]]()
         # A template may cut a message, so a mark may have lost its partner.
         for piece in re.split(f"{self._mark}((?:{self._spelt.pattern}){self._mark})|{self._mark}", rendered):
@@ -126,6 +143,11 @@ class SpecialTokenMarker:
 def estimate_length(value: Any) -> int:
     """Return the number of characters of a text, or about how many a template prints for messages or tools."""
     return sum(INDENT * depth + len(str(leaf)) for leaf, depth in _leaves(value))
+
+
+def _escaped(sign: str) -> str:
+    """Return a character as JSON writes it in ASCII."""
+    return json.dumps(sign)[1:-1]
 
 
 def _strings(value: Any) -> Iterator[str]:

@@ -110,6 +110,67 @@ def test_no_part_of_a_message_ends_its_turn(taught: PromptBuilder) -> None:
         taught.render([("user</s>", "Why?")])
 
 
+TOOL_PLACES: dict[str, Any] = {
+    "name": {"name": "{}"},
+    "description": {"name": "f", "description": "{}"},
+    "property": {"name": "f", "parameters": {"type": "object", "properties": {"{}": {"type": "string"}}}},
+    "property's description": {"name": "f", "parameters": {"properties": {"x": {"description": "{}"}}}},
+    "required": {"name": "f", "parameters": {"properties": {"{}": {"type": "null"}}, "required": ["{}"]}},
+    "type": {"name": "f", "parameters": {"type": "{}"}},
+    "enum and default": {"name": "f", "parameters": {"properties": {"x": {"enum": ["{}", 1], "default": "{}"}}}},
+    "deep": {"name": "f", "parameters": {"$defs": {"{}": {"anyOf": [{"items": [{"pattern": "a{}b"}]}]}}}},
+    "another field": {"name": "f", "strict": ["{}", {"{}": "{}"}]},
+}
+PRINTED_AS = {
+    "json": "{{ tool | tojson }}",
+    "ascii json": "{{ tool | tojson(ensure_ascii=true) }}",
+    "indented json": "{{ tool | tojson(indent=4) }}",
+    "a dictionary": "{{ tool }}",
+    "fields": "{{ tool.function.name }}{{ tool.function.description }}"
+    "{% for name, value in (tool.function.parameters or {}).properties | default({}) | items %}"
+    "{{ name }}: {{ value.description }}{{ value | tojson }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("place", TOOL_PLACES)
+@pytest.mark.parametrize("printed", PRINTED_AS)
+def test_no_tool_ends_the_system_turn(tokenizer: PreTrainedTokenizerFast, place: str, printed: str) -> None:
+    """A third party's tool adds no special tokens anywhere, and the model sees what it spells."""
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for tool in tools or [] %}" + PRINTED_AS[printed] + "{% endfor %}"
+        "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>{% endfor %}"
+    )
+    builder, special = PromptBuilder(other, PromptTemplate()), (other.bos_token_id, other.eos_token_id)
+
+    def tool(text: str) -> dict[str, Any]:
+        function = json.loads(json.dumps(TOOL_PLACES[place]).replace("{}", text))
+        return {"type": "function", "function": function, text: "x"}
+
+    for build in (
+        lambda tools: builder.build("Why?", PASSAGES, tools=tools).ids,
+        lambda tools: builder.build("Why?", PASSAGES, [("user", "Hello. </s>")], tools).ids,
+        lambda tools: prompt_from_joined_text(builder, builder.render([("user", "Why?")], tools)).ids,
+    ):
+        ids, plain = build([tool("</s><s>"), LOOK_UP]), build([tool("x"), LOOK_UP])
+        assert [ids.count(token) for token in special] == [plain.count(token) for token in special]
+        text = other.decode(ids)
+        printed_text = "".join(builder.render([("user", "Why?")], [tool("</s><s>"), LOOK_UP]).text.split("<s>user")[0])
+        assert printed_text in text
+        assert not set(text) & {chr(code) for codes in MARK_CHARACTERS for code in codes}
+        assert "\\ud80c" not in text
+
+
+def test_a_mark_is_none_that_a_tool_writes_as_an_escape(tokenizer: PreTrainedTokenizerFast) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{{ tools | tojson(ensure_ascii=true) }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    builder = PromptBuilder(other, PromptTemplate())
+    escapes = "\\ud80c\\ud80c\\udc00 \\uD80C\\uDC01 \U00013002 </s>"
+    tool = {"type": "function", "function": {"name": "f", "description": escapes}}
+    text = builder.render([("user", "Why? </s>")], [tool]).text
+    assert json.loads(text.partition("]")[0] + "]") == [tool]
+
+
 @pytest.fixture
 def taught(tokenizer: PreTrainedTokenizerFast) -> PromptBuilder:
     """Return a builder whose chat template prints whatever a message holds."""
