@@ -31,7 +31,7 @@ from qcfuse_rag.runtime.placement import copy_chunk
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
-from qcfuse_rag.store.backends.disk_index import INDEX_FAILURES
+from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
 from qcfuse_rag.store.prefill_base import BASES, BLIND
 from qcfuse_rag.store.regular_file import read_text
 

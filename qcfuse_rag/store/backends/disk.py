@@ -13,10 +13,11 @@ from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, StoreStats
 from qcfuse_rag.store.backends.disk_files import StoreFiles
-from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, open_index
+from qcfuse_rag.store.backends.disk_index import open_index
 from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, DiskQuota
 from qcfuse_rag.store.backends.disk_settings import resolve_settings, write_if_possible
 from qcfuse_rag.store.backends.eviction import eviction_policy
+from qcfuse_rag.store.backends.index_database import ENTRY, INDEX_FAILURES, PINNED
 from qcfuse_rag.store.backends.remote import url_without_secrets
 from qcfuse_rag.store.chunk import ChunkKV, to_store_format
 from qcfuse_rag.store.entry.codec import encode
@@ -282,7 +283,7 @@ class DiskStore(KVStore):
         quota = DiskQuota(index, self.files, self.settings.limit_bytes, worth, self.seal)
         try:
             if not index.count(ENTRY, PINNED):
-                quota.index_new_files()
+                quota.refill()
             quota.enforce_limit()
         except INDEX_FAILURES as error:
             self._problems.append(f"its index cannot be written: {error}")

@@ -29,6 +29,7 @@ MAX_PARTS_PER_WRITE = 1000
 ADDRESS_CHARACTERS = frozenset("0123456789abcdef-")
 ADDRESS = re.compile("([0-9a-f]{16}-)?[0-9a-f]{32}")
 SHARD = re.compile("[0-9a-f]{2}")
+TEMPORARY_NAME = re.compile(r"[^/\\]+-[0-9]+-[0-9a-f]{16}\.part")
 
 
 class StoreFiles:
@@ -89,8 +90,23 @@ class StoreFiles:
         """
         return self.tmp / _checked(name, TEMPORARY)
 
+    def allocate(self, path: Path, size: int) -> None:
+        """Create a file of a size that is to be written later; it takes no room on the disk yet.
+
+        Raises:
+            OSError: if that fails; there is no file then.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
-        """Write a new file and force it to disk.
+        """Write a new file, or one that was allocated in this size, and force it to disk.
 
         In as few calls as possible: data written at once is in large pages of the cache, which are mapped faster.
 
@@ -98,7 +114,7 @@ class StoreFiles:
             OSError: if that fails; the file is removed then.
         """
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 unwritten = [memoryview(part) for part in parts]
                 while unwritten:
@@ -164,6 +180,12 @@ class StoreFiles:
                     address = file.name.removesuffix(ENDING)
                     if _is_entry(file) and address[-2:] == shard.name:
                         yield address, Path(file.path)
+
+    def temporaries(self) -> Iterator[Path]:
+        """Yield the path of every file that is being written, or was when its writer died."""
+        for file in _listed(self.tmp):
+            if TEMPORARY_NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                yield Path(file.path)
 
     def quarantined_entries(self) -> Iterator[Path]:
         """Yield the path of every damaged entry in quarantine."""

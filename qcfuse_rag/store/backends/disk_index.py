@@ -3,115 +3,41 @@
 It is a diskcache: a table in SQLite with sizes, expiry and tags, safe between threads and processes. The index is never
 needed to read an entry, only to keep the folder within its limit, and can be rebuilt from the files.
 
-By itself, diskcache pickles unknown values and unpickles what it finds (CVE-2025-69872). `TextDisk` prevents both: keys
-and values are text, and anything else in the index is an error and is never executed.
+Somebody may delete or replace the database while programs use it. SQLite would go on with the file it has open, and the
+folder would have two indexes. So each use compares the open files with those of that name, and opens the index again.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import diskcache
-from diskcache.core import MODE_RAW, UNKNOWN
 
 from qcfuse_rag.errors import CorruptEntry
 from qcfuse_rag.store.backends.disk_files import ADDRESS
-from qcfuse_rag.store.backends.eviction import EntryUsage
-from qcfuse_rag.store.entry.codec import PARSE_ERRORS
-from qcfuse_rag.store.regular_file import is_regular
+from qcfuse_rag.store.backends.index_database import (
+    ENTRY,
+    FILES,
+    INDEX_FAILURES,
+    PINNED,
+    WRITING,
+    OpenIndex,
+    Record,
+    identity,
+    is_lost,
+    open_or_replace,
+)
 
-ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
-"""Tags of rows: an entry, a pinned entry, a reservation of a file being written, a file in quarantine."""
-
-INDEX_FAILURES = (sqlite3.Error, diskcache.Timeout, CorruptEntry, OSError)
-DAMAGE_MESSAGES = ("malformed", "not a database")
 BUSY_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A row of the index.
-
-    Attributes:
-        usage: size and uses; of a file that is being written, the reserved size.
-        numbers: format the entry is written in.
-        worth: rank among entries; the smallest is evicted first.
-        about: of a file that is being written, its address; of a file in quarantine, the damage.
-    """
-
-    usage: EntryUsage
-    numbers: str = ""
-    worth: float = 0.0
-    about: str = ""
-
-    def after_uses(self, now: float, count: int, worth: Callable[[EntryUsage], float]) -> Record:
-        """Return the record after `count` more uses, ranked by `worth`."""
-        usage = self.usage.after_uses(now, count)
-        return replace(self, usage=usage, worth=worth(usage))
-
-    def to_json(self) -> str:
-        """Return the JSON text that the index holds."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Parse the JSON text that the index holds.
-
-        Raises:
-            CorruptEntry: if it is not a record.
-        """
-        try:
-            data = json.loads(text)
-            usage = EntryUsage(**data.pop("usage"))
-            record = cls(usage, **data)
-            numbers = (usage.saved_ms, usage.uses, usage.used, record.worth)
-            if type(usage.size_bytes) is not int or not all(type(number) in (int, float) for number in numbers):
-                raise ValueError("a number is none")
-            if usage.size_bytes < 0 or usage.uses <= 0 or not all(map(math.isfinite, numbers)):
-                raise ValueError("a number is out of range")
-            if not isinstance(record.numbers, str) or not isinstance(record.about, str):
-                raise ValueError("a text is none")
-        except PARSE_ERRORS as error:
-            raise CorruptEntry(f"the index holds a record that makes no sense: {str(error)[:100]}") from error
-        return record
-
-
-class TextDisk(diskcache.Disk):  # type: ignore[misc]
-    """Serialisation for diskcache with text as keys and records as values, and nothing else."""
-
-    def put(self, key: Any) -> tuple[str, bool]:
-        """Return a key's form in the index."""
-        if not isinstance(key, str):
-            raise TypeError(f"keys are strings, got {type(key).__name__}")
-        return key, True
-
-    def get(self, key: Any, raw: bool) -> str:
-        """Return a key from its form in the index."""
-        if not raw or not isinstance(key, str):
-            raise CorruptEntry("the index holds a key that is not text; it was not written by this library")
-        return key
-
-    def store(self, value: Any, read: bool, key: Any = UNKNOWN) -> tuple[int, int, None, str]:
-        """Return a record's form in the index, with the size of its file."""
-        if not isinstance(value, Record) or read:
-            raise TypeError(f"values are records, got {type(value).__name__}")
-        return value.usage.size_bytes, MODE_RAW, None, value.to_json()
-
-    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Record:
-        """Return a record from its form in the index."""
-        if mode != MODE_RAW or filename is not None or not isinstance(value, str) or read:
-            raise CorruptEntry("the index holds a value that is not text; it was not read")
-        return Record.from_json(value)
+MAX_REOPENINGS = 100
+MAX_VERSION = 2**31
 
 
 class Index:
@@ -120,44 +46,20 @@ class Index:
     Args:
         folder: of the database.
 
+    Attributes:
+        note: what was repaired when it was opened, or None.
+        on_replaced: fills the index from the files; called in a transaction when another database has taken its place.
+
     Raises:
-        OSError, sqlite3.Error, diskcache.Timeout: if it cannot be opened.
-        CorruptEntry: if it has rows that this library does not write.
+        OSError, sqlite3.Error, diskcache.Timeout: if it cannot be opened, or is damaged and cannot be replaced.
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for name in ("cache.db", "cache.db-wal", "cache.db-shm", "cache.db-journal"):
-            path = folder / name
-            if os.path.lexists(path) and not is_regular(path):
-                raise OSError(f"{path} is not a regular file")
-        # Created for its owner only. Never opened once it exists: closing it would drop SQLite's locks.
-        with suppress(FileExistsError):
-            os.close(os.open(folder / "cache.db", os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        # diskcache itself must not evict: its limit holds only afterwards. Nothing is mapped into memory: a disk error
-        # there is a signal that ends the process.
-        options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0}
-        self._cache = diskcache.Cache(str(folder), disk=TextDisk, **options)
-        about, stem = "json_extract(value, '$.about')", "substr(key, 1, length(key) - 3)"
-        invalid = (
-            "raw IS NOT 1 OR mode IS NOT 1 OR typeof(key) != 'text' OR typeof(value) != 'text' OR filename IS NOT NULL"
-            " OR json_extract(value, '$.usage.size_bytes') IS NOT size"
-            " OR typeof(size) != 'integer' OR size < 0 OR typeof(expire_time) NOT IN ('real', 'integer', 'null')"
-            f" OR tag IS NULL OR tag NOT IN ('{ENTRY}', '{PINNED}', '{WRITING}', '{QUARANTINE}')"
-            f" OR (tag IN ('{ENTRY}', '{PINNED}') AND {_no_address('key')})"
-            f" OR (tag = '{WRITING}' AND {_no_address(about)})"
-            rf" OR (tag = '{WRITING}' AND key GLOB '*[/\]*')"
-            f" OR (tag = '{QUARANTINE}' AND (key NOT GLOB '*.kv' OR {_no_address(stem)}))"
-        )
-        if self._rows(f"SELECT COUNT(*) FROM Cache WHERE {invalid}")[0][0]:
-            raise CorruptEntry("the index holds rows that this library does not write")
-        total = "SELECT COALESCE(SUM(size), 0) FROM Cache"
-        if self._rows(f"SELECT (SELECT value FROM Settings WHERE key = 'size') IS NOT ({total})")[0][0]:
-            raise CorruptEntry("the index holds a wrong sum of bytes")
-        for _ in self.rows(ENTRY, PINNED, WRITING, QUARANTINE):
-            pass  # every record can be parsed
-        # diskcache has no order by worth; the table and `_sql` are those of its last release, 5.6.3.
-        self._cache._sql("CREATE INDEX IF NOT EXISTS Cache_worth ON Cache (tag, json_extract(value, '$.worth'))")
+        self._folder = folder
+        self._opened, self.note = open_or_replace(folder)
+        self._lost = False
+        self._lock, self._local = threading.RLock(), threading.local()
+        self.on_replaced: Callable[[], object] = lambda: None
 
     @contextmanager
     def transact(self, *, timeout_s: float = BUSY_TIMEOUT_S) -> Iterator[None]:
@@ -169,12 +71,30 @@ class Index:
         Raises:
             sqlite3.Error: if the index cannot be locked or written.
         """
-        self._cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
-        try:
-            with self._cache.transact():
-                yield
-        except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
-            raise error.__context__ or error from None
+        if getattr(self._local, "in_transaction", False):
+            yield
+            return
+        self._follow()
+        opened = self._current
+        with self._pinned(opened, in_transaction=True):
+            opened.cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
+            try:
+                with opened.cache.transact():
+                    changes = opened.cache._con.total_changes
+                    version = self._version(opened)
+                    if version < max(opened.version, 1):  # never filled, or emptied or replaced in the same file
+                        self.on_replaced()
+                    yield
+                    if opened.cache._con.total_changes != changes:
+                        version = (version + 1) % MAX_VERSION
+                        opened.cache._sql(f"PRAGMA user_version = {version}")
+                opened.version = version
+            except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
+                raise error.__context__ or error from None
+            except (sqlite3.Error, CorruptEntry) as error:
+                self._lost = self._lost or is_lost(error)
+                raise
+        self._follow()  # what was committed to a file that was replaced meanwhile is not in the new one
 
     def size(self) -> int:
         """Return the bytes of all rows."""
@@ -235,15 +155,77 @@ class Index:
         return sum(self._rows("SELECT COUNT(*) FROM Cache WHERE tag = ?", tag)[0][0] for tag in tags)
 
     def clear(self) -> None:
-        """Remove all rows."""
-        self._cache.clear()
+        """Remove all rows but the reservations: their writers may be alive."""
+        self._cache._sql("DELETE FROM Cache WHERE tag IS NOT ?", (WRITING,))
 
     def close(self) -> None:
         """Close the database."""
-        self._cache.close()
+        self._opened.cache.close()
+        self._opened.connection = None
+
+    @property
+    def _cache(self) -> diskcache.Cache:
+        self._follow()
+        return self._current.cache
+
+    @property
+    def _current(self) -> OpenIndex:
+        """The database that this thread is working on, else the one that was opened last."""
+        pinned: OpenIndex | None = getattr(self._local, "opened", None)
+        return pinned or self._opened
+
+    @contextmanager
+    def _pinned(self, opened: OpenIndex, *, in_transaction: bool) -> Iterator[None]:
+        """Let this thread work on one database, whatever takes its place meanwhile."""
+        self._local.opened, self._local.in_transaction = opened, in_transaction
+        try:
+            yield
+        finally:
+            self._local.opened, self._local.in_transaction = None, False
+
+    def _follow(self) -> None:
+        """Open the database again if its files are not those of that name any more, and fill it from the files.
+
+        Raises:
+            OSError, sqlite3.Error, diskcache.Timeout, CorruptEntry: if that fails, or it is replaced all the time.
+        """
+        if getattr(self._local, "opened", None) is not None:
+            return
+        for _ in range(MAX_REOPENINGS):
+            if self._is_current():
+                return
+            with self._lock:
+                if not self._is_current():
+                    self._reopen()
+        raise OSError(f"{self._folder / FILES[0]} is replaced all the time; stop the program that does it")
+
+    def _is_current(self) -> bool:
+        opened = self._opened
+        return not self._lost and opened.process == os.getpid() and identity(self._folder) == opened.identity
+
+    def _reopen(self) -> None:
+        """Open the database again; fill it from the files unless it is the same one."""
+        old, same = self._opened, not self._lost and identity(self._folder) == self._opened.identity
+        opened, _ = open_or_replace(self._folder, None if same else old.identity)
+        self._lost = False
+        if not same or opened.identity != old.identity:
+            with self._pinned(opened, in_transaction=False):  # no other thread uses it before all files count
+                opened.cache._sql(f"PRAGMA busy_timeout = {round(1000 * BUSY_TIMEOUT_S)}")
+                with opened.cache.transact():
+                    self._local.in_transaction = True
+                    self.on_replaced()
+        self._opened = opened
+
+    @staticmethod
+    def _version(opened: OpenIndex) -> int:
+        return int(opened.cache._sql("PRAGMA user_version").fetchone()[0])
 
     def _rows(self, statement: str, *values: Any) -> list[Any]:
-        return list(self._cache._sql(statement, values).fetchall())
+        try:
+            return list(self._cache._sql(statement, values).fetchall())
+        except sqlite3.Error as error:
+            self._lost = self._lost or is_lost(error)
+            raise
 
 
 def _check_row(name: Any, expires: Any, tag: Any) -> None:
@@ -253,14 +235,6 @@ def _check_row(name: Any, expires: Any, tag: Any) -> None:
         raise CorruptEntry("the index holds a row that makes no sense; `qcfuse store rebuild` repairs it")
 
 
-def _no_address(text: str) -> str:
-    """Return an SQL condition that holds unless an SQL expression is the address of an entry."""
-    plain = f"{text} GLOB '*[^0-9a-f]*' OR length({text}) IS NOT 32"
-    prefix, rest = f"substr({text}, 1, 16)", f"substr({text}, 18)"
-    tenant = f"{prefix} GLOB '*[^0-9a-f]*' OR {rest} GLOB '*[^0-9a-f]*' OR length({text}) IS NOT 49"
-    return f"(({plain}) AND ({tenant} OR substr({text}, 17, 1) != '-'))"
-
-
 def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
     """Open the index of a store; replace a damaged one by an empty one.
 
@@ -268,14 +242,7 @@ def open_index(folder: Path) -> tuple[Index | None, str | None, str | None]:
         The index or None; what was repaired, or None; why there is no index, or None.
     """
     try:
-        return Index(folder), None, None
-    except (*INDEX_FAILURES, *PARSE_ERRORS) as error:
-        damaged = isinstance(error, CorruptEntry) or not isinstance(error, INDEX_FAILURES)
-        if not damaged and not any(message in str(error) for message in DAMAGE_MESSAGES):
-            return None, None, f"its index cannot be opened: {error}"
-        reason = str(error)
-    try:
-        shutil.rmtree(folder)
-        return Index(folder), f"its index was damaged ({reason}) and has been rebuilt from the files", None
+        index = Index(folder)
     except INDEX_FAILURES as error:
-        return None, None, f"its index is damaged ({reason}) and cannot be rebuilt: {error}"
+        return None, None, f"its index cannot be opened: {error}"
+    return index, index.note, None

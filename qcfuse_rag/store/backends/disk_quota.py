@@ -2,7 +2,8 @@
 
 A writer first adds a row to the index with the entry's size, evicting other entries until it fits; then it writes the
 file; then it turns the row into the entry's. A writer that dies leaves a row with its process; the next writer, or
-maintenance, removes that row.
+maintenance, removes that row. The file is there from the reservation on, in its full size, so that reservations are
+known from the files alone when the index is lost.
 """
 
 from __future__ import annotations
@@ -12,14 +13,29 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from qcfuse_rag.errors import CorruptEntry, ForeignEntry, StoreError
 from qcfuse_rag.store.backends.disk_files import StoreFiles
-from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING, Index, Record
+from qcfuse_rag.store.backends.disk_index import Index
 from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.backends.index_database import (
+    ENTRY,
+    INDEX_FAILURES,
+    PINNED,
+    QUARANTINE,
+    WRITING,
+    Record,
+    is_lost,
+)
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.entry.reader import MappedFile, check_key, open_header
+from qcfuse_rag.store.regular_file import is_regular
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 WRITE_TIMEOUT_S = 600.0
 RESERVE_TIMEOUT_S = 30.0
@@ -36,6 +52,23 @@ class Reservation:
     address: str
     temporary: Path
     size: int
+
+
+def _again_if_lost(
+    change: Callable[Concatenate[DiskQuota, Parameters], Result],
+) -> Callable[Concatenate[DiskQuota, Parameters], Result]:
+    """Make a change again if the index turns out to be damaged: it is opened again then."""
+
+    @wraps(change)
+    def changed(quota: DiskQuota, /, *arguments: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return change(quota, *arguments, **options)
+        except INDEX_FAILURES as error:
+            if not is_lost(error):
+                raise
+            return change(quota, *arguments, **options)
+
+    return changed
 
 
 class DiskQuota:
@@ -61,7 +94,9 @@ class DiskQuota:
         self._uses: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.evicted = 0
+        index.on_replaced = self.refill
 
+    @_again_if_lost
     def reserve(self, address: str, size: int) -> Reservation:
         """Reserve bytes, evicting the entries with the least worth.
 
@@ -77,14 +112,17 @@ class DiskQuota:
                     temporary = self._files.new_temporary()
                     row = Record(EntryUsage(size, 0.0, 1.0, time.time()), about=address)
                     self.index.set(temporary.name, row, WRITING, expires=time.time() + WRITE_TIMEOUT_S)
-                    return Reservation(address, temporary, size)
+                    self._files.allocate(temporary, size)
+                    break
                 pinned, writing = self.index.size_of(PINNED), self.index.size_of(WRITING)
             # Bytes that others are writing become evictable once they are written: wait for them, but not for pins.
             if not writing or pinned + size > self._limit or time.monotonic() > deadline:
                 part = f", of which {pinned:,} are pinned and {writing:,} being written" if pinned or writing else ""
                 raise StoreError(f"a chunk of {size:,} bytes does not fit a store of {self._limit:,} bytes{part}")
             time.sleep(0.01)
+        return Reservation(address, temporary, size)
 
+    @_again_if_lost
     def publish(self, reservation: Reservation, numbers: str, saved_ms: float, expires: float | None) -> None:
         """Turn a reservation whose file is written into an entry."""
         usage = EntryUsage(reservation.size, saved_ms, 1.0, time.time())
@@ -96,11 +134,41 @@ class DiskQuota:
             # Last: a failure before it undoes the whole transaction.
             self._files.publish(reservation.temporary, reservation.address)
 
+    @_again_if_lost
     def release(self, reservation: Reservation) -> None:
         """Remove a reservation and its file."""
         self._files.remove_temporary(reservation.temporary.name)
         with self.index.transact():
             self.index.delete(reservation.temporary.name)
+
+    @_again_if_lost
+    def rebuild(self) -> int:
+        """Fill the index anew, but keep the reservations of living writers; return how many entries it has."""
+        with self.index.transact():  # no writer may take the cleared index for free space, even if this process dies
+            self.index.clear()
+            self.refill()
+            return self.index.count(ENTRY)
+
+    def refill(self) -> None:
+        """Make the index agree with the files: entries, quarantine, and files being written; then enforce the limit."""
+        with self.index.transact():
+            # In this order: a file that moves meanwhile is counted twice at worst.
+            for path in self._files.temporaries():
+                self._index_temporary(path)
+            self.reclaim()
+            self.index_new_files()
+            self.remove_lost()
+            self._evict_for(0)
+
+    def remove_lost(self) -> int:
+        """Remove the rows whose files are gone; return how many."""
+        count = 0
+        for name, _, _, tag in list(self.index.rows(ENTRY, PINNED, QUARANTINE)):
+            path = self._files.quarantined / name
+            with self.index.transact():
+                if not (is_regular(path) if tag == QUARANTINE else self._files.status(name)):
+                    count += self.index.delete(name)
+        return count
 
     def index_file(self, address: str) -> bool:
         """Add an entry's file to the index, or quarantine it if its header is damaged; return whether it is sound.
@@ -140,6 +208,7 @@ class DiskQuota:
                     self._index_quarantined(path, "")
         return count
 
+    @_again_if_lost
     def pin(self, address: str, *, pinned: bool) -> bool:
         """Exempt an entry from eviction, or undo that; return whether there is such an entry."""
         with self.index.transact():
@@ -148,6 +217,7 @@ class DiskQuota:
                 self.index.set(address, row[0], PINNED if pinned else ENTRY, row[1])
             return row is not None
 
+    @_again_if_lost
     def remove(self, address: str) -> bool:
         """Remove an entry and its copy in quarantine; return whether there was such an entry."""
         with self.index.transact():
@@ -158,6 +228,7 @@ class DiskQuota:
             had_file = self._files.remove(address)
             return self.index.delete(address) or had_file
 
+    @_again_if_lost
     def quarantine(self, address: str, reason: str) -> bool:
         """Move an entry into quarantine, where it stays until its bytes are needed; return whether there was one."""
         with self.index.transact():
@@ -190,11 +261,12 @@ class DiskQuota:
         """Remove expired entries and the rows and files of dead writers; return how many bytes were freed."""
         freed, now = 0, time.time()
         for name, record, expires, _ in list(self.index.rows(WRITING)):
-            if now > (expires or 0.0) or self._files.is_abandoned(name):
+            gone = not is_regular(self._files.temporary(name))
+            if gone or now > (expires or 0.0) or self._files.is_abandoned(name):
                 self.index.delete(name)
                 freed += record.usage.size_bytes
-                if not self._files.remove_temporary(name) and not self._is_indexed(record.about):
-                    self.index_file(record.about)  # the writer died between publishing the file and indexing it
+                if not self._files.remove_temporary(name):  # the writer may have died before it indexed the file
+                    self._index_published(record.about)
         for address, size in self.index.expired(ENTRY, PINNED, now=now):
             self._files.remove(address)
             freed += size if self.index.delete(address) else 0
@@ -208,6 +280,24 @@ class DiskQuota:
         if self.index.size() > self._limit:
             with self.index.transact():
                 self._evict_for(0)
+
+    def _index_published(self, address: str) -> None:
+        """Add an entry's file to the index; every file without a row if the address is not known."""
+        if not address:
+            self.index_new_files()
+        elif not self._is_indexed(address):
+            self.index_file(address)
+
+    def _index_temporary(self, path: Path) -> None:
+        """Reserve the bytes of a file that is being written, if nothing is reserved for it."""
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return
+        if self.index.get(path.name) is None:
+            now = time.time()
+            row = Record(EntryUsage(status.st_size, 0.0, 1.0, now))
+            self.index.set(path.name, row, WRITING, expires=min(now, status.st_mtime) + WRITE_TIMEOUT_S)
 
     def _is_indexed(self, address: str) -> bool:
         """Return whether an entry's row matches its file, or there is no file."""

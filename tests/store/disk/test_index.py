@@ -14,9 +14,9 @@ import torch
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import Miss
-from qcfuse_rag.store.backends.disk_index import ENTRY as ENTRY_TAG
-from qcfuse_rag.store.backends.disk_index import PINNED, QUARANTINE, WRITING, Record
 from qcfuse_rag.store.backends.eviction import EntryUsage
+from qcfuse_rag.store.backends.index_database import ENTRY as ENTRY_TAG
+from qcfuse_rag.store.backends.index_database import PINNED, QUARANTINE, WRITING, Record
 from qcfuse_rag.store.maintenance import collect_garbage, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.disk.folders import ENTRY, KEY, file_of, present, put, taken
@@ -79,13 +79,13 @@ def test_what_is_planted_in_the_index_is_not_executed_and_the_index_is_made_agai
         assert store.health()[0].ok
 
 
-def test_what_is_planted_while_the_store_is_open_is_an_error_and_not_executed(
+def test_what_is_planted_while_the_store_is_open_is_repaired_and_not_executed(
     store: DiskStore, folder: Path, bomb: bytes
 ) -> None:
     put(store, 0)
     plant(folder, PLANTED["value as its own kind"], bomb)
-    with pytest.raises(StoreError, match="the index holds a value that is not text; it was not read"):
-        store.pin(KEY)
+    assert store.pin(KEY)
+    assert [entry.pinned for entry in store.entries()] == [True]
     assert_same(store.get(KEY), example_chunk())
 
 
