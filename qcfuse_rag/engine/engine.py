@@ -28,7 +28,7 @@ from qcfuse_rag.monitoring.shadow import InFlight, Shadow, ShadowSettings
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.joined_text import prompt_from_joined_text
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.special_tokens import RenderedText, estimate_length
+from qcfuse_rag.prompts.special_tokens import RenderedText, count_visible, estimate_length
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_profile import LayerProfile, find_profile
@@ -37,9 +37,6 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.factory import open_store
 
 LOG = logging.getLogger(__name__)
-
-ALWAYS_TOKENISED = 1 << 20
-"""Characters that are tokenised in a second at most, so that their token count need not be estimated first."""
 
 
 class FusionEngine:
@@ -319,10 +316,11 @@ class FusionEngine:
 
         Raises:
             PromptTooLong: if there are more characters than a window of the longest tokens holds, counted as a template
-                may write them.
+                may write them. Whitespace counts apart, because tokens of whitespace are often the longest.
         """
-        count, window = sum(map(estimate_length, parts)), self.lm.window.tokens
-        if count > max(window * self.prompts.longest_token, ALWAYS_TOKENISED):
+        window = self.lm.window.tokens
+        count, visible = sum(map(estimate_length, parts)), sum(map(count_visible, parts))
+        if count > window * self.prompts.longest_token or visible > window * self.prompts.longest_visible_token:
             raise PromptTooLong(
                 f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"
             )

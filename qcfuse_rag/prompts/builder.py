@@ -26,6 +26,9 @@ from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
 TEMPLATE_DATE = "01 Jan 2025"
 STOPPED_CLOCK = "{%- macro strftime_now(format) -%}" + TEMPLATE_DATE + "{%- endmacro -%}"
 
+WRITTEN_WHITESPACE = dict.fromkeys(map(ord, "\u0120\u010a\u0109\u010d\u2581 \n\t\r"))
+"""How vocabularies write whitespace."""
+
 MARKERS = ("context", "question")
 MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 """Matches the numbers of markers that a conversation or a tool mentions."""
@@ -56,6 +59,11 @@ class PromptBuilder:
     def longest_token(self) -> int:
         """The largest number of characters of one token."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def longest_visible_token(self) -> int:
+        """The largest number of characters of one token that are no whitespace."""
+        return max(len(token.translate(WRITTEN_WHITESPACE)) for token in self.tokenizer.get_vocab())
 
     @property
     def chunk_lead(self) -> int:

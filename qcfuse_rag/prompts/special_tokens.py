@@ -145,6 +145,11 @@ def estimate_length(value: Any) -> int:
     return sum(INDENT * depth + len(str(leaf)) for leaf, depth in _leaves(value))
 
 
+def count_visible(value: Any) -> int:
+    """Return the number of characters in a text, in messages or in tools that are no whitespace."""
+    return sum(len("".join(leaf.split())) for leaf in _strings(value))
+
+
 def _escaped(sign: str) -> str:
     """Return a character as JSON writes it in ASCII."""
     return json.dumps(sign)[1:-1]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from qcfuse_rag.errors import QCFuseError
@@ -24,6 +27,11 @@ from qcfuse_rag.server.request import ChatRequest
 
 DISCONNECT_POLL_S = 0.2
 """Seconds between two checks whether a waiting client is still connected."""
+
+JSON_CONTENT = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
+
+MAX_PARSING = 2
+"""Requests whose bodies are parsed at a time; other requests wait as bytes."""
 
 LOG = logging.getLogger(__name__)
 
@@ -56,6 +64,7 @@ def make_app(
 
     app = FastAPI(title="qcfuse-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
 
+    parsers = CapacityLimiter(MAX_PARSING)
     app.add_middleware(AuthMiddleware, token=token, limits=limits, hosts=hosts)
 
     @app.exception_handler(HTTPException)
@@ -98,14 +107,19 @@ def make_app(
             return Response(metrics(), media_type="text/plain; version=0.0.4")
 
     @app.post("/v1/chat/completions")
-    async def chat(chat_request: ChatRequest, request: Request) -> Response:
+    async def chat(request: Request) -> Response:
+        # Parsing a megabyte takes milliseconds, in which the event loop could not answer health checks.
+        # A web page can send other types of content to this machine without asking.
+        if not JSON_CONTENT.match(request.headers.get("content-type", "")):
+            return error_response(400, "the body has to be JSON, with the header Content-Type: application/json")
+        chat_request = await to_thread.run_sync(parse_body, await request.body(), limiter=parsers)
         if chat_request.model and chat_request.model != backend.name:
             return error_response(404, f"no model {chat_request.model!r} here; there is {backend.name!r}")
         documents = len(chat_request.documents or ())
         if documents > limits.documents:
             return error_response(400, f"{documents} documents, and at most {limits.documents} are allowed")
         try:
-            chat_request.refuse_unsupported()
+            await to_thread.run_sync(chat_request.refuse_unsupported, limiter=parsers)
         except QCFuseError as error:
             return error_response(400, str(error))
         events = backend.answer(chat_request)
@@ -121,6 +135,23 @@ def make_app(
         return await json_response(first, events, header, request)
 
     return app
+
+
+def parse_body(body: bytes) -> ChatRequest:
+    """Parse the body of a request; raise the errors that FastAPI itself raises.
+
+    Raises:
+        RequestValidationError: if the body is not JSON or has fields of wrong types.
+    """
+    try:
+        return ChatRequest.model_validate(json.loads(body))
+    except json.JSONDecodeError as error:
+        detail = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
+        raise RequestValidationError([detail]) from error
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_input=False)) from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, numbers too long, or not UTF-8
+        raise HTTPException(400, f"the body cannot be read: {error}") from error
 
 
 async def first_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:

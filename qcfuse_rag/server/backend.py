@@ -26,8 +26,8 @@ from qcfuse_rag.server.request import ChatRequest
 
 LOG = logging.getLogger(__name__)
 
-MAX_PREPARING = 8
-"""Requests that are tokenised at a time, because tokenising takes memory; other requests wait."""
+MAX_PREPARING = 2
+"""Requests that are tokenised at a time, because tokenising takes memory and processors; other requests wait."""
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 """OpenAI's finish reasons for the library's."""

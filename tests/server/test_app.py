@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import resource
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +21,8 @@ from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams,
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend, Event
 from qcfuse_rag.server.request import ChatRequest
@@ -342,6 +347,90 @@ async def test_a_burst_waits_for_its_turn_to_be_prepared(engine: FusionEngine, m
     backend.close()
     assert Counter(response.status_code for response in responses) == {200: count, 429: 3}
     assert 1 < most <= MAX_PREPARING
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"messages": [{"role": "user", "content": "ferry " * 180_000}]},
+        {"messages": [{"role": "user", "content": "ferry" * 200_000}]},
+        {"messages": [{"role": "user", "content": " " * 1_000_000 + "?"}]},
+        {"messages": [{"role": "user", "content": "\u6f22" * 340_000}]},
+        {"documents": ["ferry " * 4_000] * 40},
+        {"documents": ["."] * 256, "messages": [{"role": "user", "content": "a." * 500_000}]},
+        {"tools": [{"function": {"name": "f", "description": "ferry " * 180_000}}]},
+        {"messages": [{"role": "user", "content": "x", "more": ["deep"] * 120_000}]},
+        {"messages": [{"role": "user", "content": "Ann sings. " * 250}]},
+    ],
+    ids=["words", "one word", "spaces", "Chinese", "documents", "stops", "tools", "other fields", "what fits"],
+)
+async def test_a_burst_of_long_texts_leaves_health_and_memory(engine: FusionEngine, content: dict[str, Any]) -> None:
+    backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings(waiting=64)), "tiny", max_requests=64)
+    body = json.dumps({**ASKED, "documents": None, "max_tokens": 1, **content})
+    gc.collect()
+    before, waits = resident_bytes(), list[float]()
+    async with client(make_app(backend)) as http:
+
+        async def post() -> int:
+            return (await http.post("/v1/chat/completions", content=body, headers=JSON)).status_code
+
+        asked = [asyncio.create_task(post()) for _ in range(64)]
+        while not all(task.done() for task in asked):
+            started = time.perf_counter()
+            assert (await http.get("/healthz")).status_code == 200
+            waits.append(time.perf_counter() - started)
+            await asyncio.sleep(0.01)
+        statuses = {task.result() for task in asked}
+        assert max(waits) < 1, "a quarter of a second on an idle machine"
+    backend.close()
+    gc.collect()
+    assert statuses <= ({200, 400} if len(body) > 10_000 else {200})
+    assert resident_bytes() - before < 300e6
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_a_long_text_is_refused_before_it_is_tokenised(
+    http: httpx.AsyncClient, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the place, the bound counts characters against the longest tokens of the window."""
+    encoded: list[int] = []
+    whole, text_ids = PromptBuilder.encode_whole, PromptBuilder._text_ids
+
+    def encode_whole(self: PromptBuilder, rendered: RenderedText, *, begin: bool) -> Any:
+        encoded.append(len(rendered.text))
+        return whole(self, rendered, begin=begin)
+
+    def encode_text(self: PromptBuilder, text: str) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return text_ids(self, text)
+
+    monkeypatch.setattr(PromptBuilder, "encode_whole", encode_whole)
+    monkeypatch.setattr(PromptBuilder, "_text_ids", encode_text)
+    limit = engine.lm.window.tokens * engine.prompts.longest_token
+    text = "ferry " * (limit // 5)
+    tool = {"function": {"name": "f", "description": text}}
+    user = {"role": "user", "content": "x"}
+    for changes in (
+        {"messages": [{"role": "user", "content": text}], "documents": None},
+        {"documents": [text[: len(text) // 100]] * 101},
+        {"tools": [tool]},
+        {"messages": [{"role": "system", "content": text}, user]},
+        {"messages": [{"role": "user", "content": text}, {"role": "tool", "content": "x"}], "documents": None},
+    ):
+        response = await ask(http, **changes)
+        assert (response.status_code, "cannot fit a context window" in error(response)) == (400, True)
+    assert sum(encoded) < 10_000
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])
+async def test_only_json_is_read(http: httpx.AsyncClient, content_type: str) -> None:
+    """A web page may send plain text to any address, but JSON only where it is allowed to."""
+    headers = {"content-type": content_type}
+    response = await http.post("/v1/chat/completions", content=json.dumps(ASKED), headers=headers)
+    assert (response.status_code, "application/json" in error(response)) == (400, True)
 
 
 async def test_who_goes_before_being_queued_is_not_answered(
