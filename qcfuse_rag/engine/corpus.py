@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TypedDict, Unpack
@@ -128,6 +128,11 @@ class Corpus:
         # Before the job: it may be killed, and access tags decide which passages may be neighbours.
         for source, keys in keys_by_source.items():
             self.open_sources().add(source, keys)
+        sources_of = chunk_sources or [None] * len(chunks)
+        unowned = [chunk for source, chunk in zip(sources_of, chunks, strict=True) if source is None]
+        unowned_keys = {key for chunk in unowned for key in self.keys(chunk, with_prerequisites(bases))}
+        self._release_removed(unowned_keys)
+        owned_keys = {key for keys in keys_by_source.values() for key in keys} - unowned_keys
         job = self.warm_job(
             chunks,
             others=[self._prompts.chunk_ids(text) for text in settings.get("others", ())],
@@ -137,14 +142,18 @@ class Corpus:
             vectors=settings.get("vectors"),
             retrievals=settings.get("retrievals", ()),
             batch_tokens=settings.get("batch_tokens"),
+            confirm=lambda keys: self.open_sources().discard_unowned(key for key in keys if key in owned_keys),
         )
         summary = job.run(settings.get("progress"), settings.get("workers"))
         for source, keys in keys_by_source.items():
-            if settings.get("replace", True):
-                self.open_sources().replace(source, keys)
-            else:
-                self.open_sources().add(source, keys)
-        self._note_signatures(texts, chunks, bases[0], warmed=summary.warmed > 0)
+            self.open_sources().confirm(source, keys, replace=settings.get("replace", True))
+        left = {source: self.open_sources().addresses(source) for source in keys_by_source}
+        forgotten = [
+            source is not None and any(self._store.address(key) not in left[source] for key in self.keys(chunk, bases))
+            for source, chunk in zip(sources_of, chunks, strict=True)
+        ]
+        kept = [(text, chunk) for text, chunk, gone in zip(texts, chunks, forgotten, strict=True) if not gone]
+        self._note_signatures(kept, bases[0], warmed=summary.warmed > 0)
         return summary
 
     def warm_job(
@@ -152,6 +161,7 @@ class Corpus:
         chunks: Iterable[tuple[int, ...]],
         *,
         others: Sequence[tuple[int, ...]] = (),
+        confirm: Callable[[Sequence[ChunkKey]], object] | None = None,
         **settings: Unpack[JobSettings],
     ) -> WarmJob:
         """Return a job that can be planned before it is run.
@@ -159,6 +169,7 @@ class Corpus:
         Args:
             chunks: the passages' token ids, see `PromptBuilder.chunk_ids`.
             others: token ids of passages that are not to be stored now but may be neighbours.
+            confirm: removes written entries that must not stay; see `ingestion.warm_job.WarmJob`.
             **settings: see `JobSettings`.
         """
         given_bases = settings.get("bases")
@@ -179,6 +190,7 @@ class Corpus:
             bases=bases,
             priority=settings.get("priority"),
             enrichment=enrichment,
+            confirm=confirm,
             batch_tokens=settings.get("batch_tokens"),
         )
 
@@ -310,10 +322,12 @@ class Corpus:
         if self._sources is not None and not self._sources.manifest.forked:
             self._sources.close()
 
-    def _note_signatures(
-        self, texts: Sequence[str], chunks: Sequence[tuple[int, ...]], base: Base, *, warmed: bool
-    ) -> None:
-        keyed = [(text, self.keys(chunk, [base])) for text, chunk in zip(texts, chunks, strict=True)]
+    def _release_removed(self, keys: Iterable[ChunkKey]) -> None:
+        with suppress(StoreError):  # the manifest may be readable only
+            self.open_sources().release_removed(keys)
+
+    def _note_signatures(self, passages: Sequence[tuple[str, tuple[int, ...]]], base: Base, *, warmed: bool) -> None:
+        keyed = [(text, self.keys(chunk, [base])) for text, chunk in passages]
         try:
             self.signatures.add((text, keys[0]) for text, keys in keyed if keys)
         except StoreError:

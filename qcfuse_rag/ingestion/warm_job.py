@@ -63,6 +63,8 @@ class WarmJob:
         priority: for each chunk how much it is wanted, such as how often it was retrieved. The most wanted chunks are
             prefilled first, and the others are left out if the store has no room for all. None keeps the order.
         enrichment: the chunks' neighbours; needed for enriched bases.
+        confirm: called with the keys of the entries that were just written; it removes those that must not stay, such
+            as those of a document that was forgotten meanwhile. It may get keys again.
         batch_tokens: most tokens to compute in one pass; None is 2,048 on a CPU and 16,384 on a GPU. 1 computes every
             chunk alone, so that the stored bytes do not depend on the other chunks of the job.
 
@@ -79,6 +81,7 @@ class WarmJob:
         bases: Iterable[Base],
         priority: Sequence[float] | None = None,
         enrichment: EnrichmentPlan | None = None,
+        confirm: Callable[[Sequence[ChunkKey]], object] | None = None,
         batch_tokens: int | None = None,
     ) -> None:
         lm = target.lm
@@ -109,6 +112,7 @@ class WarmJob:
             raise ValueError(f"an enriched base needs the neighbours of all {count} chunks, got those of {got}")
         self._table = None if enrichment is None else NeighbourTable(target, all_ids, enrichment)
         self._ledger = None if enrichment is None else enrichment.ledger
+        self._confirm = confirm
 
     def plan(self, *, measure: bool = False, limit_bytes: int | None = None) -> WarmPlan:
         """Return what `run` would do, without storing anything.
@@ -164,22 +168,23 @@ class WarmJob:
         system_prefix = self._prefiller.system_prefix() if self._pending else None
         results: list[BatchResult] = []
         unconfirmed: list[ChunkKey] = []  # enriched entries that may be written by now
+        written: list[ChunkKey] = []  # all entries that may be
         try:
             # Enriched chunks are made from framed ones, so the framed ones come first.
             for enriched in (False, True):
                 work = [chunk for chunk in split.work if chunk.base.enriched is enriched]
-                batches = (self._record_origins(batch, unconfirmed) for batch in self._plan_batches(work))
+                batches = (self._begin(batch, unconfirmed, written) for batch in self._plan_batches(work))
                 for result in compute(batches, system_prefix) if work else ():
                     results.append(result)
                     if in_order:
-                        self._recheck_derived(unconfirmed)
+                        self._recheck(unconfirmed, written)
                     if progress is not None:
                         progress(sum(result.tokens for result in results), split.tokens)
         except BaseException:
             with suppress(StoreError):  # report the first error
-                self._recheck_derived(unconfirmed)
+                self._recheck(unconfirmed, written)
             raise
-        self._recheck_derived(unconfirmed)
+        self._recheck(unconfirmed, written)
         self._target.store.flush()
         return WarmSummary(
             chunks=len(self._pending),
@@ -195,11 +200,12 @@ class WarmJob:
             stalest=split.stalest,
         )
 
-    def _record_origins(self, batch: Batch, unconfirmed: list[ChunkKey]) -> Batch:
+    def _begin(self, batch: Batch, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> Batch:
         """Record what enriched chunks are made from before they are computed; until then they are missing.
 
         Ray takes several batches at a time, so it records that many batches ahead.
         """
+        written += [self._target.key(batch.base, ids) for ids in batch.chunks]
         if batch.base.enriched and self._ledger is not None:
             for ids, neighbours in zip(batch.chunks, batch.neighbours, strict=True):
                 key = self._target.key(batch.base, ids)
@@ -208,8 +214,11 @@ class WarmJob:
                 unconfirmed += [key] if any(neighbours) else []
         return batch
 
-    def _recheck_derived(self, unconfirmed: list[ChunkKey]) -> None:
-        """Delete enriched entries of which a neighbour was deleted while they were computed."""
+    def _recheck(self, unconfirmed: list[ChunkKey], written: list[ChunkKey]) -> None:
+        """Delete entries whose document, or one of whose neighbours, was deleted while they were computed."""
+        if self._confirm is not None and written:
+            self._confirm(written)
+            written.clear()
         while unconfirmed and self._ledger is not None:
             self._ledger.confirm(unconfirmed[-1])
             unconfirmed.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,9 +11,10 @@ from qcfuse_rag.errors import CorruptEntry, StoreError
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_files import TEMPORARY
-from qcfuse_rag.store.backends.disk_index import ENTRY, INDEX_FAILURES, PINNED, QUARANTINE, WRITING
 from qcfuse_rag.store.backends.disk_quota import DiskQuota
-from qcfuse_rag.store.regular_file import is_regular
+from qcfuse_rag.store.backends.index_database import INDEX_FAILURES, QUARANTINE, WRITING
+from qcfuse_rag.store.documents.garbage import Garbage
+from qcfuse_rag.store.documents.manifest import FILE_NAME, Manifest, manifest_damage
 
 Progress = Callable[[int, int], None]
 """`(done, total) -> None`."""
@@ -31,6 +33,8 @@ class CheckReport:
         lost: number of rows removed from the index because their files are gone.
         leftovers: number of files removed that dead writers left behind.
         reclaimed_bytes: bytes of the limit that are free again.
+        ownerless: addresses of entries of forgotten documents, left by jobs that were killed; `qcfuse store gc`
+            removes them.
         strays: paths inside the store of what this library did not write; left alone, and nothing is wrong with them.
     """
 
@@ -42,12 +46,13 @@ class CheckReport:
     lost: int = 0
     leftovers: int = 0
     reclaimed_bytes: int = 0
+    ownerless: list[str] = field(default_factory=list)
     strays: list[str] = field(default_factory=list)
 
     @property
     def clean(self) -> bool:
         """Whether nothing was wrong."""
-        return not (self.damaged or self.unread or self.found or self.lost or self.leftovers)
+        return not (self.damaged or self.unread or self.found or self.lost or self.leftovers or self.ownerless)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -70,7 +75,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
         with quota.index.transact():
             quota.reclaim()
         report.leftovers = _remove_leftovers(store, quota)
-        report.lost = _remove_lost(store, quota)
+        report.lost = quota.remove_lost()
         report.found = quota.index_new_files()
         report.strays = sorted(str(path.relative_to(store.files.folder)) for path in store.files.strays())
         report.reclaimed_bytes = max(0, before - quota.index.size())
@@ -85,6 +90,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
                 progress(done, len(addresses))
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot check {store.folder}: {error}") from error
+    report.ownerless = _ownerless(store)
     return report
 
 
@@ -116,12 +122,17 @@ def rebuild(store: DiskStore) -> int:
     """
     quota = _writable_quota(store)
     try:
-        with quota.index.transact():  # no writer may take the cleared index for free space, even if this process dies
-            quota.index.clear()
-            quota.index_new_files()
-            return quota.index.count(ENTRY)
+        return quota.rebuild()
     except INDEX_FAILURES as error:
         raise StoreError(f"cannot rebuild the index of {store.folder}: {error}") from error
+
+
+def _ownerless(store: DiskStore) -> list[str]:
+    """Return the entries of forgotten documents; none if there is no readable list of documents."""
+    if manifest_damage(store.folder) is not None or not (store.folder / FILE_NAME).exists():
+        return []
+    with closing(Manifest(store.folder)) as manifest:
+        return Garbage(manifest, store).ownerless()
 
 
 def _writable_quota(store: DiskStore) -> DiskQuota:
@@ -143,17 +154,6 @@ def _damage(store: DiskStore, address: str) -> str | None:
     except OSError as error:
         return f"cannot be read: {error}"
     return None
-
-
-def _remove_lost(store: DiskStore, quota: DiskQuota) -> int:
-    """Remove the rows of the index whose files are gone; return how many."""
-    count = 0
-    for name, _, _, tag in list(quota.index.rows(ENTRY, PINNED, QUARANTINE)):
-        path = store.files.quarantined / name
-        with quota.index.transact():
-            if not (is_regular(path) if tag == QUARANTINE else store.files.status(name)):
-                count += quota.index.delete(name)
-    return count
 
 
 def _remove_leftovers(store: DiskStore, quota: DiskQuota) -> int:

@@ -19,6 +19,10 @@ MARK_DERIVED_IF_ORIGIN_LOST = """
 INSERT OR REPLACE INTO unwanted SELECT address, 1 FROM derived
 WHERE origin = ?1 AND NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
+OWNERLESS = """
+SELECT DISTINCT address FROM gone
+WHERE address NOT IN (SELECT address FROM chunks) AND address NOT IN (SELECT address FROM derived)
+"""
 RECORD_IF_LOST = """
 INSERT INTO lost (passage) SELECT ?1 WHERE NOT EXISTS (SELECT 1 FROM chunks WHERE passage = ?1)
 """
@@ -57,6 +61,22 @@ class Garbage:
                 if gone:
                     database.execute("DELETE FROM derived WHERE address = ?", (address,))
         return removed
+
+    def ownerless(self) -> list[str]:
+        """Return the addresses of stored entries that were removed with their last source and came back without one.
+
+        A job that was killed while another process forgot its document leaves such entries.
+        """
+        rows = self._manifest.query(OWNERLESS)
+        return [a for (a,) in rows if a.startswith(self._store.prefix) and a in self._store]
+
+    def collect_ownerless(self) -> int:
+        """Remove the `ownerless` entries from all tiers; return how many were removed."""
+        addresses = self.ownerless()
+        if addresses:
+            with self._manifest.writing() as database:
+                mark_without_source(database, addresses)
+        return self.collect()
 
     def count(self) -> int:
         """Return how many entries could not be removed yet, such as those of an unreachable remote."""

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from qcfuse_rag.store.regular_file import is_regular
 
 FILE_NAME = "sources.db"
 
+WRITE_TIMEOUT_S = 60
 OPEN_TIMEOUT_S = 10.0
 """Seconds to wait for other processes that open the manifest at the same time."""
 
@@ -95,6 +96,15 @@ class Manifest:
                 self._database.execute("COMMIT")
             except sqlite3.Error as error:
                 raise StoreError(f"cannot write the manifest of sources: {error}") from error
+
+    def clear_log(self) -> None:
+        """Empty the write-ahead log, which still has removed rows; another process's reading puts that off."""
+        with self._lock, suppress(sqlite3.Error):
+            self._database.execute("PRAGMA busy_timeout = 1000")
+            try:
+                self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            finally:
+                self._database.execute(f"PRAGMA busy_timeout = {1000 * WRITE_TIMEOUT_S}")
 
     def close(self) -> None:
         """Close the database."""
@@ -215,10 +225,12 @@ def _fetch(database: sqlite3.Connection, statement: str, values: tuple[str | int
         raise StoreError(f"cannot read the manifest of sources: {error}") from error
 
 
-def _connect(path: str, *, timeout: float = 60) -> sqlite3.Connection:
-    return sqlite3.connect(
+def _connect(path: str, *, timeout: float = WRITE_TIMEOUT_S) -> sqlite3.Connection:
+    database = sqlite3.connect(
         path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=path.startswith("file:")
     )
+    database.execute("PRAGMA secure_delete = ON")  # removed names must not stay in free pages
+    return database
 
 
 def _use_write_ahead_log(database: sqlite3.Connection) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.base import KVStore
@@ -53,8 +53,53 @@ class Sources:
         return self._change(source, keys, replace=True)
 
     def add(self, source: str, keys: Iterable[ChunkKey]) -> None:
-        """Add chunks to a source."""
+        """Add chunks to a source. A job calls this before it writes them, and `confirm` afterwards."""
         self._change(source, keys, replace=False)
+
+    def confirm(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
+        """Complete a job that added these chunks to a source before it wrote them; see `add` and `replace`.
+
+        Another process may have forgotten the source or changed its chunks since then. That holds: what it took from
+        the source does not come back, and nothing of the source is replaced.
+
+        Args:
+            source: its name.
+            keys: all that the job added.
+            replace: remove the source's other chunks, as `replace` does.
+
+        Returns:
+            How many entries were removed.
+        """
+        wanted = {self._store.address(key): key for key in keys}
+        name, rows = self._prefix + source, self._rows(source, wanted)
+        if self._is_recorded(name, rows, alone=replace):
+            return self.garbage.collect()
+        with self.manifest.writing() as database:
+            recorded = dict(
+                database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
+            )
+            withdrawn = wanted.keys() - recorded.keys()
+            mark_without_source(database, withdrawn)
+            if replace and not withdrawn:
+                self._drop_stale(database, name, rows)
+        return self.garbage.collect()
+
+    def discard_unowned(self, keys: Iterable[ChunkKey]) -> int:
+        """Remove entries of a job that no source has any more; return how many were removed."""
+        addresses = [self._store.address(key) for key in keys]
+        if all(self.manifest.query("SELECT 1 FROM chunks WHERE address = ? LIMIT 1", address) for address in addresses):
+            return 0
+        with self.manifest.writing() as database:
+            mark_without_source(database, addresses)
+        return self.garbage.collect()
+
+    def release_removed(self, keys: Iterable[ChunkKey]) -> None:
+        """Let entries that were removed with their source be stored without one; see `Garbage.ownerless`."""
+        removed = {address for (address,) in self.manifest.query("SELECT address FROM gone")}
+        addresses = [(address,) for key in keys if (address := self._store.address(key)) in removed]
+        if addresses:
+            with self.manifest.writing() as database:
+                database.executemany("DELETE FROM gone WHERE address = ?", addresses)
 
     def remove(self, source: str, keys: Iterable[ChunkKey | str]) -> int:
         """Remove chunks from a source; return how many entries were removed because no other source has them."""
@@ -67,7 +112,9 @@ class Sources:
 
         Its access tag stays, so that a document that is updated by deleting and adding it keeps it; see `restrict`.
         """
-        return self.remove(source, self.addresses(source))
+        removed = self.remove(source, self.addresses(source))
+        self.manifest.clear_log()
+        return removed
 
     def restrict(self, source: str, tag: str | None) -> int:
         """Set who may read a source, before or after its chunks are added; see `store.documents.acl`.
@@ -116,8 +163,7 @@ class Sources:
 
     def _change(self, source: str, keys: Iterable[ChunkKey], *, replace: bool) -> int:
         wanted = {self._store.address(key): key for key in keys}
-        name = self._prefix + source
-        rows = [(name, address, _wording(key), self.passage_id(key)) for address, key in wanted.items()]
+        name, rows = self._prefix + source, self._rows(source, wanted)
         # Nothing is written without need: the manifest may be read-only, and a write would change its version.
         if self._is_recorded(name, rows, alone=replace):
             return self.garbage.collect()
@@ -126,12 +172,20 @@ class Sources:
             addresses = [(address,) for address in wanted]
             database.executemany("DELETE FROM unwanted WHERE address = ? AND NOT by_origin", addresses)
             if replace:
-                wordings = {wording for _, _, wording, _ in rows}
-                recorded = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
-                stale = [address for address, wording in recorded if wording in wordings and address not in wanted]
-                self._drop(database, name, stale)
+                self._drop_stale(database, name, rows)
             acl.mark_acl_violations(database, {passage for _, _, _, passage in rows})
         return self.garbage.collect()
+
+    def _rows(self, source: str, keys: Mapping[str, ChunkKey]) -> list[Row]:
+        name = self._prefix + source
+        return [(name, address, _wording(key), self.passage_id(key)) for address, key in keys.items()]
+
+    def _drop_stale(self, database: sqlite3.Connection, name: str, rows: Sequence[Row]) -> None:
+        """Take from a source the chunks of the same wordings that are not among these rows."""
+        wanted, wordings = {address for _, address, _, _ in rows}, {wording for _, _, wording, _ in rows}
+        recorded = database.execute("SELECT address, wording FROM chunks WHERE source = ?", (name,)).fetchall()
+        stale = [address for address, wording in recorded if wording in wordings and address not in wanted]
+        self._drop(database, name, stale)
 
     def _is_recorded(self, name: str, rows: Sequence[Row], *, alone: bool) -> bool:
         """Return whether a source has these chunks already; if `alone`, and no others of their wordings."""
