@@ -110,6 +110,22 @@ def job_lock(library: Path) -> Iterator[None]:
         lock.release()
 
 
+def forget_source(library: Path, source: str) -> None:
+    """Remove a document's name from the record of a library's last job, so that `resume` does not bring it back."""
+    with suppress(QCFuseError, OSError):  # there is no record, or nothing can be written
+        record = JobRecord.load(library)
+        before = json.dumps(record.to_dict())
+        paths = record.arguments.get("paths", [])
+        record.arguments["paths"] = [path for path in paths if path != source and not path.endswith(f"/{source}")]
+        if record.summary is not None:
+            unread = record.summary.get("unread", [])
+            record.summary["unread"] = [reason for reason in unread if source not in reason]
+        if record.error is not None and source in record.error:
+            record.error = None
+        if json.dumps(record.to_dict()) != before:
+            write_atomically(library / RECORD_NAME, json.dumps(record.to_dict(), indent=2))
+
+
 def show_status(library: Path, *, as_json: bool) -> None:
     """Print the progress of a library's last job."""
     record = JobRecord.load(library)

@@ -11,6 +11,7 @@ from qcfuse_rag.cli.job_record import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import EMBEDDINGS, METADATA, PASSAGES, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.disk_settings import read_settings
@@ -93,6 +94,13 @@ def store_folder(folder: Path) -> Path:
     return folder if _is_store(folder) else folder / KV_FOLDER
 
 
+def library_of(folder: Path) -> Path:
+    """Return the library around a store, given the folder of either; a store by itself is returned itself."""
+    library = folder.resolve().parent
+    has_texts = folder.resolve().name == KV_FOLDER and bool(text_folders(library))
+    return library if _is_store(folder) and has_texts else folder
+
+
 def require_library(folder: Path) -> None:
     """Refuse a folder that is itself a store, because a store has no passages to search."""
     if not _is_store(folder):
@@ -117,6 +125,7 @@ def forget_passages(library: Path, store: KVStore, source: str) -> int:
     index.remove({source})
     if len(index.passages) < count:
         index.save(folder)
+    RetrievalLog(folder).keep_only(passage.text for passage in index.passages)
     return count - len(index.passages)
 
 

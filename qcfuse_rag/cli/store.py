@@ -95,13 +95,15 @@ def fsck(folder: Folder, as_json: Json = False) -> None:
         OUT.print(
             f"  {report.found} files added to the index, {report.lost} lost, {report.leftovers} leftovers removed"
         )
+        for address in report.ownerless:
+            print_note("of a forgotten document", f"{address}; `qcfuse store gc` removes it", "red")
         for address, reason in report.damaged:
             print_note("damaged", f"{address}: {reason}; moved to quarantine", "red")
         for address, reason in report.unread:
             print_note("not read", f"{address}: {reason}; left in place", "red")
         for path in report.strays:
             print_note("not the store's:", f"{path}; left alone")
-    if report.damaged or report.unread:
+    if report.damaged or report.unread or report.ownerless:
         raise typer.Exit(1)
 
 
@@ -112,7 +114,7 @@ def gc(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     from qcfuse_rag.store.maintenance import collect_garbage
 
     with open_store_and_sources(folder, remote=remote) as (_, documents):
-        unwanted = documents.garbage.collect()
+        unwanted = documents.garbage.collect_ownerless()
     with open_disk_tier(folder) as store:
         freed = collect_garbage(store)
     print_result(
@@ -207,9 +209,10 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
-    from qcfuse_rag.cli.job_record import job_lock
-    from qcfuse_rag.cli.library import existing_store_folder, forget_passages, open_store_and_sources
+    from qcfuse_rag.cli.job_record import forget_source, job_lock
+    from qcfuse_rag.cli.library import existing_store_folder, forget_passages, library_of, open_store_and_sources
 
+    folder = library_of(folder)
     # A running warming job would save the passages again that it loaded at its start.
     lock = job_lock(folder) if existing_store_folder(folder) != folder else nullcontext()
     with lock, open_store_and_sources(folder, tenant=tenant, remote=remote) as (store, documents):
@@ -217,6 +220,7 @@ def forget(
         if not passages:
             _require_document(documents, source)
         removed, waiting = documents.forget(source), documents.garbage.count()
+        forget_source(folder, source)
     print_result(
         {"source": source, "removed": removed, "passages": passages, "waiting": waiting},
         as_json,

@@ -148,6 +148,8 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> tuple[dict[
         pairs = [(source, text) for source, texts in documents.items() for text in texts]
         texts = [text for _, text in pairs]
         log = RetrievalLog(folder)
+        with suppress(OSError):  # a library that cannot be written and is warm already stays as it is
+            log.keep_only(text for source_texts in index.by_source().values() for text in source_texts)
         with progress_bar("prefilling passages", "tokens") as advance:
 
             def advance_both(done: int, total: int) -> None:

@@ -44,6 +44,18 @@ class RetrievalLog:
                 lines = self._path.read_text("utf-8", errors="replace")[-MAX_BYTES // 2 :].partition("\n")[2]
                 write_atomically(self._path, lines, sync=False)
 
+    def keep_only(self, texts: Iterable[str]) -> None:
+        """Remove the hashes of all other passages, such as those of forgotten documents.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        kept, retrievals = {digest(text.encode()) for text in texts}, self._retrievals()
+        if all(name in kept for retrieval in retrievals for name in retrieval):
+            return
+        lines = [[name for name in retrieval if name in kept] for retrieval in retrievals]
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in lines if line))
+
     def counts(self, texts: Iterable[str]) -> list[float]:
         """Return how often each passage was retrieved."""
         counts = Counter(name for retrieval in self._retrievals() for name in retrieval)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from qcfuse_rag import DiskStore, open_store
+from qcfuse_rag.cli.job_record import JobRecord
+from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.retrieval.index import Passage, PassageIndex
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.support.cli import Run
@@ -63,6 +66,39 @@ def test_a_document_is_listed_by_the_name_it_has(run: Run, folder: Path, name: s
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         sources.replace(name, [example_key(3)])
     assert f"{name}: 1 chunks" in run.text("store", "sources", folder)
+
+
+@pytest.mark.parametrize("named_by", ["library", "store", "link"])
+def test_no_name_or_hash_stays_in_a_library_after_forget(run: Run, folder: Path, named_by: str) -> None:
+    """Whatever path names the store: not in the databases, their logs, the retrieval log or the job's record."""
+    library, name, text = folder.parent, "minutes-of-the-board.txt", "the board met in secret"
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        sources.replace(name, [example_key(number) for number in range(10, 200)])
+    PassageIndex("e", [Passage(name, text), Passage("boats", "boats")], np.zeros((2, 1), np.float32)).save(
+        library / "passages"
+    )
+    log = RetrievalLog(library / "passages")
+    log.note([text, "boats"])
+    log.note([text])
+    record = JobRecord(library, {"paths": [f"/home/{name}", "/home/boats"]}, error=f"cannot read {name}")
+    record.finish("failed", summary={"unread": [f"/home/{name}: no text", "boats: no text"]})
+    (library / "link").symlink_to(folder)
+    named = {"library": library, "store": folder, "link": library / "link"}[named_by]
+    assert run.json("store", "forget", named, name)["passages"] == 1
+    traces = [name.encode(), text.encode(), digest(text.encode()).encode()]
+    files = [path for path in library.rglob("*") if path.is_file()]
+    assert {"sources.db", "retrievals.jsonl", "warm.json"} <= {path.name for path in files}
+    assert [(path.name, trace) for path in files for trace in traces if trace in path.read_bytes()] == []
+    assert log.counts(["boats"]) == [1.0]
+    kept = JobRecord.load(library)
+    assert (kept.arguments["paths"], kept.summary) == (["/home/boats"], {"unread": ["boats: no text"]})
+
+
+def test_every_database_of_a_store_overwrites_what_it_deletes(folder: Path) -> None:
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        assert sources.manifest.query("PRAGMA secure_delete") == [(1,)]
+        assert sources.manifest.read("PRAGMA secure_delete") == [(1,)]
+        assert store.quota.index._rows("PRAGMA secure_delete") == [(1,)]
 
 
 def test_forget_takes_what_nobody_else_has(run: Run, folder: Path) -> None:

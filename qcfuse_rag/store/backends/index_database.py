@@ -194,7 +194,7 @@ def _open_database(folder: Path) -> OpenIndex:
     before = identity(folder)[0]
     # diskcache itself must not evict: its limit holds only afterwards. Nothing is mapped into memory: a disk error
     # there is a signal that ends the process.
-    options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0}
+    options = {"eviction_policy": "none", "cull_limit": 0, "sqlite_mmap_size": 0, "sqlite_secure_delete": 1}
     cache = diskcache.Cache(str(folder), disk=TextDisk, **options)
     about, stem = "json_extract(value, '$.about')", "substr(key, 1, length(key) - 3)"
     invalid = (
