@@ -74,13 +74,17 @@ def read_passages(
 def find_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Yield the readable files among paths and in folders, in order and each once.
 
+    Links in a folder are followed to files in the given folders only, since a link can point anywhere.
+
     Raises:
         QCFuseError: if a path does not exist, or is a file of another type.
     """
-    seen = set[Path]()
-    for path in paths:
+    named = list(paths)
+    seen, resolved = set[Path](), [path.resolve() for path in named]
+    for path in named:
         if path.is_dir():
-            files = sorted(p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
+            readable = (p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
+            files = sorted(p for p in readable if _is_inside(p, resolved))
         elif not path.exists():
             raise QCFuseError(f"no file or folder at {path}")
         elif path.suffix.lower() not in KNOWN_ENDINGS:
@@ -94,9 +98,9 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
-    """Yield messages about what `find_files` skips in folders: files of other types, and links to outside folders.
+    """Yield messages about what `find_files` skips in folders: files of other types, and links to elsewhere.
 
-    Hidden files and folders are not mentioned.
+    Hidden files and folders are not mentioned, except links to text files.
     """
     named = list(paths)
     resolved = [path.resolve() for path in named]
@@ -104,16 +108,25 @@ def skipped_files(paths: Iterable[Path]) -> Iterator[str]:
         endings = Counter[str]()
         for path in sorted(folder.rglob("*")):
             ending = path.suffix.lower()
-            if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            outside_file = ending in KNOWN_ENDINGS and path.is_file() and not _is_inside(path, resolved)
+            if outside_file:
+                yield _printable(f"{path} links to a file elsewhere, which is not read; name that file as well")
+            if outside_file or any(part.startswith(".") for part in path.relative_to(folder).parts):
                 continue
             if path.is_symlink() and path.is_dir():
-                if not any(path.resolve().is_relative_to(other) for other in resolved):
+                if not _is_inside(path, resolved):
                     yield _printable(f"{path} links to a folder, which is not followed; name that folder as well")
             elif path.is_file() and ending not in KNOWN_ENDINGS:
                 endings[ending or "without ending"] += 1
         if endings:
             kinds = ", ".join(f"{count} {ending}" for ending, count in endings.most_common())
             yield _printable(f"{folder} has files that are not text ({kinds}); convert them first")
+
+
+def _is_inside(path: Path, resolved: Iterable[Path]) -> bool:
+    """Return whether a path, with its links followed, is one of the given files or in one of the given folders."""
+    target = path.resolve()
+    return any(target.is_relative_to(other) for other in resolved)
 
 
 def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:

@@ -178,6 +178,35 @@ def test_skipped_files_of_a_folder_are_reported(tmp_path: Path) -> None:
     assert list(skipped_files([elsewhere])) == []
 
 
+def test_links_out_of_a_folder_are_not_followed_and_said(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "folder-beside"
+    for path in (folder / "below", folder / ".hidden", outside):
+        path.mkdir(parents=True)
+    secret, own = outside / "secret.txt", folder / "own.txt"
+    secret.write_text("The key is under the mat.")
+    own.write_text(PASSAGES[0])
+    (folder / "absolute.txt").symlink_to(secret)
+    (folder / "below" / "relative.md").symlink_to("../../folder-beside/secret.txt")
+    (folder / "chain.txt").symlink_to("absolute.txt")
+    (folder / ".hidden" / "a.txt").symlink_to(secret)
+    (folder / "below" / "up").symlink_to(outside)
+    (folder / "lines.jsonl").symlink_to(outside / "rows.jsonl")
+    (outside / "rows.jsonl").write_text('{"text": "The key is under the mat."}')
+    (folder / "below" / "inside.txt").symlink_to(own)
+    passages = read_passages([folder], tokenizer, max_tokens=200)
+    assert passages == {str(own): [PASSAGES[0]]}
+    said = list(skipped_files([folder]))
+    links = ["absolute.txt", "below/relative.md", "chain.txt", ".hidden/a.txt", "lines.jsonl"]
+    assert {line for line in said if "links to a file elsewhere" in line} == {
+        f"{folder / link} links to a file elsewhere, which is not read; name that file as well" for link in links
+    }
+    for named in ([folder, secret], [folder, outside], [folder / "absolute.txt"]):
+        assert any(
+            "key" in text for texts in read_passages(named, tokenizer, max_tokens=200).values() for text in texts
+        )
+    assert not any("secret" in line or "absolute" in line for line in skipped_files([folder, outside]))
+
+
 def test_a_file_is_read_once_however_often_it_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "a.txt"
     path.write_text(PASSAGES[0])
