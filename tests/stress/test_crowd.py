@@ -79,7 +79,9 @@ def observe(folder: Path, until: float) -> tuple[int, int]:
     return largest, looks
 
 
-def start(folder: Path, errors: Path, counters: Counters, process: int, until: float) -> int:
+def start(
+    folder: Path, errors: Path, counters: Counters, process: int, until: float, kind: type[Worker] | None = None
+) -> int:
     """Fork a process that works on the folder with its threads until a time; return its number."""
     child = os.fork()
     if child:
@@ -88,7 +90,7 @@ def start(folder: Path, errors: Path, counters: Counters, process: int, until: f
     try:
         torch.set_num_threads(1)
         with errors.open("a") as log:
-            worker = Worker(folder, counters, log.fileno(), until)
+            worker = (kind or Worker)(folder, counters, log.fileno(), until)
             threads = [
                 threading.Thread(target=worker.run, args=(process * THREADS + thread,)) for thread in range(THREADS)
             ]
@@ -118,6 +120,8 @@ def wait(child: int) -> int:
 class Worker:
     """What a process does: all that a store can do, in any order."""
 
+    weights = WEIGHTS
+
     def __init__(self, folder: Path, counters: Counters, log: int, until: float) -> None:
         self._folder, self._counters, self._log, self._until = folder, counters, log, until
         self.store = DiskStore(folder)
@@ -125,7 +129,7 @@ class Worker:
     def run(self, slot: int) -> None:
         """Do one thing after the other; whatever goes wrong is written down."""
         rng = random.Random(slot)
-        names, weights = list(WEIGHTS), list(WEIGHTS.values())
+        names, weights = list(self.weights), list(self.weights.values())
         while time.monotonic() < self._until:
             what = rng.choices(names, weights)[0]
             try:
