@@ -15,7 +15,7 @@ from qcfuse_rag import METHODS
 from qcfuse_rag import bundled as assets
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [*sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "notebooks" / "README.md"]
 
 
