@@ -5,22 +5,47 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
-OUT = Console()
-ERR = Console(stderr=True)
+UNSAFE_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
+)
+"""Matches characters that command a terminal, or reorder or hide text, and surrogates; tab and line feed may stay."""
+
+
+def make_harmless(text: str) -> str:
+    """Return a text with JSON's escapes in place of characters that a terminal would obey.
+
+    Names of documents and messages of errors may come from anyone.
+    """
+    return UNSAFE_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text)
+
+
+class HarmlessConsole(Console):
+    """A terminal that shows control characters instead of obeying them, wherever the text comes from."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of what is printed; only Rich's own control codes stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(make_harmless(segment.text), segment.style)
+
+
+OUT = HarmlessConsole()
+ERR = HarmlessConsole(stderr=True)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
     """Write one JSON object to standard output and nothing else."""
-    print(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False))
+    print(make_harmless(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def print_line(text: str, console: Console = OUT) -> None:

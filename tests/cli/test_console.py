@@ -1,0 +1,104 @@
+"""Text from elsewhere, such as names of documents, does not command the terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from qcfuse_rag import DiskStore
+from qcfuse_rag.cli import console
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support.cli import Run
+
+ATTACKS = {
+    "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",
+    "title": "\x1b]0;owned\x1b\\",
+    "clear": "\x1b[2J\x1b[H",
+    "eight-bit command": "\x9b2J",
+    "eight-bit string": "\x9d52;c;eA==\x9c",
+    "bell and backspace": "a\x07\x08\x08b",
+    "overwritten line": "bad\rgood",
+    "reversed": "exe.\u202etxt",
+    "isolated": "\u2066a\u2069\u200f",
+    "hidden tags": "a\U000e0041",
+    "line separator": "a\u2028b",
+    "delete": "a\x7f",
+    "link": "\x1b]8;;http://example.com\x1b\\x\x1b]8;;\x1b\\",
+    "markup": "[red]a[/red] [link=http://example.com]b[/link]",
+}
+FORBIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\U000e0000-\U000e007f]"
+)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_names_of_documents_are_shown_and_not_obeyed(run: Run, tmp_path: Path, attack: str) -> None:
+    name = f"before{ATTACKS[attack]}after"
+    with DiskStore(tmp_path / "kv") as store:
+        store.put(example_key(0), example_chunk(0))
+        sources = Sources(store)
+        sources.replace(name, [example_key(0)])
+        sources.close()
+    code, out, err = run("store", "sources", tmp_path)
+    assert (code, FORBIDDEN.findall(out + err)) == (0, [])
+    assert "before" in out
+    assert "after" in out
+    code, out, _ = run("store", "sources", tmp_path, "--json")
+    assert (code, FORBIDDEN.findall(out)) == (0, [])
+    assert list(json.loads(out)["sources"]) == [name], "JSON still says the exact name"
+    code, out, err = run("store", "lookup", tmp_path, f"{name}!")
+    assert (code, FORBIDDEN.findall(out + err)) == (1, [])
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_files_and_errors_are_shown_and_not_obeyed(run: Run, tmp_path: Path, model_folder: str, attack: str) -> None:
+    documents = tmp_path / "documents"
+    documents.mkdir()
+    name = ATTACKS[attack].replace("/", "_").replace("\x00", "")
+    (documents / f"{name}.txt").write_bytes(b"caf\xe9")
+    (documents / f"{name}.bin").write_bytes(b"x")
+    (documents / "good.txt").write_text("Ann sings.")
+    options = ("--store", tmp_path / "s", "--model", model_folder, "--device", "cpu", "--base", "framed")
+    code, out, err = run("warm", "run", documents, *options)
+    assert (code, obeyed(out + err)) == (0, [])
+    assert "cannot read" in err
+    code, out, err = run("warm", "run", tmp_path / name, *options)
+    assert (code, obeyed(out + err)) == (1, [])
+    assert "no file or folder at" in err
+
+
+def obeyed(printed: str) -> list[str]:
+    """Return what a terminal would obey, except the carriage returns of a library's progress bar."""
+    return [sign for sign in FORBIDDEN.findall(printed) if sign != "\r"] + re.findall("bad\rgood", printed)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_way_to_print_is_harmless(capsys: pytest.CaptureFixture[str], attack: str) -> None:
+    text = ATTACKS[attack]
+    table = Table(title=text)
+    table.add_column(text)
+    table.add_row(text)
+    for terminal in (console.OUT, console.ERR):
+        console.print_line(text, terminal)
+        terminal.print(table)
+        terminal.print(text, end="", markup=False, soft_wrap=True)
+    console.print_note(text.replace("[", ""), text)
+    console.print_result({text: text}, True)
+    console.print_result({}, False, text)
+    with console.status(text.replace("[", "")):
+        pass
+    with console.progress_bar(text.replace("[", ""), text.replace("[", "")) as advance:
+        advance(1, 2)
+    captured = capsys.readouterr()
+    assert FORBIDDEN.findall(captured.out + captured.err) == []
+
+
+def test_ordinary_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "Grüße, 漢字, \u0645\u0631\u062d\u0628\u0627, \U0001f469\u200d\U0001f52c\tand a\nline"
+    console.print_line(text)
+    assert capsys.readouterr().out.split() == text.split()
