@@ -17,6 +17,9 @@ from qcfuse_rag.server.error_responses import error_response
 PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""
 
+SINGLE_HEADERS = (b"authorization", b"host", b"content-length", b"content-type")
+"""Headers that decide whether a request is admitted; a proxy in front might go by another one of several."""
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""
 
@@ -49,6 +52,9 @@ class AuthMiddleware:
 
     def _check_headers(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
+        names = [name for name, _ in scope["headers"]]
+        if repeated := [name.decode() for name in SINGLE_HEADERS if names.count(name) > 1]:
+            return error_response(400, f"the header {repeated[0]} is given more than once; send it once", close=True)
         if scope["path"] not in PUBLIC_PATHS and (refusal := self._check_client(headers)) is not None:
             return refusal
         length = headers.get(b"content-length", b"")

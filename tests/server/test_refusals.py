@@ -106,6 +106,31 @@ async def test_a_length_besides_chunks_is_refused() -> None:
         assert "exclude each other" in error(response)
 
 
+@pytest.mark.parametrize("first", [b"Bearer right", b"Bearer wrong", b"Basic right", b""])
+@pytest.mark.parametrize("second", [b"Bearer right", b"Bearer wrong"])
+async def test_two_authorizations_are_refused(first: bytes, second: bytes) -> None:
+    """A proxy may check the one and this server the other."""
+    app = make_app(FixedBackend(), token="right")
+    for path in (PATH, "/v1/models", "/healthz"):
+        headers = [
+            (b"authorization", first),
+            (b"Authorization", second),
+            *((k.encode(), v.encode()) for k, v in JSON.items()),
+        ]
+        async with client(app) as http:
+            response = await http.request("POST" if path == PATH else "GET", path, content=BODY, headers=headers)
+        assert (response.status_code, response.headers["connection"]) == (400, "close")
+        assert "authorization is given more than once" in error(response)
+
+
+@pytest.mark.parametrize("name", ["host", "content-type"])
+async def test_other_headers_that_decide_are_given_once(name: str) -> None:
+    async with client(make_app(FixedBackend())) as http:
+        headers = [*JSON.items(), (name, "localhost"), (name, "page.example")]
+        response = await http.post(PATH, content=BODY, headers=headers)
+    assert (response.status_code, f"{name} is given more than once" in error(response)) == (400, True)
+
+
 @pytest.mark.enable_socket
 async def test_a_length_does_not_hide_a_larger_body_from_a_real_server() -> None:
     server = make_server(
