@@ -11,6 +11,7 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from tests.stress.campaign import Tally, sized
 from tests.stress.content import LARGEST_BYTES, chunk_of, files_of
@@ -53,7 +54,7 @@ def test_the_limit_holds_whatever_becomes_of_the_index(tmp_path: Path) -> None:
     until = time.monotonic() + seconds
     children = [start(folder, errors, counters, process, until, LosingWorker) for process in range(PROCESSES)]
     try:
-        largest, looks = observe(folder, until)
+        largest, looks = observe(folder, until, *INDEX_FAILURES)
     finally:
         ended = [wait(child) for child in children]
     tally.trials = counters.total(*WEIGHTS)

@@ -31,8 +31,7 @@ ENTRY, PINNED, WRITING, QUARANTINE = "entry", "pinned", "writing", "quarantine"
 """Tags of rows: an entry, a pinned entry, a reservation of a file being written, a file in quarantine."""
 
 INDEX_FAILURES = (sqlite3.Error, diskcache.Timeout, CorruptEntry, OSError)
-DAMAGE_MESSAGES = ("malformed", "not a database")
-LOSS_MESSAGES = (*DAMAGE_MESSAGES, "no such table")
+LOSS_MESSAGES = ("malformed", "not a database", "no such table")
 """Parts of the messages that say that the open database is not what it was; opening it again may help."""
 
 OPEN_TIMEOUT_S = 10.0
@@ -164,7 +163,7 @@ def open_or_replace(folder: Path, lost: Identity | None = None) -> tuple[OpenInd
             return _open_database(folder), None
         except (*INDEX_FAILURES, *PARSE_ERRORS) as error:
             damaged = isinstance(error, CorruptEntry) or not isinstance(error, INDEX_FAILURES)
-            if not damaged and not any(message in str(error) for message in DAMAGE_MESSAGES):
+            if not damaged and not is_lost(error):
                 raise
             reason = str(error)
         try:
