@@ -12,16 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears
 
 LOG = logging.getLogger(__name__)
-
-LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
 CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
 """Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
@@ -65,7 +61,7 @@ def load_pretrained(
                 output_loading_info=True,
                 **options,
             )
-    except LOADING_ERRORS as error:
+    except Exception as error:  # a broken file makes its parser raise anything
         raise _load_error(name, error) from error
     if info["missing_keys"]:  # transformers would fill them with random numbers
         raise ModelNotFound(
@@ -107,7 +103,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source, options = _source(name)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
-    except LOADING_ERRORS as error:
+    except Exception as error:  # a broken file makes its parser raise anything
         raise _load_error(f"the tokenizer of {name}", error) from error
 
 
@@ -146,6 +142,8 @@ def _load_error(name: str, error: BaseException) -> QCFuseError:
         return UnsupportedModel(f"{name!r} brings its own code, which is never run; take a model transformers knows")
     if "Unrecognized configuration class" in message:
         return UnsupportedModel(f"{name!r} is no text decoder that transformers loads by AutoModelForCausalLM")
+    if "weights_only" in message:  # torch advises to run what the file asks for
+        return ModelNotFound(f"the weights of {name!r} are damaged or hold more than numbers; save them as safetensors")
     if "ignore_mismatched_sizes" in message:
         return ModelNotFound(f"the weights of {name!r} have other shapes than its configuration asks for")
     return ModelNotFound(f"cannot load {name!r}: {_summary_line(message) or type(error).__name__}")

@@ -21,7 +21,7 @@ class Embedder:
     def __init__(self, name: str) -> None:
         try:
             self._model = SentenceTransformer(name, device="cpu")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # what a broken file makes its parser raise has no bound
             raise ModelNotFound(f"cannot load the embedding model {name!r}: {error}") from error
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -1,0 +1,92 @@
+"""Broken model files of every kind are one clear error, in whatever way their parser fails."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag.errors import ModelNotFound, QCFuseError
+from qcfuse_rag.models.load import load_pretrained, load_tokenizer
+
+
+class Command:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return Path.touch, ("never",)
+
+
+BROKEN_WEIGHTS = {
+    "empty": b"",
+    "text": b"no weights",
+    "pickle": pickle.dumps({"a": 1}),
+    "pickle of a command": pickle.dumps(Command()),
+    "cut pickle": pickle.dumps({"a": [1] * 100})[:-9],
+    "zip": b"PK\x03\x04" + b"\x00" * 40,
+    "endless header": struct.pack("<Q", 2**63) + b"{}",
+    "header that is no JSON": struct.pack("<Q", 4) + b"{{{{",
+    "offsets outside": struct.pack("<Q", 62) + b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}',
+}
+BROKEN_JSON = (b"", b"{", b"[]", b"null", b"3", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"a": 1}')
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folder: str) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("kind", BROKEN_WEIGHTS)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_broken_weights_are_one_error(folder: Path, kind: str, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(BROKEN_WEIGHTS[kind])
+    with pytest.raises(ModelNotFound) as caught:
+        load_pretrained(str(folder), device="cpu")
+    assert "weights_only" not in str(caught.value), "nobody is told to run what the file asks for"
+    assert not Path("never").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_broken_descriptions_are_one_error(folder: Path, name: str) -> None:
+    messages: list[str] = []
+    for content in BROKEN_JSON:
+        (folder / name).write_bytes(content)
+        try:
+            load_tokenizer(str(folder))
+            load_pretrained(str(folder), device="cpu")
+        except QCFuseError as error:
+            messages.append(str(error))
+    assert messages
+    assert all(message and "\n" not in message for message in messages)
+
+
+@pytest.mark.parametrize("value", [None, "x", [], {}, -1, 0, 1.5, True])
+def test_wrong_fields_of_a_configuration_are_one_error(folder: Path, value: object) -> None:
+    path = folder / "config.json"
+    config, messages = json.loads(path.read_text()), list[str]()
+    for field in (
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "vocab_size",
+        "model_type",
+        "rms_norm_eps",
+    ):
+        path.write_text(json.dumps({**config, field: value}))
+        try:
+            load_pretrained(str(folder), device="cpu")
+        except QCFuseError as error:
+            messages.append(str(error))
+    assert all(messages)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 16, b"GGUF" + b"\x00" * 4000])
+def test_broken_gguf_files_are_one_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ModelNotFound):
+        load_pretrained(str(path), device="cpu")
