@@ -91,6 +91,9 @@ class Index:
                 opened.version = version
             except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
                 raise error.__context__ or error from None
+            except AssertionError as error:  # diskcache: two threads hold the lock, since its files were destroyed
+                self._lost = True
+                raise CorruptEntry("the index lost its lock; its files were destroyed while it was used") from error
             except (sqlite3.Error, CorruptEntry) as error:
                 self._lost = self._lost or is_lost(error)
                 raise
