@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
 from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears
 
 LOG = logging.getLogger(__name__)
-
-CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
-"""Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
-
-_GGUF_LOCK = threading.Lock()
 
 
 def load_pretrained(
@@ -49,13 +42,36 @@ def load_pretrained(
     _check_device(device)
     weight_format = choose_weight_format(weights, device)
     source, options = _source(name)
+    conversion = GgufConversion.locate(Path(source) / options["gguf_file"], torch_dtype) if options else None
+    loaded = _load_conversion(conversion, torch_dtype) if conversion is not None and conversion.exists else None
+    if loaded is None:
+        loaded = _load_source(name, torch_dtype)
+        if conversion is not None:
+            conversion.save(*loaded)
+    model, tokenizer = loaded
+    if weight_format == "int8":
+        try:
+            quantize_linears(model)
+            _return_freed_memory()
+        except UnsupportedModel as error:
+            if weights != "auto":
+                raise
+            LOG.info("weights stay as they are: %s", error)
+    return model.to(device).eval(), tokenizer
+
+
+def _load_source(
+    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model as transformers does, and refuse what is not complete."""
+    source, options = _source(name)
     try:
         with cached_gguf_header() if options else nullcontext():
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+            tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options)
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
                 source,
-                dtype=torch_dtype,
+                dtype=dtype,
                 attn_implementation="eager",
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -70,15 +86,19 @@ def load_pretrained(
         )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
-    if weight_format == "int8":
-        try:
-            quantize_linears(model)
-            _return_freed_memory()
-        except UnsupportedModel as error:
-            if weights != "auto":
-                raise
-            LOG.info("weights stay as they are: %s", error)
-    return model.to(device).eval(), tokenizer
+    return model, tokenizer
+
+
+def _load_conversion(conversion: GgufConversion, dtype: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+    """Load a converted GGUF model; one that cannot be read is deleted, and None is returned."""
+    try:
+        model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
+        conversion.restore_config(model)
+    except (QCFuseError, OSError, ValueError, KeyError, TypeError) as error:
+        LOG.warning("the conversion of %s cannot be read and is made again: %s", conversion.gguf.name, error)
+        conversion.discard()
+        return None
+    return model, tokenizer
 
 
 def _return_freed_memory() -> None:
@@ -158,27 +178,3 @@ def _summary_line(message: str) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-@contextmanager
-def cached_gguf_header() -> Iterator[None]:
-    """Cache what `gguf` reads until the block ends; blocks of other threads wait.
-
-    transformers (5.15 to 5.23) reads a GGUF header three times, for the configuration, the tokenizer and the weights,
-    each time with the whole vocabulary, and lists the tensor names once for each module of the model. That takes longer
-    than reading the weights.
-
-    Other threads that read with `gguf` meanwhile get the cached results too. `GGUFReader` is a function until the block
-    ends: code that derives from it or calls `isinstance` with it must not be imported or run meanwhile.
-    """
-    import gguf
-
-    with _GGUF_LOCK:
-        originals = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
-        try:
-            for name, function in originals.items():
-                setattr(gguf, name, lru_cache(maxsize=1)(function))
-            yield
-        finally:
-            for name, function in originals.items():
-                setattr(gguf, name, function)

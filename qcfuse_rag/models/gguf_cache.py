@@ -1,0 +1,158 @@
+"""Read GGUF files once: cache their header while they are loaded, and keep the converted model for later starts.
+
+Reading the vocabulary and dequantising take most of a start.
+
+A converted model is a folder with the weights as safetensors in the dtype they were loaded in, the tokenizer and the
+configuration. It lies among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
+`~/.cache/huggingface/assets/qcfuse-rag/gguf`) and may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import xxhash
+from huggingface_hub import cached_assets_path
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.quantization_config import GgufConfig
+
+LOG = logging.getLogger(__name__)
+
+SWITCH = "QCFUSE_GGUF_CACHE"
+"""Environment variable; `0` turns conversions off."""
+SOURCE_FILE = "source.json"
+"""What the saved configuration does not say of the original; written last, so a folder with it is complete."""
+CONVERTED_TOKENIZER = PreTrainedTokenizerFast
+"""Takes the rules of `tokenizer.json`; a class such as Qwen2Tokenizer would build its own from the vocabulary."""
+FREE_BYTES = 2 << 30
+"""Disk space to leave free."""
+BLOCK_BYTES = 1 << 24
+CACHED_GGUF_FUNCTIONS = ("GGUFReader", "get_tensor_name_map")
+"""Functions of `gguf` that transformers calls repeatedly with the same arguments; it does not change their results."""
+
+_GGUF_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class GgufConversion:
+    """The place of a GGUF file's conversion, which may not exist yet.
+
+    Attributes:
+        gguf: the GGUF file.
+        folder: the folder of the converted model; its name hashes the file's bytes, the dtype and the version of
+            transformers.
+    """
+
+    gguf: Path
+    folder: Path
+
+    @classmethod
+    def locate(cls, gguf: Path, dtype: torch.dtype | str) -> GgufConversion | None:
+        """Return where the conversion of a file lies; None if conversions are off or the file cannot be read.
+
+        Reads the whole file once, in about 0.1 s per GB if the system has it in memory.
+        """
+        if os.environ.get(SWITCH) == "0":
+            return None
+        state = xxhash.xxh3_128(f"{dtype} {transformers.__version__} ".encode())
+        try:
+            with gguf.open("rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    state.update(block)
+            return cls(gguf, cached_assets_path("qcfuse-rag", "gguf", state.hexdigest()))
+        except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
+            LOG.info("no conversion of %s is kept: %s", gguf.name, error)
+            return None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the conversion is complete."""
+        return (self.folder / SOURCE_FILE).is_file()
+
+    def restore_config(self, model: PreTrainedModel) -> None:
+        """Give a model loaded from the folder the configuration it has when loaded from the GGUF file."""
+        source = json.loads((self.folder / SOURCE_FILE).read_text("utf-8"))
+        model.config.architectures = source["architectures"]
+        model.config.name_or_path = str(self.gguf.parent)
+        model.config.quantization_config = GgufConfig()
+        model.config.quantization_config.gguf_file = self.gguf.name
+
+    def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Keep a model loaded from the GGUF file; a disk without space or a read-only folder is logged and ignored."""
+        part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
+        size = sum(tensor.nbytes for tensor in model.state_dict().values())
+        try:
+            if shutil.disk_usage(self.folder.parent).free < size + FREE_BYTES:
+                LOG.info("no conversion of %s is kept: %d MB would fill the disk", self.gguf.name, size >> 20)
+                return
+            _write(part, model, tokenizer)
+            if not self.exists:
+                self.discard()
+            part.replace(self.folder)  # an empty folder is replaced; fails if another process was faster
+        except OSError as error:
+            LOG.info("no conversion of %s is kept: %s", self.gguf.name, error.strerror or error)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Delete a conversion that is incomplete or unreadable."""
+        with suppress(OSError):
+            (self.folder / SOURCE_FILE).unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    source = json.dumps({"architectures": model.config.architectures})
+    folder.mkdir(mode=0o700)
+    config: Any = model.config
+    quantization, quantizer = config.quantization_config, model.hf_quantizer
+    # transformers refuses to save a model that says it is in GGUF's format, though its weights are plain by now.
+    del config.quantization_config
+    model.hf_quantizer = None
+    try:
+        model.save_pretrained(folder)
+    finally:
+        config.quantization_config, model.hf_quantizer = quantization, quantizer
+        config.architectures = json.loads(source)["architectures"]
+    tokenizer.save_pretrained(folder)
+    saved = CONVERTED_TOKENIZER.from_pretrained(folder)
+    if saved.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise OSError(f"transformers does not load the tokenizer of {model.config.model_type} as it was saved")
+    (folder / SOURCE_FILE).write_text(source, "utf-8")
+
+
+@contextmanager
+def cached_gguf_header() -> Iterator[None]:
+    """Cache what `gguf` reads until the block ends; blocks of other threads wait.
+
+    transformers (5.15 to 5.23) reads a GGUF header three times, for the configuration, the tokenizer and the weights,
+    each time with the whole vocabulary, and lists the tensor names once for each module of the model. That takes longer
+    than reading the weights.
+
+    Other threads that read with `gguf` meanwhile get the cached results too. `GGUFReader` is a function until the block
+    ends: code that derives from it or calls `isinstance` with it must not be imported or run meanwhile.
+    """
+    import gguf
+
+    with _GGUF_LOCK:
+        originals = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
+        try:
+            for name, function in originals.items():
+                setattr(gguf, name, lru_cache(maxsize=1)(function))
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(gguf, name, function)

@@ -1,0 +1,215 @@
+"""A GGUF file's header is read once, and later starts load its conversion; nothing else about loading changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import pytest
+import torch
+from huggingface_hub import cached_assets_path
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.models import gguf_cache
+from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
+from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.runtime.language_model import LanguageModel
+from tests.support.passages import QUESTION
+
+OWN = {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS}
+
+
+@pytest.fixture(autouse=True)
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of conversions, which is this test's own."""
+    monkeypatch.setattr(gguf_cache, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    return tmp_path / "assets" / "qcfuse-rag" / "gguf"
+
+
+@pytest.fixture
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_attention_heads=4, num_key_value_heads=2, **sizes)).eval()
+
+
+@pytest.fixture
+def file(tmp_path: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Return the model as a GGUF file, written by the format's own library."""
+    path, config = tmp_path / "tiny.gguf", model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    known = {at: token for token, at in tokenizer.get_vocab().items()}
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([known.get(at, f"<unused{at}>") for at in range(config.vocab_size)])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        stem, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the files of which the header is read, as they are."""
+    files: list[str] = []
+
+    class Counted(gguf.GGUFReader):  # type: ignore[misc]
+        def __init__(self, path: str, mode: str = "r") -> None:
+            files.append(str(path))
+            super().__init__(path, mode)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    return files
+
+
+def test_a_model_and_its_tokenizer_come_out_of_one_reading(
+    file: Path, model: Qwen2ForCausalLM, read: list[str]
+) -> None:
+    loaded, tokenizer = load_pretrained(str(file), device="cpu")
+    assert read == [str(file)]
+    ids = torch.tensor([tokenizer(QUESTION).input_ids]) % model.config.vocab_size
+    with torch.inference_mode():
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_it_is_what_transformers_loads_alone(file: Path, read: list[str]) -> None:
+    loaded, tokenizer = load_pretrained(str(file), device="cpu")
+    source, options = str(file.parent), {"gguf_file": file.name}
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    assert len(read) > 2, "transformers reads it once by itself: this module may go"
+    assert AutoTokenizer.from_pretrained(source, **options)(QUESTION).input_ids == tokenizer(QUESTION).input_ids
+    assert {
+        name: loaded.state_dict()[name].equal(weight) for name, weight in expected.state_dict().items()
+    } == dict.fromkeys(expected.state_dict(), True)
+    assert loaded.config.to_dict() == expected.config.to_dict()
+
+
+def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF, but no more than that")
+    with pytest.raises(ModelNotFound, match=r"broken\.gguf"):
+        load_pretrained(str(tmp_path / "broken.gguf"), device="cpu")
+    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
+    with cached_gguf_header():
+        assert gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2) is gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
+    assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
+
+
+def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str]) -> None:
+    first = LanguageModel.load(str(file), device="cpu")
+    read.clear()
+    second = LanguageModel.load(str(file), device="cpu")
+    assert read == []
+    assert second.fingerprint == first.fingerprint
+    assert second.name == first.name
+    assert second.model.config.to_dict() == first.model.config.to_dict()
+    assert second.model.generation_config.to_dict() == first.model.generation_config.to_dict()
+    assert second.tokenizer(QUESTION).input_ids == first.tokenizer(QUESTION).input_ids
+    assert second.tokenizer.all_special_tokens == first.tokenizer.all_special_tokens
+    assert second.tokenizer.chat_template == first.tokenizer.chat_template
+
+
+def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[str]) -> None:
+    for dtype in ("float32", "bfloat16", "float32", "bfloat16"):
+        loaded, _ = load_pretrained(str(file), device="cpu", dtype=dtype)
+        assert loaded.dtype == getattr(torch, dtype)
+    assert len(read) == len(list(assets.iterdir())) == 2
+
+
+def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:
+    before, _ = load_pretrained(str(file), device="cpu")
+    stat, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 0x40
+    file.write_bytes(data)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after, _ = load_pretrained(str(file), device="cpu")
+    assert len(read) == 2
+    assert any(not weight.equal(after.state_dict()[name]) for name, weight in before.state_dict().items())
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "half the weights": lambda folder: _cut(folder / "model.safetensors"),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "half a tokenizer": lambda folder: _cut(folder / "tokenizer.json"),
+    "half a configuration": lambda folder: _cut(folder / "config.json"),
+    "no source": lambda folder: (folder / "source.json").unlink(),
+    "an empty source": lambda folder: (folder / "source.json").write_text("{}"),
+    "a list as source": lambda folder: (folder / "source.json").write_text("[]"),
+    "bytes as source": lambda folder: (folder / "source.json").write_bytes(b"\xff\xfe"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_conversion_is_made_again(
+    file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
+) -> None:
+    first = LanguageModel.load(str(file), device="cpu")
+    damage(next(assets.iterdir()))
+    assert LanguageModel.load(str(file), device="cpu").fingerprint == first.fingerprint
+    assert len(read) == 2
+    assert LanguageModel.load(str(file), device="cpu").fingerprint == first.fingerprint
+    assert len(read) == 2, "the conversion was not made again"
+
+
+def test_a_full_disk_keeps_no_conversion(
+    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=gguf_cache.FREE_BYTES))
+    for _ in range(2):
+        load_pretrained(str(file), device="cpu")
+    assert len(read) == 2
+    assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
+
+
+def test_a_file_in_place_of_the_folder_keeps_no_conversion(file: Path, assets: Path, read: list[str]) -> None:
+    assets.parent.mkdir(parents=True)
+    assets.write_text("not a folder")
+    load_pretrained(str(file), device="cpu")
+    assert len(read) == 1
+
+
+def test_the_switch_turns_conversions_off(
+    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    for _ in range(2):
+        load_pretrained(str(file), device="cpu")
+    assert len(read) == 2
+    assert not assets.exists()
+
+
+def test_loads_at_the_same_time_leave_one_conversion(file: Path, assets: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: load_pretrained(str(file), device="cpu")[0], range(8)))
+    (folder,) = assets.iterdir()
+    assert (folder / "source.json").is_file()
+    for model in loaded:
+        assert all(weight.equal(loaded[0].state_dict()[name]) for name, weight in model.state_dict().items())
