@@ -91,7 +91,7 @@ class GgufConversion:
         model.config.quantization_config.gguf_file = self.gguf.name
 
     def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep a model loaded from the GGUF file; a disk without space or a read-only folder is logged and ignored."""
+        """Keep a model loaded from the GGUF file; whatever prevents that is logged and ignored."""
         part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
         size = sum(tensor.nbytes for tensor in model.state_dict().values())
         try:
@@ -102,8 +102,8 @@ class GgufConversion:
             if not self.exists:
                 self.discard()
             part.replace(self.folder)  # an empty folder is replaced; fails if another process was faster
-        except OSError as error:
-            LOG.info("no conversion of %s is kept: %s", self.gguf.name, error.strerror or error)
+        except Exception as error:  # of safetensors, tokenizers or the disk; the model is loaded all the same
+            LOG.info("no conversion of %s is kept: %s", self.gguf.name, error)
         finally:
             shutil.rmtree(part, ignore_errors=True)
 

@@ -14,6 +14,7 @@ import gguf
 import pytest
 import torch
 from huggingface_hub import cached_assets_path
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
@@ -183,6 +184,22 @@ def test_a_full_disk_keeps_no_conversion(
     file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_cache.shutil, "disk_usage", lambda _: SimpleNamespace(free=gguf_cache.FREE_BYTES))
+    for _ in range(2):
+        load_pretrained(str(file), device="cpu")
+    assert len(read) == 2
+    assert [list(folder.iterdir()) for folder in assets.iterdir()] == [[]]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error"), RuntimeError("any")])
+def test_a_conversion_that_cannot_be_written_leaves_the_model_loaded(
+    file: Path, assets: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(folder: Path, *_: object) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(gguf_cache, "_write", fail)
     for _ in range(2):
         load_pretrained(str(file), device="cpu")
     assert len(read) == 2
