@@ -38,6 +38,9 @@ from qcfuse_rag.store.factory import open_store
 
 LOG = logging.getLogger(__name__)
 
+CHEAP_CHARACTERS = 1 << 16
+"""Text below this length is always tokenised, which takes milliseconds, so that errors can name its exact length."""
+
 
 class FusionEngine:
     """Answers questions over passages whose keys and values were computed beforehand.
@@ -320,6 +323,8 @@ class FusionEngine:
         """
         window = self.lm.window.tokens
         count, visible = sum(map(estimate_length, parts)), sum(map(count_visible, parts))
+        if count < CHEAP_CHARACTERS:
+            return
         if count > window * self.prompts.longest_token or visible > window * self.prompts.longest_visible_token:
             raise PromptTooLong(
                 f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, ca
 from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears
 
 LOG = logging.getLogger(__name__)
+
+_LOAD_LOCK = threading.Lock()
+"""transformers changes methods of its classes while it loads; two threads at once could leave them changed."""
 
 
 def load_pretrained(
@@ -66,7 +70,7 @@ def _load_source(
     """Load a model as transformers does, and refuse what is not complete."""
     source, options = _source(name)
     try:
-        with cached_gguf_header() if options else nullcontext():
+        with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
             tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options)
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
