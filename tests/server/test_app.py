@@ -410,7 +410,7 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
     monkeypatch.setattr(PromptBuilder, "encode_whole", encode_whole)
     monkeypatch.setattr(PromptBuilder, "_text_ids", encode_text)
     limit = engine.lm.window.tokens * engine.prompts.longest_token
-    text = "ferry " * (limit // 5)
+    text = "ferry " * max(limit // 5, CHEAP_CHARACTERS // 5)
     tool = {"function": {"name": "f", "description": text}}
     user = {"role": "user", "content": "x"}
     for changes in (
