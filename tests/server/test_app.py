@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
+from qcfuse_rag.engine.engine import CHEAP_CHARACTERS
 from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
