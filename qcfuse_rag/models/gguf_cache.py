@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 SWITCH = "QCFUSE_GGUF_CACHE"
 """Environment variable; `0` turns conversions off."""
 SOURCE_FILE = "source.json"
-"""What the saved configuration does not say of the original; written last, so a folder with it is complete."""
+"""File with the fields that saving changes in the configuration. It is written last: a folder with it is complete."""
 CONVERTED_TOKENIZER = PreTrainedTokenizerFast
 """Takes the rules of `tokenizer.json`; a class such as Qwen2Tokenizer would build its own from the vocabulary."""
 FREE_BYTES = 2 << 30
@@ -79,7 +79,7 @@ class GgufConversion:
 
     @property
     def exists(self) -> bool:
-        """Whether the conversion is complete."""
+        """Return whether the folder holds a complete conversion."""
         return (self.folder / SOURCE_FILE).is_file()
 
     def restore_config(self, model: PreTrainedModel) -> None:
@@ -115,7 +115,7 @@ class GgufConversion:
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    source = json.dumps({"architectures": model.config.architectures})
+    architectures = model.config.architectures  # saving fills them in
     folder.mkdir(mode=0o700)
     config: Any = model.config
     quantization, quantizer = config.quantization_config, model.hf_quantizer
@@ -126,12 +126,12 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         model.save_pretrained(folder)
     finally:
         config.quantization_config, model.hf_quantizer = quantization, quantizer
-        config.architectures = json.loads(source)["architectures"]
+        config.architectures = architectures
     tokenizer.save_pretrained(folder)
     saved = CONVERTED_TOKENIZER.from_pretrained(folder)
     if saved.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         raise OSError(f"transformers does not load the tokenizer of {model.config.model_type} as it was saved")
-    (folder / SOURCE_FILE).write_text(source, "utf-8")
+    (folder / SOURCE_FILE).write_text(json.dumps({"architectures": architectures}), "utf-8")
 
 
 @contextmanager

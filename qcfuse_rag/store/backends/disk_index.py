@@ -173,7 +173,7 @@ class Index:
 
     @property
     def _current(self) -> OpenIndex:
-        """The database that this thread is working on, else the one that was opened last."""
+        """Return the database of this thread's transaction; without a transaction, the newest open database."""
         pinned: OpenIndex | None = getattr(self._local, "opened", None)
         return pinned or self._opened
 

@@ -1,4 +1,4 @@
-"""What somebody who writes to an encrypted store's folder can and cannot put in place of an entry; see SECURITY.md."""
+"""Replace entries of an encrypted store: an older copy is believed, an entry of another key is not; see SECURITY.md."""
 
 from __future__ import annotations
 
