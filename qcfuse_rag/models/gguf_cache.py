@@ -27,7 +27,7 @@ import transformers
 import xxhash
 from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.quantization_config import GgufConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 LOG = logging.getLogger(__name__)
 
@@ -87,8 +87,9 @@ class GgufConversion:
         source = json.loads((self.folder / SOURCE_FILE).read_text("utf-8"))
         model.config.architectures = source["architectures"]
         model.config.name_or_path = str(self.gguf.parent)
-        model.config.quantization_config = GgufConfig()
-        model.config.quantization_config.gguf_file = self.gguf.name
+        if source["quantization"] is not None:  # older versions of transformers do not name the format
+            model.config.quantization_config = AutoQuantizationConfig.from_dict(source["quantization"])
+            model.config.quantization_config.gguf_file = self.gguf.name
 
     def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         """Keep a model loaded from the GGUF file; whatever prevents that is logged and ignored."""
@@ -118,20 +119,25 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     architectures = model.config.architectures  # saving fills them in
     folder.mkdir(mode=0o700)
     config: Any = model.config
-    quantization, quantizer = config.quantization_config, model.hf_quantizer
+    quantization = getattr(config, "quantization_config", None)
+    quantizer = getattr(model, "hf_quantizer", None)
     # transformers refuses to save a model that says it is in GGUF's format, though its weights are plain by now.
-    del config.quantization_config
+    if quantization is not None:
+        del config.quantization_config
     model.hf_quantizer = None
     try:
         model.save_pretrained(folder)
     finally:
-        config.quantization_config, model.hf_quantizer = quantization, quantizer
+        if quantization is not None:
+            config.quantization_config = quantization
+        model.hf_quantizer = quantizer
         config.architectures = architectures
     tokenizer.save_pretrained(folder)
     saved = CONVERTED_TOKENIZER.from_pretrained(folder)
     if saved.backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         raise OSError(f"transformers does not load the tokenizer of {model.config.model_type} as it was saved")
-    (folder / SOURCE_FILE).write_text(json.dumps({"architectures": architectures}), "utf-8")
+    source = {"architectures": architectures, "quantization": quantization and quantization.to_dict()}
+    (folder / SOURCE_FILE).write_text(json.dumps(source), "utf-8")
 
 
 @contextmanager
