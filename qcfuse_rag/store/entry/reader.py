@@ -18,6 +18,7 @@ from qcfuse_rag.store.chunk import Blocks, ChunkKV
 from qcfuse_rag.store.entry.codec import PREAMBLE, Preamble, check_piece, read_header
 from qcfuse_rag.store.entry.encryption import EntryCipher, StoreCipher
 from qcfuse_rag.store.entry.header import ROWS_PER_PIECE, BlockRange, Header
+from qcfuse_rag.store.entry.mapping import PrivateMapping
 from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.regular_file import open_regular
 
@@ -55,6 +56,8 @@ class MemorySource:
 class MappedFile:
     """An entry in a file that is mapped into memory, so that reading it reads the page cache directly.
 
+    The file is not kept open, so a process may hold more chunks than it may have files open.
+
     A disk error on a mapped page is a signal that ends the process. Pages are therefore requested before they are
     touched (MADV_POPULATE_READ), which turns the error into an `OSError`; a kernel that cannot do that reads the file
     instead. Files never change once they have their names, so a mapping stays valid even if the file is removed.
@@ -76,24 +79,24 @@ class MappedFile:
             if self.size == 0:
                 raise CorruptEntry("truncated: 0 bytes")
             # A private mapping: torch needs writable memory, but the file must never change.
-            self._map = mmap.mmap(descriptor, self.size, access=mmap.ACCESS_COPY)
+            self._map = PrivateMapping(descriptor, self.size)
         finally:
             os.close(descriptor)
         self._path = path
         if not header_only:
             with suppress(OSError):  # a kernel without large pages
-                self._map.madvise(MADV_HUGEPAGE)
+                self._map.advise(MADV_HUGEPAGE, 0, self.size)
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return a range of the file."""
         first = start - start % mmap.PAGESIZE
         try:
-            self._map.madvise(MADV_POPULATE_READ, first, min(stop, self.size) - first)
+            self._map.advise(MADV_POPULATE_READ, first, min(stop, self.size))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise OSError(error.errno, f"{self._path} cannot be read") from error
             return self._read_again(start, stop)
-        return memoryview(self._map)[start:stop]
+        return self._map.view[start:stop]
 
     def _read_again(self, start: int, stop: int) -> memoryview:
         with open(open_regular(self._path), "rb") as file:
