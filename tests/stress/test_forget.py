@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from qcfuse_rag import DiskStore, LanguageModel
 from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.maintenance import fsck
 from tests.stress.campaign import Tally, sized
+from tests.stress.processes import fork, kill, wait
+from tests.stress.shared import Counters
 from tests.support.engines import make_engine
 
 TEXTS = [f"passage {number} of the report: {'some words ' * 30}" for number in range(12)]
@@ -37,14 +39,19 @@ def test_forget_while_a_killed_job_warms(tmp_path: Path, llama: LanguageModel) -
     for _ in range(sized(10, 300)):
         tally.trials += 1
         killed = rng.random() < 0.7
-        warmer = fork(lambda: warm(llama, folder, TEXTS, "report"))
+        times = Counters(("claimed", "forgotten"))
+        warmer = fork(partial(warm_and_record, llama, folder, times))
         time.sleep(rng.uniform(0.0, seconds))
-        forgetter = fork(lambda: forget(folder))
+        forgetter = fork(partial(forget_and_record, folder, times))
         if killed:
             time.sleep(rng.uniform(0.0, seconds) * rng.choice((0.1, 1.0)))
-            os.kill(warmer, signal.SIGKILL)
-        check_ended(tally, forgetter)
-        check_ended(tally, warmer, killed=killed)
+        statuses = [kill(warmer) if killed else wait(warmer), wait(forgetter)]
+        if not set(statuses) <= {0, -signal.SIGKILL if killed else 0}:
+            tally.errors.append(f"processes ended with {statuses}")
+        if 0 < times.total("claimed") < times.total("forgotten"):
+            tally.note("forgotten after the job had begun")
+            if report_is_there(folder):
+                tally.errors.append("the document is back, and its job began before it was forgotten")
         check(tally, folder, kept)
         forget(folder)  # a job that began after the forgetting has its document back
         if addresses(folder) != kept:
@@ -68,24 +75,28 @@ def check(tally: Tally, folder: Path, kept: set[str]) -> None:
             tally.errors.append("an entry without an owner stays")
 
 
-def check_ended(tally: Tally, child: int, *, killed: bool = False) -> None:
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status and not (killed and status == -signal.SIGKILL):
-        tally.errors.append(f"a process ended with {status}")
+def warm_and_record(lm: LanguageModel, folder: Path, times: Counters) -> None:
+    """Warm the document, and record when the list of documents had it."""
+    add = Sources.add
+
+    def recorded(sources: Sources, source: str, keys: Iterable[ChunkKey]) -> None:
+        add(sources, source, keys)
+        times.add(0, "claimed", time.monotonic_ns())
+
+    Sources.add = recorded  # type: ignore[method-assign] # this process ends soon
+    warm(lm, folder, TEXTS, "report")
 
 
-def fork(work: Callable[[], None]) -> int:
-    """Run something in another process; return its number."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        torch.set_num_threads(1)
-        work()
-        status = 0
-    finally:
-        os._exit(status)
+def forget_and_record(folder: Path, times: Counters) -> None:
+    """Forget the document, and record when that began."""
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        times.add(0, "forgotten", time.monotonic_ns())
+        sources.forget("report")
+
+
+def report_is_there(folder: Path) -> bool:
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        return "report" in sources.names()
 
 
 def forget(folder: Path) -> None:

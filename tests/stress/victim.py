@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import mmap
-import os
 import random
-import signal
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from qcfuse_rag import DiskStore, LanguageModel
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import example_key
 from tests.stress.content import chunk_of, wrong_bytes
+from tests.stress.processes import fork, kill
 from tests.support.engines import make_engine
 
 NUMBERS = 24
@@ -60,19 +57,17 @@ class Record:
 def killed_after(seconds: float, work: Callable[[Record], None]) -> Record:
     """Run `work` in a child and kill it with SIGKILL after a while; return what it left on record."""
     record = Record()
-    child = os.fork()
-    if child == 0:
+
+    def recorded() -> None:
         try:
-            torch.set_num_threads(1)  # threads of the parent do not exist here
             work(record)
         except BaseException:
-            traceback.print_exc()
             record.doing("failed")
-        finally:
-            os._exit(1)
+            raise
+
+    child = fork(recorded)
     time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    kill(child)
     return record
 
 

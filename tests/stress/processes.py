@@ -1,0 +1,46 @@
+"""Run work in forked processes, and see how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+MOST_SECONDS = 120
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Run something in a child process with one thread of torch; return the child's number."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        torch.set_num_threads(1)  # threads of the parent do not exist here
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def wait(child: int) -> int:
+    """Return the exit status of a child, negative if a signal ended it; one that does not end is killed."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return kill(child)
+
+
+def kill(child: int) -> int:
+    """Kill a child; return its exit status."""
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
