@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 store_app = typer.Typer(help="Inspect and maintain a store.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(help="Folder of a library or of a store.")]
+Folder = Annotated[Path, typer.Option("--store", help="Folder of a library or of a store.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Confirm; there is no further question.")]
 SourceName = Annotated[str | None, typer.Option("--source", help="Document whose entries to use.")]
 Remote = Annotated[

@@ -71,10 +71,10 @@ def test_warm_then_ask(run: Run, documents: Path, model_folder: str, tmp_path: P
     assert out.strip() != ""
     assert "reuse, ratio 0: computed" in " ".join(err.split())
 
-    code, out, _ = run("store", "stats", store, "--json")
+    code, out, _ = run("store", "stats", "--store", store, "--json")
     stats = json.loads(out)
     assert (stats["entries"], len(stats["models"])) == (4, 1)
-    assert "4 chunks" in " ".join(run("store", "stats", store)[1].split())
+    assert "4 chunks" in " ".join(run("store", "stats", "--store", store)[1].split())
 
 
 def test_a_changed_document_replaces_its_passages(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_models_check_refuses_with_the_reason(run: Run, tmp_path: Path, tokenize
         (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm run`"),
         (["warm", "run", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
         (["warm", "run", __file__, "--store", "s"], "is not a text file"),
-        (["store", "stats", "nowhere"], "no store in nowhere; `qcfuse warm run` makes one"),
+        (["store", "stats", "--store", "nowhere"], "no store in nowhere; `qcfuse warm run` makes one"),
         (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
         (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "no method 'qcfuze'"),
         (["ask", "Who?", "--store", "s", "--ratio", "1.5"], "ratio must be a fraction in [0, 1], got 1.5"),
@@ -154,13 +154,13 @@ def test_errors_are_one_line_and_exit_code_1(
 
 def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no store in"):
-        run("store", "stats", tmp_path, "--debug")
+        run("store", "stats", "--store", tmp_path, "--debug")
 
 
 def test_a_store_damaged_beyond_opening_is_one_line(run: Run, tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "store.json").write_text("no settings")
-    code, _, err = run("store", "stats", tmp_path)
+    code, _, err = run("store", "stats", "--store", tmp_path)
     assert code == 1
     assert err.startswith("error: cannot read ")
     assert err.endswith("remove it and give the store's settings again\n")
@@ -171,7 +171,7 @@ def test_a_store_whose_index_is_damaged_is_mended(run: Run, tmp_path: Path) -> N
     with DiskStore(tmp_path) as store:
         store.put(example_key(), example_chunk())
     (tmp_path / "index" / "cache.db").write_bytes(b"this is no database" * 100)
-    code, out, _ = run("store", "stats", tmp_path, "--json")
+    code, out, _ = run("store", "stats", "--store", tmp_path, "--json")
     assert (code, json.loads(out)["entries"]) == (0, 1)
 
 
@@ -313,3 +313,12 @@ def test_damaged_weights_are_one_line(run: Run, model_folder: str, tmp_path: Pat
     weights.write_bytes(weights.read_bytes()[:1000])
     code, _, err = run("models", "check", folder, "--device", "cpu")
     assert (code, "cannot load" in err, "--debug" in err) == (1, True, False), err
+
+
+def test_every_command_names_a_store_by_the_same_option() -> None:
+    """Nothing but `--store` names a store or a library, and no command takes one as an argument."""
+    for path, command in commands(get_command(app)):
+        names = {name: parameter for parameter in command.params for name in (*parameter.opts, parameter.name)}
+        assert not {"folder", "library"} & {p.name for p in command.params if p.param_type_name == "argument"}, path
+        if path[0] == "store":
+            assert names["--store"].required, path

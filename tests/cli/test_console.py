@@ -44,14 +44,14 @@ def test_names_of_documents_are_shown_and_not_obeyed(run: Run, tmp_path: Path, a
         sources = Sources(store)
         sources.replace(name, [example_key(0)])
         sources.close()
-    code, out, err = run("store", "sources", tmp_path)
+    code, out, err = run("store", "sources", "--store", tmp_path)
     assert (code, FORBIDDEN.findall(out + err)) == (0, [])
     assert "before" in out
     assert "after" in out
-    code, out, _ = run("store", "sources", tmp_path, "--json")
+    code, out, _ = run("store", "sources", "--store", tmp_path, "--json")
     assert (code, FORBIDDEN.findall(out)) == (0, [])
     assert list(json.loads(out)["sources"]) == [name], "JSON still says the exact name"
-    code, out, err = run("store", "lookup", tmp_path, f"{name}!")
+    code, out, err = run("store", "lookup", "--store", tmp_path, f"{name}!")
     assert (code, FORBIDDEN.findall(out + err)) == (1, [])
 
 

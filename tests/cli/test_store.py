@@ -38,34 +38,35 @@ def addresses(*numbers: int) -> list[str]:
 
 
 def test_stats_of_a_store_and_of_the_library_around_it(run: Run, folder: Path) -> None:
-    stats = run.json("store", "stats", folder)
+    stats = run.json("store", "stats", "--store", folder)
     assert (stats["kind"], stats["entries"], len(stats["models"])) == ("disk", 4, 1)
     assert stats["settings"]["eviction"] == "cost"
-    assert run.json("store", "stats", folder.parent)["entries"] == 4
-    assert "4 chunks" in run.text("store", "stats", folder)
+    assert run.json("store", "stats", "--store", folder.parent)["entries"] == 4
+    assert "4 chunks" in run.text("store", "stats", "--store", folder)
 
 
 def test_health(run: Run, folder: Path) -> None:
     with DiskStore(folder, limit_bytes=1 << 20):
         pass
-    assert run.json("store", "health", folder)["ok"]
-    assert "healthy" in run.text("store", "health", folder)
+    assert run.json("store", "health", "--store", folder)["ok"]
+    assert "healthy" in run.text("store", "health", "--store", folder)
 
 
 def test_sources_and_lookup(run: Run, folder: Path) -> None:
-    assert run.json("store", "sources", folder)["sources"] == {
+    assert run.json("store", "sources", "--store", folder)["sources"] == {
         "boats": {"chunks": 2, "missing": 0},
         "mills": {"chunks": 2, "missing": 0},
     }
-    assert run.json("store", "lookup", folder, "boats")["chunks"] == dict.fromkeys(sorted(addresses(0, 1)), "disk")
-    assert "boats: 2 chunks" in run.text("store", "sources", folder)
+    chunks = run.json("store", "lookup", "--store", folder, "boats")["chunks"]
+    assert chunks == dict.fromkeys(sorted(addresses(0, 1)), "disk")
+    assert "boats: 2 chunks" in run.text("store", "sources", "--store", folder)
 
 
 @pytest.mark.parametrize("name", ["report[final].pdf", "notes [/old].txt"])
 def test_a_document_is_listed_by_the_name_it_has(run: Run, folder: Path, name: str) -> None:
     with DiskStore(folder) as store, closing(Sources(store)) as sources:
         sources.replace(name, [example_key(3)])
-    assert f"{name}: 1 chunks" in run.text("store", "sources", folder)
+    assert f"{name}: 1 chunks" in run.text("store", "sources", "--store", folder)
 
 
 @pytest.mark.parametrize("named_by", ["library", "store", "link"])
@@ -84,7 +85,7 @@ def test_no_name_or_hash_stays_in_a_library_after_forget(run: Run, folder: Path,
     record.finish("failed", summary={"unread": [f"/home/{name}: no text", "boats: no text"]})
     (library / "link").symlink_to(folder)
     named = {"library": library, "store": folder, "link": library / "link"}[named_by]
-    assert run.json("store", "forget", named, name)["passages"] == 1
+    assert run.json("store", "forget", "--store", named, name)["passages"] == 1
     traces = [name.encode(), text.encode(), digest(text.encode()).encode()]
     files = [path for path in library.rglob("*") if path.is_file()]
     assert {"sources.db", "retrievals.jsonl", "warm.json"} <= {path.name for path in files}
@@ -102,33 +103,33 @@ def test_every_database_of_a_store_overwrites_what_it_deletes(folder: Path) -> N
 
 
 def test_forget_takes_what_nobody_else_has(run: Run, folder: Path) -> None:
-    assert run.json("store", "forget", folder, "boats")["removed"] == 1
+    assert run.json("store", "forget", "--store", folder, "boats")["removed"] == 1
     with DiskStore(folder) as store:
         assert [example_key(n) in store for n in range(4)] == [False, True, True, True]
 
 
 def test_pin_and_unpin(run: Run, folder: Path) -> None:
-    assert run.json("store", "pin", folder, "--source", "boats")["entries"] == 2
+    assert run.json("store", "pin", "--store", folder, "--source", "boats")["entries"] == 2
     with DiskStore(folder) as store:
         assert {entry.address for entry in store.entries() if entry.pinned} == set(addresses(0, 1))
-    assert run.json("store", "pin", folder, *addresses(0), "--off")["entries"] == 1
+    assert run.json("store", "pin", "--store", folder, *addresses(0), "--off")["entries"] == 1
     with DiskStore(folder) as store:
         assert [entry.address for entry in store.entries() if entry.pinned] == addresses(1)
 
 
 def test_what_names_documents_takes_the_remotes_password(run: Run, folder: Path, tmp_path: Path) -> None:
     remote = ("--remote", f"file://{tmp_path / 'bucket'}")
-    assert list(run.json("store", "sources", folder, *remote)["sources"]) == ["boats", "mills"]
-    assert len(run.json("store", "lookup", folder, "boats", *remote)["chunks"]) == 2
-    assert run.json("store", "pin", folder, "--source", "boats", *remote)["entries"] == 2
-    assert run.json("store", "forget", folder, "boats", *remote)["removed"] == 1
+    assert list(run.json("store", "sources", "--store", folder, *remote)["sources"]) == ["boats", "mills"]
+    assert len(run.json("store", "lookup", "--store", folder, "boats", *remote)["chunks"]) == 2
+    assert run.json("store", "pin", "--store", folder, "--source", "boats", *remote)["entries"] == 2
+    assert run.json("store", "forget", "--store", folder, "boats", *remote)["removed"] == 1
 
 
 def test_compress(run: Run, folder: Path) -> None:
-    report = run.json("store", "compress", folder, "--source", "boats")
+    report = run.json("store", "compress", "--store", folder, "--source", "boats")
     assert (report["done"], report["unchanged"]) == (2, 0)
     assert report["bytes_after"] < report["bytes_before"]
-    everything = run.json("store", "compress", folder)
+    everything = run.json("store", "compress", "--store", folder)
     assert (everything["done"], everything["unchanged"]) == (2, 2)
     with DiskStore(folder) as store:
         assert {entry.numbers for entry in store.entries()} == {"int8"}
@@ -144,8 +145,8 @@ def test_a_document_is_forgotten_at_the_remote_behind_the_folder_too(run: Run, f
         for number in range(4):
             store.put(example_key(number), example_chunk(number))
     assert at_a_remote(bucket) == set(addresses(0, 1, 2, 3))
-    assert run.json("store", "health", folder)["remote"]["ok"]
-    report = run.json("store", "forget", folder, "boats")
+    assert run.json("store", "health", "--store", folder)["remote"]["ok"]
+    report = run.json("store", "forget", "--store", folder, "boats")
     assert (report["removed"], report["waiting"]) == (1, 0)
     assert at_a_remote(bucket) == set(addresses(1, 2, 3))
 
@@ -159,12 +160,12 @@ def test_what_a_remote_that_is_away_still_has_is_removed_once_it_is_back(
             store.put(example_key(number), example_chunk(number))
     bucket.rename(away)
     bucket.write_text("not a folder")
-    assert not json.loads(run("store", "health", folder, "--json")[1])["ok"]
-    assert run.json("store", "forget", folder, "boats")["waiting"] == 1
-    assert "3 are in a remote that cannot be reached" in run.text("store", "forget", folder, "mills")
+    assert not json.loads(run("store", "health", "--store", folder, "--json")[1])["ok"]
+    assert run.json("store", "forget", "--store", folder, "boats")["waiting"] == 1
+    assert "3 are in a remote that cannot be reached" in run.text("store", "forget", "--store", folder, "mills")
     bucket.unlink()
     away.rename(bucket)
-    assert run.json("store", "gc", folder)["unwanted"] == 3
+    assert run.json("store", "gc", "--store", folder)["unwanted"] == 3
     assert at_a_remote(bucket) == set(addresses(3))
 
 
@@ -177,9 +178,9 @@ def test_a_library_forgets_passages_as_well_and_is_wiped_with_them(run: Run, fol
     (library / "mine.txt").write_text("mine")
     (library / "passages_of_mine").mkdir()
     (library / "passages_of_mine" / "passages.jsonl").write_text("mine")
-    assert run.json("store", "forget", library, "boats")["passages"] == 1
+    assert run.json("store", "forget", "--store", library, "boats")["passages"] == 1
     assert [one.source for one in PassageIndex.load(library / "passages").passages] == ["mills"]
-    run.json("store", "wipe", library, "--yes")
+    run.json("store", "wipe", "--store", library, "--yes")
     assert {path.name for path in library.rglob("*") if path.is_file()} == {"mine.txt", "passages.jsonl"}
     assert not (library / "passages").exists()
 
@@ -194,67 +195,67 @@ def test_tenants_are_looked_after_one_by_one(
         store.put(example_key(7), example_chunk(7))
         manifest.replace("lamps", [example_key(7)])
     acme = ("--tenant", "acme")
-    assert list(run.json("store", "sources", folder, *acme)["sources"]) == ["lamps"]
-    assert set(run.json("store", "lookup", folder, "lamps", *acme)["chunks"].values()) == {"disk"}
-    assert run.json("store", "pin", folder, "--source", "lamps", *acme)["entries"] == 1
-    assert run.json("store", "forget", folder, "lamps", *acme)["removed"] == 1
-    assert "no document 'lamps'" in run("store", "forget", folder, "lamps", *acme)[2]
+    assert list(run.json("store", "sources", "--store", folder, *acme)["sources"]) == ["lamps"]
+    assert set(run.json("store", "lookup", "--store", folder, "lamps", *acme)["chunks"].values()) == {"disk"}
+    assert run.json("store", "pin", "--store", folder, "--source", "lamps", *acme)["entries"] == 1
+    assert run.json("store", "forget", "--store", folder, "lamps", *acme)["removed"] == 1
+    assert "no document 'lamps'" in run("store", "forget", "--store", folder, "lamps", *acme)[2]
 
 
 def test_move_to_a_remote_and_back(run: Run, folder: Path, tmp_path: Path) -> None:
     bucket = f"file://{tmp_path / 'bucket'}"
-    assert run.json("store", "move", folder, "--to", bucket, "--source", "boats")["done"] == 2
+    assert run.json("store", "move", "--store", folder, "--to", bucket, "--source", "boats")["done"] == 2
     with DiskStore(folder) as store:
         assert [example_key(n) in store for n in range(4)] == [False, False, True, True]
-    assert run.json("store", "move", folder, "--from", bucket, "--keep")["done"] == 2
+    assert run.json("store", "move", "--store", folder, "--from", bucket, "--keep")["done"] == 2
     with DiskStore(folder) as store:
         assert all(example_key(n) in store for n in range(4))
 
 
 def test_fsck_finds_damage_and_says_so_by_its_exit_code(run: Run, folder: Path) -> None:
-    assert run.json("store", "fsck", folder)["clean"]
+    assert run.json("store", "fsck", "--store", folder)["clean"]
     [path] = folder.glob(f"objects/*/{addresses(3)[0]}.kv")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    code, out, err = run("store", "fsck", folder)
+    code, out, err = run("store", "fsck", "--store", folder)
     assert (code, "3 of 4 entries sound" in out, "checksum of block" in err) == (1, True, True)
-    assert run.json("store", "fsck", folder)["checked"] == 3
-    assert run.json("store", "gc", folder)["freed_bytes"] == len(data), "the quarantine is emptied"
+    assert run.json("store", "fsck", "--store", folder)["checked"] == 3
+    assert run.json("store", "gc", "--store", folder)["freed_bytes"] == len(data), "the quarantine is emptied"
 
 
 def test_rebuild(run: Run, folder: Path) -> None:
-    assert run.json("store", "rebuild", folder)["entries"] == 4
+    assert run.json("store", "rebuild", "--store", folder)["entries"] == 4
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["from its first byte", "behind its first page"])
 def test_a_damaged_manifest_is_told_of_and_put_aside(run: Run, folder: Path, later: bool) -> None:
     with DiskStore(folder, limit_bytes=1 << 20):
         pass
-    assert run.json("store", "rebuild", folder)["manifest_aside"] is None
+    assert run.json("store", "rebuild", "--store", folder)["manifest_aside"] is None
     with closing(sqlite3.connect(folder / "sources.db")) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = (folder / "sources.db").read_bytes()
     damaged = whole[:4096] + bytes(reversed(whole[4096:])) if later else b"noise" * 999
     (folder / "sources.db").write_bytes(damaged)
-    code, out, _ = run("store", "health", folder, "--json")
+    code, out, _ = run("store", "health", "--store", folder, "--json")
     assert (code, "qcfuse store rebuild" in json.loads(out)["problems"][0]) == (1, True)
-    aside = run.json("store", "rebuild", folder)["manifest_aside"]
+    aside = run.json("store", "rebuild", "--store", folder)["manifest_aside"]
     assert Path(aside).read_bytes() == damaged, "for someone to look at"
-    assert run.json("store", "health", folder)["ok"]
-    assert run.json("store", "sources", folder)["sources"] == {}
+    assert run.json("store", "health", "--store", folder)["ok"]
+    assert run.json("store", "sources", "--store", folder)["sources"] == {}
     with DiskStore(folder) as store:
         assert all(example_key(n) in store for n in range(4)), "no cache is lost"
 
 
 def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
     for command in ("clear", "wipe"):
-        code, _, err = run("store", command, folder)
+        code, _, err = run("store", command, "--store", folder)
         assert (code, "say --yes if you mean it" in err) == (1, True)
-    assert run.json("store", "clear", folder, "--yes")["entries"] == 4
-    assert run.json("store", "wipe", folder, "--yes")["files"] > 0
+    assert run.json("store", "clear", "--store", folder, "--yes")["entries"] == 4
+    assert run.json("store", "wipe", "--store", folder, "--yes")["files"] > 0
     assert list(folder.rglob("*.kv")) == []
-    code, _, err = run("store", "stats", folder)
+    code, _, err = run("store", "stats", "--store", folder)
     assert (code, "no store in" in err) == (1, True)
 
 
@@ -272,5 +273,5 @@ def test_what_destroys_must_be_meant(run: Run, folder: Path) -> None:
 )
 def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], message: str) -> None:
     command, *options = arguments
-    code, _, err = run("store", command, folder, *options)
+    code, _, err = run("store", command, "--store", folder, *options)
     assert (code, message in err, "Traceback" in err) == (1, True, False)

@@ -40,12 +40,12 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     assert (plan["documents"], plan["to_warm"], plan["present"]) == (3, 3, 0)
     assert not (tmp_path / "s").exists()
     run.json("warm", "run", *options)
-    size = run.json("store", "stats", tmp_path / "s")["size_bytes"]
+    size = run.json("store", "stats", "--store", tmp_path / "s")["size_bytes"]
     head = 3 / 4
     assert 0.7 * head * size < plan["size_bytes"] < size, "all but the head's entry"
     narrow = run.json("warm", "plan", *options, "--numbers", "int8", "--limit-gb", 0.000001)
     assert (narrow["present"], narrow["to_warm"], narrow["left_out"]) == (3, 0, 0)
-    assert run.json("store", "stats", tmp_path / "s")["settings"]["numbers"] == "model"
+    assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["numbers"] == "model"
     assert "would take" in run.text("warm", "plan", *options)
 
 
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_said_before_and_after(
     assert run.json("warm", "plan", *options)["left_out"] == 2
     summary = run.json("warm", "run", *options)
     assert (summary["warmed"], summary["left_out"]) == (1, 2)
-    stats = run.json("store", "stats", tmp_path / "s")
+    stats = run.json("store", "stats", "--store", tmp_path / "s")
     assert stats["size_bytes"] <= stats["limit_bytes"] == 200_000
 
 
@@ -99,13 +99,13 @@ def test_a_document_that_becomes_empty_is_forgotten_and_so_is_the_last(
     first, *others = sorted(documents.iterdir())
     first.write_text("")
     run.json("warm", "run", *options)
-    assert sorted(run.json("store", "sources", store)["sources"]) == [str(path) for path in others]
+    assert sorted(run.json("store", "sources", "--store", store)["sources"]) == [str(path) for path in others]
     for path in documents.iterdir():
         path.unlink()
     code, _, err = run("warm", "run", *options)
     assert (code, "if all were deleted, `warm run --allow-empty` forgets them" in err) == (1, True), "or not mounted?"
     assert run.json("warm", "run", *options, "--allow-empty")["documents"] == 0
-    assert run.json("store", "sources", store)["sources"] == {}
+    assert run.json("store", "sources", "--store", store)["sources"] == {}
     assert PassageIndex.load(store / "passages").passages == []
 
 
@@ -120,9 +120,9 @@ def test_a_folder_that_is_not_mounted_is_not_forgotten_beside_one_that_is(
     (mounted / "far.txt").unlink()
     code, _, err = run("warm", "run", *options)
     assert (code, f"no text files in {mounted}; " in err, "--allow-empty" in err) == (1, True, True)
-    assert len(run.json("store", "sources", store)["sources"]) == 4, "nothing was forgotten"
+    assert len(run.json("store", "sources", "--store", store)["sources"]) == 4, "nothing was forgotten"
     run.json("warm", "run", *options, "--allow-empty")
-    assert len(run.json("store", "sources", store)["sources"]) == 3
+    assert len(run.json("store", "sources", "--store", store)["sources"]) == 3
 
 
 def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
@@ -201,7 +201,7 @@ def test_a_job_that_was_killed_is_called_so_and_resumed(run: Run, model_folder: 
     assert summary["warmed"] > 0
     assert summary["present"] > 0
     assert summary["warmed"] + summary["present"] == 40
-    assert run.json("store", "fsck", store)["damaged"] == []
+    assert run.json("store", "fsck", "--store", store)["damaged"] == []
 
 
 def test_a_failed_job_says_why(run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -225,8 +225,8 @@ def test_documents_that_vanish_take_their_caches_along(
     run.json("warm", "run", *options)
     (documents / "1.txt").unlink()
     run.json("warm", "run", *options)
-    assert run.json("store", "stats", tmp_path / "s")["entries"] == 3, "two passages and the head"
-    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 2
+    assert run.json("store", "stats", "--store", tmp_path / "s")["entries"] == 3, "two passages and the head"
+    assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
 
 
 def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_file_that_became_a_folder_is_forgotten(run: Run, documents: Path, mod
     (documents / "1.txt").unlink()
     (documents / "1.txt").mkdir()
     run.json("warm", "run", *options)
-    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 2
+    assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 2
 
 
 def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_again(
@@ -246,7 +246,7 @@ def test_a_record_called_like_a_file_that_is_elsewhere_is_not_warmed_again_and_a
     options = (documents, "--store", tmp_path / "s", "--model", model_folder, "--device", "cpu")
     run.json("warm", "run", *options)
     assert run.json("warm", "run", *options)["warmed"] == 0
-    assert len(run.json("store", "sources", tmp_path / "s")["sources"]) == 4
+    assert len(run.json("store", "sources", "--store", tmp_path / "s")["sources"]) == 4
 
 
 def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, model_folder: str, tmp_path: Path) -> None:
@@ -266,9 +266,9 @@ def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, mode
         1,
     )
     [source] = asked["sources"]
-    run.text("store", "clear", store, "--yes")
+    run.text("store", "clear", "--store", store, "--yes")
     run.json("warm", "run", documents, "--store", store, *options, *FRAMED, "--limit-gb", 0.0002)
-    missing = {name: s["missing"] for name, s in run.json("store", "sources", store)["sources"].items()}
+    missing = {name: s["missing"] for name, s in run.json("store", "sources", "--store", store)["sources"].items()}
     assert missing.pop(source) == 0
     assert list(missing.values()) == [1, 1]
     assert "council" not in (store / "passages" / "retrievals.jsonl").read_text()
@@ -313,7 +313,7 @@ def test_an_encrypted_library_needs_its_secret(
     monkeypatch.setenv("QCFUSE_SECRET", "a secret of more than sixteen bytes")
     run.json("warm", "run", documents, *options, *FRAMED, "--encrypt")
     assert run.json("ask", "Who?", *options, *METHOD_OPTIONS, "--max-new-tokens", 1)["report"]["fallback"] is None
-    assert run.json("store", "fsck", tmp_path / "s")["sound"] == 4
+    assert run.json("store", "fsck", "--store", tmp_path / "s")["sound"] == 4
     monkeypatch.delenv("QCFUSE_SECRET")
     code, _, err = run("ask", "Who?", *options)
     assert (code, "QCFUSE_SECRET" in err) == (1, True)

@@ -195,7 +195,7 @@ def test_a_library_is_wiped_without_following_links(run: Run, wiped: Path, outsi
     os.link(outside / "thesis.kv", library / "passages-ab" / "embeddings.npy")
     (library / "warm.json").symlink_to(outside / "thesis.kv")
     before = contents(outside)
-    code, out, err = run("store", "wipe", library, "--yes")
+    code, out, err = run("store", "wipe", "--store", library, "--yes")
     assert code == 0, err
     assert contents(outside) == before
     assert "has another name (a hard link)" in " ".join((out + err).split())
