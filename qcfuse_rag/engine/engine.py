@@ -17,8 +17,8 @@ from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
 from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.pipeline import Prefilled, prefill
-from qcfuse_rag.fusion.recompute import Pause
+from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
+from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport
 from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
@@ -210,7 +210,22 @@ class FusionEngine:
             prompt: from `prompt`.
             method: instead of the engine's own.
             answer_tokens: tokens to reserve for the answer.
-            pause: when to let other requests compute.
+
+        Raises:
+            PromptTooLong: if prompt and answer exceed the context window.
+        """
+        return complete(self.prefill_in_parts(prompt, method=method, answer_tokens=answer_tokens))
+
+    def prefill_in_parts(
+        self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0, part_rows: PartRows | None = None
+    ) -> Parts[Prefilled]:
+        """Bring a prompt to its first token, in parts between which other requests may compute.
+
+        Args:
+            prompt: from `prompt`.
+            method: instead of the engine's own.
+            answer_tokens: tokens to reserve for the answer.
+            part_rows: the most rows of a part; None for one part.
 
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.
@@ -222,7 +237,9 @@ class FusionEngine:
         with self._in_flight.track():
             self.store.advance()
             self.corpus.evict_removed()
-            prefilled = prefill(self.runner, prompt, chosen, answer_tokens=answer_tokens, pause=pause)
+            prefilled = yield from prefill_in_parts(
+                self.runner, prompt, chosen, answer_tokens=answer_tokens, part_rows=part_rows
+            )
         if shadow is not None:
             shadow.note(prefilled, chosen)
         for observer in self._observers:

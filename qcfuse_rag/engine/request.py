@@ -13,6 +13,7 @@ from concurrent.futures import CancelledError
 
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.fusion.recompute import Parts
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation, finished_answer
 from qcfuse_rag.generation.decoder import AnswerDecoder
@@ -32,6 +33,9 @@ class RequestHandle(Iterator[str]):
         context: the context variables of the caller, in which the prompt is prefilled, so that traces are connected.
         report: the report of the prefill; None before it is done.
         generation: the finished answer; None before that.
+        rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
+        part_rows: most rows of the next part of its prefill.
+        parts: number of parts of its prefill so far; the first one only loads, if there are several.
     """
 
     def __init__(self, lm: LanguageModel, prompt: Prompt, params: SamplingParams, method: Method | None) -> None:
@@ -39,6 +43,9 @@ class RequestHandle(Iterator[str]):
         self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
+        self.rows_left = len(prompt)
+        self.part_rows = self.parts = 0
+        self._prefill: Parts[Prefilled] | None = None
         self._sampler = Sampler(params, lm)
         self._decoder: AnswerDecoder | None = None
         self._started = 0.0
@@ -146,6 +153,26 @@ class RequestHandle(Iterator[str]):
             self._end()
         return self._finished.is_set()
 
+    @property
+    def begun(self) -> bool:
+        """Whether its prefill has begun."""
+        return self._prefill is not None
+
+    def begin(self, prefill: Parts[Prefilled]) -> None:
+        """Take the prefill of its prompt, of which nothing is computed yet."""
+        self._prefill = prefill
+
+    def compute_part(self) -> Prefilled | None:
+        """Compute a part of the prompt; return the prefilled prompt after the last one."""
+        assert self._prefill is not None
+        self.parts += 1
+        try:
+            self.rows_left = self.context.run(next, self._prefill)
+        except StopIteration as finished:
+            prefilled: Prefilled = finished.value
+            return prefilled
+        return None
+
     def start(self, runner: ModelRunner, prefilled: Prefilled) -> None:
         """Begin to decode a prefilled prompt."""
         self.report, self._started = prefilled.report, time.perf_counter()
@@ -169,6 +196,8 @@ class RequestHandle(Iterator[str]):
         self._end()
 
     def _end(self) -> None:
+        if self._prefill is not None:
+            self.context.run(self._prefill.close)  # frees the buffer of an unfinished one
         decoder, self._decoder = self._decoder, None  # frees the buffer
         if decoder is not None and self._error is None:
             assert self.report is not None

@@ -1,27 +1,33 @@
-"""A scheduler of many requests on one engine: prefills one at a time, decodes together, in one thread.
+"""A scheduler of many requests on one engine: prefills in parts, decodes together, in one thread.
 
 Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the running batch as soon as it is prefilled and
 leaves when it ends. Between two prefills there are some decode steps, and one between the parts of a long prefill
 (Agrawal et al., Sarathi-Serve, OSDI 2024), so new questions slow the running answers without stopping them.
+
+A part takes some tenths of a second. The next part is that of the request that is predicted to need the least time for
+the rest of its prefill, so a short question overtakes a long prompt. Every few parts, one is the oldest request's, so
+nobody waits for ever. Between two parts, requests whose readers have gone end.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed
+from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import check_window
-from qcfuse_rag.fusion.recompute import Pause
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
+
+MIN_PART_ROWS = 32
+"""Fewest rows of a part; fewer take about as long, because a pass reads all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +38,13 @@ class SchedulerSettings:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
         steps: decode steps between two prefills while answers are running.
-        rows: rows of a prefill, or of healing, to compute between two decode steps; methods with a layer hook compute
-            all rows of a prefill at once.
-        kv_bytes: most bytes of keys and values of active requests together; None for no bound. A request that is
+        rows: most rows of a prefill, or of healing, to compute between two decode steps; methods with a layer hook
+            compute all rows of a prefill at once.
+        part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
+            than `rows` if no answer is running.
+        overtaken: every so many parts, one is the oldest request's; the others are those of the request with the
+            fewest rows left.
+        kv_bytes: most bytes of keys and values of begun requests together; None for no bound. A request that is
             larger by itself is answered alone.
 
     Raises:
@@ -45,19 +55,23 @@ class SchedulerSettings:
     waiting: int = 64
     steps: int = 4
     rows: int = 512
+    part_s: float = 0.25
+    overtaken: int = 4
     kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("active", "waiting", "steps", "rows"):
+        for name in ("active", "waiting", "steps", "rows", "overtaken"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.part_s <= 0:
+            raise ValueError(f"part_s must be above 0, got {self.part_s}")
 
 
 class Scheduler:
     """Answers requests from any number of threads and event loops.
 
-    Requests are taken in the order of submission. An error, a cancellation or a reader that stops reading ends that
-    request alone.
+    Requests of equal length are taken in the order of submission. An error, a cancellation or a reader that stops
+    reading ends that request alone.
 
     Args:
         engine: prefills and decodes; the scheduler does not close it.
@@ -66,8 +80,8 @@ class Scheduler:
 
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
         self._engine, self._settings = engine, settings or SchedulerSettings()
-        self._waiting: deque[RequestHandle] = deque()
-        self._beginning: RequestHandle | None = None
+        self._queue: list[RequestHandle] = []  # those that are not prefilled yet, in the order of submission
+        self._parts, self._first_part_rows = 0, self._settings.rows
         self._active: list[RequestHandle] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -93,21 +107,22 @@ class Scheduler:
         params = sampling or SamplingParams()
         check_window(self._engine.lm, prompt, params.max_new_tokens)
         request = RequestHandle(self._engine.lm, prompt, params, method)
+        request.rows_left = rows_if_stored(prompt, method or self._engine.method)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the scheduler is closed")
-            if len(self._waiting) >= self._settings.waiting:
-                self._waiting = deque(request for request in self._waiting if not request.end_if_cancelled())
-            if len(self._waiting) >= self._settings.waiting:
-                raise Busy(f"{len(self._waiting)} requests are waiting already; ask again later")
-            self._waiting.append(request)
+            if self.waiting >= self._settings.waiting:
+                self._queue = [queued for queued in self._queue if queued.begun or not queued.end_if_cancelled()]
+            if self.waiting >= self._settings.waiting:
+                raise Busy(f"{self.waiting} requests are waiting already; ask again later")
+            self._queue.append(request)
             self._changed.notify()
         return request
 
     @property
     def waiting(self) -> int:
-        """Number of queued requests."""
-        return len(self._waiting)
+        """Number of requests whose prefill has not begun."""
+        return sum(not request.begun for request in self._queue)
 
     @property
     def alive(self) -> bool:
@@ -129,8 +144,7 @@ class Scheduler:
         with self._changed:
             self._closed = True
             if not drain:
-                beginning = () if self._beginning is None else (self._beginning,)
-                for request in (*self._waiting, *beginning, *self._active):
+                for request in (*self._queue, *self._active):
                     request.interrupt(Closed("the engine was closed before the answer was whole"))
             self._changed.notify()
         if wait:
@@ -147,46 +161,80 @@ class Scheduler:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._active:
+                while not self._queue and not self._active:
                     if self._closed:
                         return
                     self._changed.wait()
-                self._beginning = self._next()
-            if self._beginning is not None:
-                self._begin(self._beginning)
-                self._beginning = None  # keep no reference to a finished request
-            for _ in range(self._settings.steps):
+                request = self._next()
+            prefills = request is not None and not self._compute_part(request)
+            request = None  # keep no reference to a finished request
+            for _ in range(1 if prefills else self._settings.steps):
                 self._step()
                 if not self._active:
                     break
 
     def _next(self) -> RequestHandle | None:
-        """Take the first queued request, if the limits allow it."""
-        self._waiting = deque(request for request in self._waiting if not request.end_if_cancelled())
-        if not self._waiting or len(self._active) >= self._settings.active:
+        """Choose the request to prefill a part of; None if the limits allow none.
+
+        Where the oldest request has no room, nobody else begins before it has.
+        """
+        self._queue = [request for request in self._queue if not request.end_if_cancelled()]
+        candidates = [request for request in self._queue if request.begun or self._has_room(request)]
+        if not candidates:
             return None
-        tokens = sum(request.tokens for request in self._active) + self._waiting[0].tokens
-        limit = self._settings.kv_bytes
-        if self._active and limit is not None and tokens * self._engine.lm.kv_bytes_per_token > limit:
-            return None
-        return self._waiting.popleft()
+        if (self._parts + 1) % self._settings.overtaken:
+            chosen = min(candidates, key=lambda request: request.rows_left)
+        elif candidates[0] is self._queue[0]:
+            chosen = candidates[0]
+        else:
+            return next((request for request in candidates if request.begun), None)
+        self._parts += 1
+        if not chosen.begun:
+            self._begin(chosen)
+        return chosen
+
+    def _has_room(self, request: RequestHandle) -> bool:
+        """Return whether the limits allow to begin a request."""
+        begun = [*self._active, *(queued for queued in self._queue if queued.begun)]
+        if not begun or self._settings.kv_bytes is None:
+            return len(begun) < self._settings.active
+        tokens = sum(other.tokens for other in begun) + request.tokens
+        kv_bytes = tokens * self._engine.lm.kv_bytes_per_token
+        return len(begun) < self._settings.active and kv_bytes <= self._settings.kv_bytes
 
     def _begin(self, request: RequestHandle) -> None:
-        pause = Pause(self._settings.rows, self._step) if self._active else None
-        answer_tokens = request.params.max_new_tokens
-        try:
-            prefill = partial(
-                self._engine.prefill,
+        """Prepare the prefill of a request; nothing is computed yet."""
+        request.part_rows = self._first_part_rows
+        request.begin(
+            self._engine.prefill_in_parts(
                 request.prompt,
                 method=request.method,
-                answer_tokens=answer_tokens,
-                pause=pause,
+                answer_tokens=request.params.max_new_tokens,
+                part_rows=lambda: min(request.part_rows, self._settings.rows) if self._active else request.part_rows,
             )
-            request.start(self._engine.runner, request.context.run(prefill))
+        )
+
+    def _compute_part(self, request: RequestHandle) -> bool:
+        """Compute a part of a request's prefill, or all of a short one; return whether the prefill has ended."""
+        rows_left, began = request.rows_left, time.perf_counter()
+        try:
+            prefilled = request.compute_part()
+            if prefilled is not None:
+                request.start(self._engine.runner, prefilled)
         except Exception as error:
             request.fail(error)
-        else:
-            self._active.append(request)
+            return True
+        if prefilled is not None:
+            with self._changed:
+                self._queue.remove(request)
+                self._active.append(request)
+            return True
+        if request.parts > 1:  # the first part computes no rows
+            rows_in_time = (rows_left - request.rows_left) * self._settings.part_s / (time.perf_counter() - began)
+            request.part_rows = max(MIN_PART_ROWS, int(rows_in_time))
+            if request.parts == 2:
+                self._first_part_rows = request.part_rows
+        return False
 
     def _step(self) -> None:
         """Choose the next token of every answer, and compute what comes next for those that continue."""

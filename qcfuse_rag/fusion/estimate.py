@@ -42,3 +42,12 @@ def estimate_prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: 
         passages=len(prompt.chunks),
         absent=absent,
     )
+
+
+def rows_if_stored(prompt: Prompt, method: Method) -> int:
+    """Return the rows that a fused prefill computes if every passage is stored, without looking anything up."""
+    if method.base is None:
+        return len(prompt)
+    passage_tokens = sum(len(span) for span in prompt.chunks)
+    selected_tokens = method.budget.tokens(passage_tokens) if method.budget is not None else 0
+    return len(prompt) - passage_tokens + selected_tokens

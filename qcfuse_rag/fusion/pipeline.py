@@ -13,7 +13,7 @@ from torch import Tensor
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.recompute import Pause, recompute
+from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
 from qcfuse_rag.fusion.shared_prefix import SharedPrefix
@@ -53,17 +53,29 @@ class Prefilled:
     exact_tokens: int = 0
 
 
-@torch.inference_mode()
 def prefill(
+    runner: ModelRunner, prompt: Prompt, method: Method, *, answer_tokens: int = 0, shared: SharedPrefix | None = None
+) -> Prefilled:
+    """Bring a prompt to its first token; see `prefill_in_parts`.
+
+    Raises:
+        PromptTooLong: if prompt and answer do not fit the model's context window.
+        ValueError: if the method's selector breaks its contract.
+    """
+    return complete(prefill_in_parts(runner, prompt, method, answer_tokens=answer_tokens, shared=shared))
+
+
+@torch.inference_mode()
+def prefill_in_parts(
     runner: ModelRunner,
     prompt: Prompt,
     method: Method,
     *,
     answer_tokens: int = 0,
     shared: SharedPrefix | None = None,
-    pause: Pause | None = None,
-) -> Prefilled:
-    """Bring a prompt to its first token.
+    part_rows: PartRows | None = None,
+) -> Parts[Prefilled]:
+    """Bring a prompt to its first token, in parts between which other requests may compute.
 
     Every failure to read a chunk makes the chunk's tokens rows, which are computed.
 
@@ -73,7 +85,7 @@ def prefill(
         method: what to reuse and what to recompute.
         answer_tokens: tokens to reserve for the answer.
         shared: the beginning in common with the previous prompt, and the part of it that the next prompt needs.
-        pause: when to let other requests compute; methods with a layer hook do not pause.
+        part_rows: the most rows of a part; None for one part. A method with a layer hook computes its rows in one part.
 
     Raises:
         PromptTooLong: if prompt and answer do not fit the model's context window.
@@ -84,13 +96,13 @@ def prefill(
     wait_budget = WaitBudget(runner.load_limit_s)
     refusal = _guard_refusal(runner, prompt, method, wait_budget)
     attempt = PrefillAttempt(
-        runner, method if refusal is None else method.as_full_prefill, shared or SharedPrefix(), pause, wait_budget
+        runner, method if refusal is None else method.as_full_prefill, shared or SharedPrefix(), part_rows, wait_budget
     )
     refused: dict[int, Miss] = {}
     while True:  # every turn does without at least one chunk more
         fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
         try:
-            return attempt.run(fused, refused, started, refusal)
+            return (yield from attempt.run(fused, refused, started, refusal))
         except LateMissError as late:
             for start in late.corrupt:
                 runner.store.discard(fused.keys[start], late.misses[start].reason)
@@ -139,18 +151,20 @@ class PrefillAttempt:
         runner: the model and the store.
         method: what to reuse and what to recompute.
         shared: the beginning that prompts have in common.
-        pause: when to let other requests compute.
+        part_rows: the most rows of a part, or None.
         wait_budget: how long to wait for the store.
     """
 
     runner: ModelRunner
     method: Method
     shared: SharedPrefix
-    pause: Pause | None
+    part_rows: PartRows | None
     wait_budget: WaitBudget
 
-    def run(self, fused: FusedPrompt, refused: Mapping[int, Miss], started: float, refusal: str | None) -> Prefilled:
-        """Fuse.
+    def run(
+        self, fused: FusedPrompt, refused: Mapping[int, Miss], started: float, refusal: str | None
+    ) -> Parts[Prefilled]:
+        """Fuse, in parts.
 
         Args:
             fused: the prompt with nothing placed.
@@ -181,7 +195,7 @@ class PrefillAttempt:
                 hook = method.layer_hook.make_hook(fused, candidates, selection, scores, budget)
         if method.calibration is not None and hook is None:
             fused.calibrate(method.calibration.reader_bias(fused, candidates, len(selection.positions)))
-        logits, recomputed = recompute(fused, candidates, selection, hook, method.context, self.pause)
+        logits, recomputed = yield from recompute(fused, candidates, selection, hook, method.context, self.part_rows)
         if method.base is None:
             self.shared.take(fused, torch.ones_like(fused.known))
         marks.append(_Mark.now(fused))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Generator
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,20 +12,27 @@ from qcfuse_rag.fusion.selectors import Selection
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass, LayerHook
+from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.rows import RowsPlan
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Lets other requests compute in the middle of a prefill.
+Parts = Generator[int, None, T]
+"""Work in parts: yields the number of rows left before each part, and returns the result. Work that fits one part
+yields nothing."""
 
-    Attributes:
-        rows: rows to compute before each pause.
-        call: called at each pause, in the thread that computes.
-    """
+PartRows = Callable[[], int]
+"""Returns the most rows of the next part, at least 1."""
 
-    rows: int
-    call: Callable[[], None]
+
+def complete(parts: Parts[T]) -> T:
+    """Do all parts one after the other; return the result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as finished:
+            result: T = finished.value
+            return result
 
 
 def recompute(
@@ -35,8 +41,8 @@ def recompute(
     selection: Selection,
     hook: LayerHook | None,
     context: Literal["all", "selected"],
-    pause: Pause | None,
-) -> tuple[Tensor, Tensor]:
+    part_rows: PartRows | None,
+) -> Parts[tuple[Tensor, Tensor]]:
     """Compute the rows; return the first token's logits and the reused positions that were recomputed.
 
     If a hook drops rows between layers, the positions are those kept to the last layer, unless the hook says which
@@ -51,8 +57,8 @@ def recompute(
     elif len(selected):
         # Their number is known on the host, which need not wait for the positions.
         plan = RowsPlan(torch.cat([plan.rows, selected]).sort().values, plan.length, windows=lm.sliding)
-    if pause is not None and hook is None:
-        plan = _in_parts(fused, plan, pause)
+    if part_rows is not None and hook is None:
+        plan = yield from _all_but_last_part(fused, plan, part_rows)
     # A layer hook reads stored layers between the layers of the pass, so all of them have to be there first.
     buffer = fused.loading_buffer if hook is None else fused.await_all()
     hooked_pass = None if hook is None else HookedPass(plan, hook, buffer)
@@ -63,18 +69,24 @@ def recompute(
     return logits, selected
 
 
-def _in_parts(fused: FusedPrompt, plan: RowsPlan, pause: Pause) -> RowsPlan:
-    """Compute all rows but the last part, with a pause after each part; return the plan of the last part.
+def _all_but_last_part(fused: FusedPrompt, plan: RowsPlan, part_rows: PartRows) -> Parts[RowsPlan]:
+    """Compute all rows but the last part; return the plan of the last part.
 
-    A row sees no later row, so parts in order give the same result as one pass.
+    A row sees no later row, so parts in order give the same result as one pass. The last part may be half as long
+    again: a short pass would cost more than it holds others up.
     """
     lm, rows = fused.lm, plan.rows if plan.on_host is None else plan.on_host
-    while len(rows) > pause.rows:
-        part, rows = RowsPlan.of(rows[: pause.rows], lm.sliding, device=lm.device), rows[pause.rows :]
+    if 2 * len(rows) <= 3 * part_rows():
+        return plan
+    while 2 * len(rows) > 3 * part_rows():
+        yield len(rows)
+        count = min(part_rows(), len(rows) - 1)
+        part, rows = RowsPlan.of(rows[:count], lm.sliding, device=lm.device), rows[count:]
         fused.runner.prefills.forward_hidden(fused.ids[part.rows], part, fused.loading_buffer, depth=lm.n_layers)
         fused.row_layers += _row_layers(lm, part, None)
-        pause.call()
-    return plan if len(rows) == len(plan.rows) else RowsPlan.of(rows, lm.sliding, device=lm.device)
+        DeviceTimestamp.on(lm.device).wait()  # or parts that were launched could not be withdrawn
+    yield len(rows)
+    return RowsPlan.of(rows, lm.sliding, device=lm.device)
 
 
 def _recompute_apart(

@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from itertools import pairwise
 from typing import Any
@@ -26,8 +26,11 @@ from qcfuse_rag import (
     SchedulerSettings,
     make_method,
 )
+from qcfuse_rag.engine import scheduler as scheduler_module
+from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed, PromptTooLong
-from qcfuse_rag.fusion.recompute import Pause
+from qcfuse_rag.fusion.pipeline import Prefilled
+from qcfuse_rag.fusion.recompute import Parts
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs import decode_graphs as step_graph
@@ -161,14 +164,14 @@ def test_cancelling_frees_the_buffer_and_leaves_the_others(engine: FusionEngine,
 def test_an_error_is_its_readers_alone(
     engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prefill, bad = engine.prefill, engine.prompt("Why?", PASSAGES)
+    prefill, bad = engine.prefill_in_parts, engine.prompt("Why?", PASSAGES)
 
     def failing(prompt: Prompt, **rest: Any) -> Any:
         if prompt is bad:
             raise OSError("the disk is gone")
-        return prefill(prompt, **rest)
+        return (yield from prefill(prompt, **rest))
 
-    monkeypatch.setattr(engine, "prefill", failing)
+    monkeypatch.setattr(engine, "prefill_in_parts", failing)
     good = scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG)
     wrong = scheduler.submit(bad, LONG)
     with pytest.raises(OSError, match="the disk is gone"):
@@ -214,13 +217,13 @@ def test_a_request_that_was_cancelled_while_waiting_ends_soon(engine: FusionEngi
 
 
 def test_a_full_queue_refuses(engine: FusionEngine, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, prefill = threading.Event(), engine.prefill
+    held, prefill = threading.Event(), engine.prefill_in_parts
 
     def slow(prompt: Prompt, **rest: Any) -> Any:
         assert held.wait(20)
-        return prefill(prompt, **rest)
+        return (yield from prefill(prompt, **rest))
 
-    monkeypatch.setattr(engine, "prefill", slow)
+    monkeypatch.setattr(engine, "prefill_in_parts", slow)
     prompt = engine.prompt(QUESTION, PASSAGES)
     first = scheduler.submit(prompt, LONG)
     wait_until(lambda: scheduler.waiting == 0)
@@ -245,18 +248,18 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 ) -> None:
     """A burst of questions slows the first answer, and does not stop it."""
     events: list[str] = []
-    prefill = engine.prefill
+    prefill = engine.prefill_in_parts
     given = [engine.prompt(str(index), PASSAGES[:1]) for index in range(4)]
 
     def noted(prompt: Prompt, **rest: Any) -> Any:
         events.append(f"prefill {given.index(prompt)}")
-        return prefill(prompt, **rest)
+        return (yield from prefill(prompt, **rest))
 
     def stepped(*rest: Any) -> Any:
         events.append("step")
         return forward_step(*rest)
 
-    monkeypatch.setattr(engine, "prefill", noted)
+    monkeypatch.setattr(engine, "prefill_in_parts", noted)
     monkeypatch.setattr(step_graph, "forward_step", stepped)
     with Scheduler(engine, SchedulerSettings(active=8, steps=3)) as scheduler:
         with scheduler._changed:  # so that none is taken before all are there
@@ -270,45 +273,195 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 
 @pytest.mark.parametrize("method", ["full", "qcfuse", "cacheblend"])
 def test_a_prefill_in_parts_is_the_prefill(family: LanguageModel, method: str) -> None:
-    engine, pauses = make_engine(family, MemoryStore()), []
+    engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES)
     prompt = engine.prompt(QUESTION, PASSAGES)
     chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)
     whole = engine.prefill(prompt, method=chosen)
-    parts = engine.prefill(prompt, method=chosen, pause=Pause(7, lambda: pauses.append(None)))
+    left = list[int]()
+    parts = computed_in_parts(engine.prefill_in_parts(prompt, method=chosen, part_rows=lambda: 7), left)
     assert torch.allclose(whole.logits, parts.logits, atol=1e-4)
     assert whole.report.selected == parts.report.selected
     assert whole.report.row_layers == parts.report.row_layers
     # a pass that is steered between layers is one pass
-    assert len(pauses) == (0 if method == "cacheblend" else (whole.report.rows - 1) // 7)
+    assert left == ([] if method == "cacheblend" else list(range(whole.report.rows, 3, -7)))
+
+
+def computed_in_parts(parts: Parts[Prefilled], left: list[int]) -> Prefilled:
+    """Do all parts; note the numbers of rows left before each."""
+
+    def noted() -> Iterator[None]:
+        nonlocal prefilled
+        prefilled = yield from parts  # type: ignore[misc]
+
+    prefilled: Any = None
+    left.extend(noted())  # type: ignore[arg-type]
+    return prefilled
+
+
+def test_a_prompt_of_one_part_is_computed_in_the_pass_it_would_be_alone(engine: FusionEngine) -> None:
+    """So that single answers are the same to the last bit, with a scheduler and without."""
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    for method in (make_method("full"), make_method("qcfuse", ratio=0.5, base=FRAMED)):
+        whole = engine.prefill(prompt, method=method)
+        parts = computed_in_parts(engine.prefill_in_parts(prompt, method=method, part_rows=lambda: 512), [])
+        assert torch.equal(whole.logits, parts.logits)
+        assert all(map(torch.equal, whole.buffer.keys, parts.buffer.keys))
+
+
+class Recorded:
+    """Notes which prompt's rows are computed, part by part; parts have as many rows as `rows` says."""
+
+    def __init__(self, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+        self.parts: list[Prompt] = []
+        self.closed: list[Prompt] = []
+        self.pause: Callable[[Prompt], object] = lambda prompt: None
+        plain = engine.prefill_in_parts
+
+        def recorded(prompt: Prompt, **rest: Any) -> Any:
+            parts = plain(prompt, **{**rest, "part_rows": lambda: rows})
+            while True:
+                self.pause(prompt)
+                self.parts.append(prompt)
+                try:
+                    left = next(parts)
+                except StopIteration as finished:
+                    return finished.value
+                try:
+                    yield left
+                except GeneratorExit:
+                    self.closed.append(prompt)
+                    raise
+
+        monkeypatch.setattr(engine, "prefill_in_parts", recorded)
+
+
+def submit_together(scheduler: Scheduler, *prompts: Prompt) -> list[RequestHandle]:
+    with scheduler._changed:  # so that none is taken before all are there
+        one = SamplingParams(max_new_tokens=1)
+        return [scheduler.submit(prompt, one, method=make_method("full")) for prompt in prompts]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("method", ["full", "qcfuse"])
+def test_whoever_comes_first_both_get_full_answers(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int], method: str
+) -> None:
+    """A long prompt that a short one overtakes, and a short one before a long one, against prefills in one pass."""
+    chosen = make_method(method) if method == "full" else make_method(method, ratio=0.5, base=FRAMED)
+    both = (engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?"))
+    expected = [engine.generate(prompt, LONG, method=chosen).ids for prompt in both]
+    Recorded(engine, monkeypatch, rows=8)
+    with Scheduler(engine) as scheduler:
+        with scheduler._changed:
+            answers = {index: scheduler.submit(both[index], LONG, method=chosen) for index in order}
+        assert [answers[index].result(60).ids for index in (0, 1)] == expected
+
+
+def test_a_short_question_overtakes_a_long_prompt(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, full = Recorded(engine, monkeypatch, rows=8), make_method("full")
+    long, short = engine.prompt(QUESTION, PASSAGES), engine.prompt("Why?")
+    with Scheduler(engine) as scheduler:
+        late: list[RequestHandle] = []
+
+        def submit_in_the_middle(prompt: Prompt) -> None:
+            if recorded.parts.count(long) == 3 and not late:
+                late.append(scheduler.submit(short, LONG, method=full))
+
+        recorded.pause = submit_in_the_middle
+        scheduler.submit(long, LONG, method=full).result(60)
+        late[0].result(60)
+    since = recorded.parts[recorded.parts.index(short) :]
+    assert recorded.parts.index(short) <= 6, "it waits for the part that is being computed and for one in turn"
+    assert since.count(long) > since.count(short)
+    last = max(index for index, prompt in enumerate(recorded.parts) if prompt is short)
+    assert last - recorded.parts.index(short) < 2 * recorded.parts.count(short), "and then goes on"
+
+
+def test_nobody_is_overtaken_for_ever(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fourth part is the oldest request's, however many short ones wait."""
+    recorded = Recorded(engine, monkeypatch, rows=16)
+    long, shorts = engine.prompt(QUESTION, PASSAGES), [engine.prompt(f"{index}?") for index in range(40)]
+    with Scheduler(engine, SchedulerSettings(active=50)) as scheduler:
+        for answer in submit_together(scheduler, long, *shorts):
+            answer.result(60)
+    places = [place for place, prompt in enumerate(recorded.parts) if prompt is long]
+    assert [place + 1 for place in places[:5]] == [4, 8, 12, 16, 20]
+
+
+def test_the_oldest_request_gets_room_though_smaller_ones_would_fit(
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(engine, monkeypatch, rows=512)
+    long, shorts = engine.prompt(QUESTION, PASSAGES), [engine.prompt(f"{index}?") for index in range(20)]
+    limit = (len(long) + 10) * engine.lm.kv_bytes_per_token
+    with Scheduler(engine, SchedulerSettings(kv_bytes=limit)) as scheduler:
+        for answer in submit_together(scheduler, long, *shorts):
+            answer.result(60)
+    assert recorded.parts.index(long) == 3
+
+
+def test_a_cancelled_prefill_computes_no_further_part(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(engine, monkeypatch, rows=8)
+    long = engine.prompt(QUESTION, PASSAGES)
+    with Scheduler(engine) as scheduler:
+
+        def cancel_in_the_middle(prompt: Prompt) -> None:
+            if len(recorded.parts) == 3:
+                answer.cancel()
+
+        recorded.pause = cancel_in_the_middle
+        with scheduler._changed:
+            answer = scheduler.submit(long, LONG, method=make_method("full"))
+        with pytest.raises(CancelledError):
+            answer.result(60)
+    assert len(recorded.parts) == 4
+    assert recorded.closed == [long], "its memory is free"
+
+
+def test_parts_take_the_time_that_is_set(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part at the end of a long prompt has fewer rows than one at its beginning, as attention takes longer."""
+    seconds, clock, sizes = iter([0.0, *[1.0] * 50]), [0.0], list[int]()
+    plain = engine.prefill_in_parts
+
+    def slow(prompt: Prompt, **rest: Any) -> Any:
+        rows = rest.pop("part_rows")
+        parts, before = plain(prompt, part_rows=rows, **rest), 0
+        while True:
+            clock[0] += next(seconds)
+            try:
+                left = next(parts)
+            except StopIteration as finished:
+                return finished.value
+            sizes.append(before - left)
+            before = left
+            yield left
+
+    monkeypatch.setattr(engine, "prefill_in_parts", slow)
+    monkeypatch.setattr(scheduler_module.time, "perf_counter", lambda: clock[0])
+    with Scheduler(engine, SchedulerSettings(rows=100, part_s=0.6)) as scheduler:
+        scheduler.submit(engine.prompt(QUESTION, PASSAGES * 2), LONG, method=make_method("full")).result(60)
+    assert sizes[1] == 100, "as nothing is known of the time that rows take"
+    assert sizes[2:4] == [60, 36]
+    assert sizes[4] == scheduler_module.MIN_PART_ROWS
 
 
 def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefilling, steps_meanwhile = threading.Event(), []
+    steps: list[int] = []
+    short, long, full = engine.prompt("Why?"), engine.prompt(QUESTION, PASSAGES), make_method("full")
+    expected = [engine.generate(one, LONG, method=full).ids for one in (short, long)]
 
-    def prefill(*given: Any, **rest: Any) -> Any:
-        prefilling.set()
-        try:
-            return plain(*given, **rest)
-        finally:
-            prefilling.clear()
+    def stepped(lm: Any, tokens: Any, positions: list[int], buffers: Any) -> Any:
+        steps.append(recorded.parts.count(long))
+        return forward_step(lm, tokens, positions, buffers)
 
-    def step(*given: Any) -> Any:
-        if prefilling.is_set():
-            steps_meanwhile.append(given)
-        return forward_step(*given)
-
-    plain = engine.prefill
-    monkeypatch.setattr(engine, "prefill", prefill)
-    monkeypatch.setattr(step_graph, "forward_step", step)
-    first, second = engine.prompt(QUESTION, PASSAGES[:1]), engine.prompt(QUESTION, PASSAGES)
-    full = make_method("full")
-    expected = [engine.generate(one, LONG, method=full).ids for one in (first, second)]
-    with Scheduler(engine, SchedulerSettings(rows=16)) as scheduler:
-        answers = [scheduler.submit(one, LONG, method=full) for one in (first, second)]
-        found = [answer.result(timeout=60).ids for answer in answers]
-    assert found == expected
-    assert len(steps_meanwhile) == (len(second) - 1) // 16
+    monkeypatch.setattr(step_graph, "forward_step", stepped)
+    recorded = Recorded(engine, monkeypatch, rows=16)
+    with Scheduler(engine) as scheduler:
+        answers = [scheduler.submit(one, LONG, method=full) for one in (short, long)]
+        assert [answer.result(timeout=60).ids for answer in answers] == expected
+    parts = recorded.parts.count(long)
+    assert [steps.count(part) for part in range(1, parts)] == [1] * (parts - 1), "a step between two parts"
 
 
 def test_active_requests_share_a_bound_of_bytes(engine: FusionEngine) -> None:
@@ -352,14 +505,14 @@ def test_what_its_reader_has_cancelled_is_no_error_when_the_scheduler_closes(eng
 
 
 def test_closing_cancels_what_is_just_being_prefilled(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on, plain = threading.Event(), threading.Event(), engine.prefill
+    begun, go_on, plain = threading.Event(), threading.Event(), engine.prefill_in_parts
 
     def prefill(*given: Any, **rest: Any) -> Any:
         begun.set()
         go_on.wait(10)
-        return plain(*given, **rest)
+        return (yield from plain(*given, **rest))
 
-    monkeypatch.setattr(engine, "prefill", prefill)
+    monkeypatch.setattr(engine, "prefill_in_parts", prefill)
     scheduler = Scheduler(engine)
     answer = scheduler.submit(engine.prompt(QUESTION, PASSAGES), LONG)
     assert begun.wait(10)

@@ -478,14 +478,14 @@ async def test_who_goes_before_being_queued_is_not_answered(
 async def test_who_comes_when_the_line_is_full_is_told_when_to_come_again(
     backend: EngineBackend, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on, prefill = threading.Event(), threading.Event(), engine.prefill
+    begun, go_on, prefill = threading.Event(), threading.Event(), engine.prefill_in_parts
 
     def slow(*args: Any, **options: Any) -> Any:
         begun.set()
         go_on.wait(20)
-        return prefill(*args, **options)
+        return (yield from prefill(*args, **options))
 
-    monkeypatch.setattr(engine, "prefill", slow)
+    monkeypatch.setattr(engine, "prefill_in_parts", slow)
     async with client(make_app(backend)) as http:
         asked = [asyncio.create_task(ask(http))]
         assert await asyncio.to_thread(begun.wait, 20)
