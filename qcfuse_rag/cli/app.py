@@ -51,7 +51,7 @@ app.add_typer(bench_app, name="bench")
 @app.command()
 @expand_options
 def demo(options: DemoOptions, as_json: Json = False) -> None:
-    """Ingest and warm a small corpus with LlamaIndex, ask a question, and compare methods side by side."""
+    """Warm a small corpus, and answer questions by full prefill and over the reused caches, side by side."""
     from qcfuse_rag.cli.demo import run_demo
 
     run_demo(options, as_json=as_json)
@@ -154,6 +154,19 @@ def explain(
 
 @app.command()
 @expand_options
+def chat(
+    store: Library,
+    options: AskOptions,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
+) -> None:
+    """Talk with a library: the model is loaded once, answers are streamed, and each names its sources."""
+    from qcfuse_rag.cli.chat import chat_with_library
+
+    chat_with_library(store, options, max_new_tokens=max_new_tokens)
+
+
+@app.command()
+@expand_options
 def profile(options: ProfileOptions, as_json: Json = False) -> None:
     """Find the critical layers of a model: the layers in which questions attend to their answers."""
     from qcfuse_rag.cli.profile import run_profile
@@ -177,13 +190,13 @@ def models_check(
     model: Annotated[str, typer.Argument(help="Hugging Face id, folder or GGUF file.")],
     device: Device = None,
     dtype: Dtype = None,
-    weights: Weights = WeightsChoice.MODEL,
+    weights: Weights = None,
     as_json: Json = False,
 ) -> None:
     """Check on a few tokens whether reuse is exact for a model; exit with 1 if not."""
     from qcfuse_rag.cli.describe import check_model, print_model_check
 
-    report = check_model(model, device, dtype, weights)
+    report = check_model(model, device, dtype, weights or WeightsChoice.MODEL)
     if as_json:
         print_json(report)
     else:

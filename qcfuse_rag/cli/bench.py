@@ -194,7 +194,7 @@ def bench_quality(
         store=store,
         device=options.device,
         dtype=options.dtype,
-        weights=options.weights.value,
+        weights=options.weight_format,
         profile=profile,
     )
     with progress_bar("asking", "questions") as advance:
@@ -234,7 +234,7 @@ def _load(options: ModelOptions) -> LanguageModel:
     from qcfuse_rag.runtime.language_model import LanguageModel
 
     return LanguageModel.load(
-        options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weights
+        options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weight_format
     )
 
 

@@ -1,62 +1,46 @@
-"""`qcfuse demo`: ingest and warm the bundled corpus with LlamaIndex, ask a question, and compare the methods."""
+"""`qcfuse demo`: answer questions by full prefill and over warmed caches, side by side."""
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from rich.table import Table
-from torch import Tensor
+from rich.live import Live
 
-from qcfuse_rag.bundled import corpus, default_embedder, default_model
-from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, size, status
+from qcfuse_rag.bundled import Question, corpus, default_embedder, default_model, demonstration_questions
+from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, print_line, progress_bar, size, status
+from qcfuse_rag.cli.demo_page import demo_page
+from qcfuse_rag.cli.demo_pair import AnsweredPair, PairView, ask_both
+from qcfuse_rag.cli.demo_table import summarise, summary_table
+from qcfuse_rag.cli.library import require_extra
 from qcfuse_rag.cli.open_engine import print_profile_note
 from qcfuse_rag.cli.options import DemoOptions
 from qcfuse_rag.engine.engine import FusionEngine
-from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.methods import make_method
-from qcfuse_rag.monitoring.divergence import divergence
-from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.ingestion.summary import WarmSummary
 
-QUESTION = "How many members does the Tidemoot have?"
-METHODS = (
-    make_method("full"),
-    make_method("auto", guard=False),  # answers the question; without its guard it fuses prompts of this length
-    make_method("reuse", base=FRAMED),
-    make_method("qcfuse", ratio=0.05, base=FRAMED),
-    make_method("qcfuse", ratio=0.15, base=FRAMED),
-    make_method("qcfuse", ratio=0.5, base=FRAMED),
-)
+SHOWN = 6
+"""Number of questions without `--all`."""
 ANSWER_TOKENS = 32
+FUSED_SHARE = 0.5
+"""Share of full prefill's time to expect of a fused answer, decoding of both included, for the estimate."""
 
 
 def run_demo(options: DemoOptions, *, as_json: bool) -> None:
-    """Run the demonstration and print its table or one JSON object."""
-    try:
-        from llama_index.core import Document, VectorStoreIndex
-        from llama_index.core.ingestion import IngestionPipeline
-        from llama_index.core.node_parser import SentenceSplitter
-        from llama_index.core.schema import MetadataMode
-        from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+    """Run the demonstration: print each question's two answers and a table, or one JSON object."""
+    with require_extra():
+        from qcfuse_rag.retrieval.embedder import Embedder
 
-        from llama_index.llms.qcfuse import QCFuseLLM, QCFusePostprocessor, QCFuseSynthesizer, QCFuseWarmup
-    except ImportError as error:
-        raise QCFuseError(
-            f"the demo needs LlamaIndex ({error.name}); run `pip install -e integrations/llama-index-llms-qcfuse "
-            "llama-index-embeddings-huggingface` in a clone of the repository"
-        ) from error
-
-    question = options.question or QUESTION
+    asked, texts = chosen_questions(options), list(corpus().values())
+    if not as_json:
+        print_line(
+            f"{len(texts)} short documents are warmed once; then {len(asked)} of the questions about them are answered "
+            "twice: by full prefill, which reads the retrieved documents anew, and by qcfuse, which reuses their "
+            f"caches. On two cores this takes about {'four minutes' if len(asked) > SHOWN else 'a minute and a half'}."
+        )
     started = time.perf_counter()
     with ExitStack() as stack:
         folder = options.store or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qcfuse-demo-")))
@@ -67,112 +51,78 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
                     store=folder / "kv",
                     device=options.device,
                     dtype=options.dtype,
-                    weights=options.weights,
+                    weights=options.weight_format,
                 )
             )
-            llm = QCFuseLLM.from_engine(engine, max_new_tokens=ANSWER_TOKENS)
+            embed = Embedder(options.embedder or default_embedder())
+            vectors = embed(texts)
         print_profile_note(engine)
-        with status("reading and embedding the corpus with LlamaIndex"):
-            embed = HuggingFaceEmbedding(model_name=options.embedder or default_embedder(), device="cpu")
-            documents = [Document(text=text, doc_id=name) for name, text in corpus().items()]
-            pipeline = IngestionPipeline(transformations=[SentenceSplitter(chunk_size=512, chunk_overlap=0), embed])
-            nodes = pipeline.run(documents=documents)
-            index = VectorStoreIndex(nodes, embed_model=embed)
+        plan = engine.corpus.warm_job([engine.prompts.chunk_ids(text) for text in texts]).plan(measure=True)
+        if not as_json and plan.seconds:
+            token_s = plan.seconds / max(1, plan.tokens)
+            question_tokens = options.top_k * plan.tokens / max(1, plan.to_warm)
+            asking_s = len(asked) * question_tokens * token_s * (1 + FUSED_SHARE)
+            print_line(f"On this machine: about {duration(plan.seconds)} to warm, and {duration(asking_s)} to answer.")
         setup_s = time.perf_counter() - started
-        with progress_bar(f"warming {len(nodes)} passages", "tokens") as advance:
-            warmup = QCFuseWarmup(llm, progress=advance)
-            warmup(nodes)
-        assert warmup.summary is not None
-
-        queries = index.as_query_engine(
-            llm=llm,
-            similarity_top_k=options.top_k,
-            node_postprocessors=[QCFusePostprocessor(llm=llm)],
-            response_synthesizer=QCFuseSynthesizer(llm, streaming=True),
-        )
-        if not as_json:
-            ERR.print(f"\n{question}", style="bold", highlight=False, markup=False)
-        response = queries.query(question)
-        for piece in response.response_gen:
-            if not as_json:
-                OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
-        if not as_json:
-            OUT.print("\n")
-        passages = [node.node.get_content(metadata_mode=MetadataMode.LLM) for node in response.source_nodes]
-        prompt = engine.prompt(question, passages)
-        with progress_bar("measuring", "runs") as advance:
-            context_tokens, measured = compare(engine, prompt, options.repeats, advance)
-
-    summary = warmup.summary
-    if as_json:
-        timings = {"setup_s": setup_s, "warm_s": summary.elapsed_s}
-        print_json({"model": engine.lm.name, "context_tokens": context_tokens, "methods": measured, **timings})
-    else:
-        OUT.print(to_table(prompt, context_tokens, measured, options.repeats))
-        for method, row in zip(METHODS, measured, strict=True):
-            print_line(f"  {label(method):12} {' '.join(row['answer'].split())}")
-        OUT.print(
-            f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {summary.elapsed_s:.1f} s, once; "
-            f"{torch.get_num_threads()} threads, {engine.lm.device}, {engine.lm.fingerprint.number_formats}."
-        )
+        with progress_bar(f"warming {len(texts)} documents", "tokens") as advance:
+            summary = engine.warm(texts, sources=list(corpus()), progress=advance)
+        with status("making the first passes, which are slower"):
+            engine.compile()
+        pairs = []
+        for number, question in enumerate(asked, start=1):
+            nearest = np.argsort(-(vectors @ embed([question.question])[0]), kind="stable")[: options.top_k]
+            passages = [texts[i] for i in nearest]
+            view = PairView(question, f"Question {number} of {len(asked)}: {question.question}")
+            if as_json:
+                pairs.append(ask_both(engine, passages, view, ANSWER_TOKENS))
+                continue
+            with Live(get_renderable=view.render, console=OUT, refresh_per_second=8):
+                pairs.append(ask_both(engine, passages, view, ANSWER_TOKENS, replay=OUT.is_terminal))
+    report(engine, options, pairs, summary, setup_s, as_json=as_json)
 
 
-def compare(
-    engine: FusionEngine, prompt: Prompt, repeats: int, advance: Callable[[int, int], None]
-) -> tuple[int, list[dict[str, Any]]]:
-    """Measure `METHODS` in alternation, so that a slow phase of the machine affects all of them.
-
-    Return the prompt's context tokens, and for each method the median time to first token, the divergence of that token
-    from full prefill's, in nats, the last run's figures and the answer.
-    """
-    times: dict[Method, list[float]] = {method: [] for method in METHODS}
-    reports: dict[Method, FusionReport] = {}
-    logits: dict[Method, Tensor] = {}
-    answers: dict[Method, str] = {}
-    total, done = (repeats + 1) * len(METHODS), 0
-    for method in METHODS:  # the first round generates the answers and is not timed
-        answers[method] = engine.generate(prompt, SamplingParams(max_new_tokens=ANSWER_TOKENS), method=method).text
-        advance(done := done + 1, total)
-    for _ in range(repeats):
-        for method in METHODS:
-            prefilled = engine.prefill(prompt, method=method, answer_tokens=ANSWER_TOKENS)
-            times[method].append(prefilled.report.timings.ttft_s)
-            reports[method], logits[method] = prefilled.report, prefilled.logits
-            advance(done := done + 1, total)
-    full = METHODS[0]
-    rows = [
-        {
-            "method": method.name,
-            "ratio": method.ratio,
-            "ttft_s": statistics.median(times[method]),
-            "ttft_full_s": statistics.median(times[full]),
-            "rows": reports[method].rows,
-            "bytes_loaded": reports[method].bytes_loaded,
-            "kl": divergence(logits[full], logits[method]),
-            "answer": answers[method].strip(),
-            "fallback": reports[method].fallback,
-        }
-        for method in METHODS
-    ]
-    return reports[full].context_tokens, rows
+def chosen_questions(options: DemoOptions) -> list[Question]:
+    """Return the question that was given, all questions of the demonstration, or every so manieth of them."""
+    if options.question is not None:
+        return [Question("given", options.question, (), ())]
+    known = demonstration_questions()
+    return known if options.all else known[:: max(1, -(-len(known) // SHOWN))]
 
 
-def to_table(prompt: Prompt, context_tokens: int, measured: list[dict[str, Any]], repeats: int) -> Table:
-    """Return the comparison as a table, with a bar for the time of each method."""
-    slowest = max(row["ttft_s"] for row in measured)
-    table = Table(
-        title=f"{context_tokens:,} context tokens in {len(prompt.chunks)} passages, "
-        f"time to first token, median of {repeats}"
+def report(
+    engine: FusionEngine,
+    options: DemoOptions,
+    pairs: list[AnsweredPair],
+    summary: WarmSummary,
+    setup_s: float,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the table or the JSON object, and write the page if one was asked for."""
+    totals = summarise(pairs)
+    about = (
+        f"{engine.lm.name}, {engine.lm.fingerprint.number_formats}, {engine.lm.device}, "
+        f"{torch.get_num_threads()} threads; {options.top_k} documents for each question"
     )
-    for name in ("method", "time to first token", "", "faster", "rows", "loaded", "KL"):
-        table.add_column(name, justify="right" if name in ("faster", "rows", "loaded", "KL") else "left", no_wrap=True)
-    for method, row in zip(METHODS, measured, strict=True):
-        bar, speedup = "█" * max(1, round(16 * row["ttft_s"] / slowest)), row["ttft_full_s"] / row["ttft_s"]
-        figures = (f"{speedup:.1f}x", f"{row['rows']:,}", size(row["bytes_loaded"]), f"{row['kl']:.3f}")
-        table.add_row(label(method), bar, f"{row['ttft_s']:.2f} s", *figures)
-    return table
-
-
-def label(method: Method) -> str:
-    """Return the name of a method, with its ratio if it has a probe."""
-    return f"{method.name} {method.ratio:g}" if method.probe else method.name
+    if options.html is not None:
+        options.html.write_text(demo_page(pairs, totals, about), "utf-8")
+        ERR.print(f"wrote {options.html}", highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        print_json(
+            {
+                "model": engine.lm.name,
+                "top_k": options.top_k,
+                "setup_s": setup_s,
+                "warm": summary.to_dict(),
+                "questions": [pair.to_dict() for pair in pairs],
+                "summary": totals,
+            }
+        )
+        return
+    OUT.print(summary_table(totals))
+    print_line(f"{about}.")
+    print_line(
+        f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {duration(summary.elapsed_s)}, once. Reused "
+        "caches change some answers, and a model of this size loses more than larger ones: `qcfuse verify` finds the "
+        "share to recompute for your model and documents, and `--fidelity exact` keeps full prefill's answers."
+    )

@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.cli.console import progress_bar
 from qcfuse_rag.cli.library import require_extra
 from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.retrieval.index import PassageIndex, embedder_source
 
 EMBEDDING_BATCH = 256  # minimum number of passages to embed together on this machine
 INDEX_SAVE_INTERVAL_S = 30.0
@@ -98,14 +97,13 @@ def index_passages(
     index: PassageIndex,
     folder: Path,
     passages: Mapping[str, list[str]],
-    options: WarmOptions,
     workers: RayWorkers | None = None,
 ) -> None:
     """Embed the passages of new and changed documents, and save the index at intervals and at the end."""
     with require_extra():
         from qcfuse_rag.retrieval.embedder import Embedder
 
-    batch_size, model = EMBEDDING_BATCH, options.embedder or default_embedder()
+    batch_size, model = EMBEDDING_BATCH, embedder_source(index.embedder)
     embed: Callable[[Sequence[str]], NDArray[np.float32]]
     if workers is None:
         embed = Embedder(model)

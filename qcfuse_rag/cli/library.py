@@ -23,7 +23,7 @@ KV_FOLDER, INDEX_FOLDER = "kv", "passages"
 TEXT_FOLDER = re.compile(f"{INDEX_FOLDER}(-[0-9a-f]+)?")
 """Name of a passage folder: the common folder, or the folder of one tenant."""
 INDEX_FILES = (PASSAGES, EMBEDDINGS, METADATA, LOG_NAME)
-DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+SETTINGS_NAME = "library.json"
 
 
 def open_library_store(
@@ -96,9 +96,10 @@ def store_folder(folder: Path) -> Path:
 
 def library_of(folder: Path) -> Path:
     """Return the library around a store, given the folder of either; a store by itself is returned itself."""
+    if not _is_store(folder):
+        return folder
     library = folder.resolve().parent
-    has_texts = folder.resolve().name == KV_FOLDER and bool(text_folders(library))
-    return library if _is_store(folder) and has_texts else folder
+    return library if folder.resolve().name == KV_FOLDER and text_folders(library) else folder
 
 
 def require_library(folder: Path) -> None:
@@ -136,11 +137,12 @@ def text_folders(library: Path) -> list[Path]:
 
 
 def text_files(library: Path) -> list[Path]:
-    """Return the files of a library that hold text or names outside its store: passages and the last job's record."""
+    """Return a library's files outside its store that name or hold text: passages, settings, the last job's record."""
     names = [folder / name for folder in text_folders(library) for name in INDEX_FILES]
     index_files = [path for name in names for path in (name, *name.parent.glob(f"{name.name}*.part"))]
-    record_files = [library / RECORD_NAME, library / f"{RECORD_NAME}.lock", *library.glob(f"{RECORD_NAME}.*.part")]
-    return [*index_files, *record_files]
+    records = [library / name for name in (RECORD_NAME, SETTINGS_NAME)]
+    record_files = [path for record in records for path in (record, *library.glob(f"{record.name}.*.part"))]
+    return [*index_files, *record_files, library / f"{RECORD_NAME}.lock"]
 
 
 @contextmanager

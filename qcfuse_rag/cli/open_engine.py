@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
+from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.options import ModelOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.verdict import verdict_problem
@@ -11,21 +12,28 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.store.backends.base import KVStore
 
 
-def open_engine(store: KVStore, method: Method, options: ModelOptions) -> FusionEngine:
+def open_engine(
+    store: KVStore, method: Method, options: ModelOptions, settings: LibrarySettings | None = None
+) -> FusionEngine:
     """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given.
 
-    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store.
+    A method that leaves its ratio to `qcfuse verify` takes the ratio of the verdict beside the store. A library's
+    settings give the wording of prompts; a note is printed if its model has changed.
     """
     with status("loading the model"):
         engine = FusionEngine.load(
             options.model or default_model(),
             store=store,
+            template=None if settings is None else settings.template,
             method=method,
             device=options.device,
             dtype=options.dtype,
-            weights=options.weights,
+            weights=options.weight_format,
             verdict="ignore",
         )
+    change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
+    if change is not None:
+        print_note("note:", change)
     print_profile_note(engine)
     return engine
 

@@ -30,13 +30,17 @@ Question = Annotated[str, Argument(help="The question.")]
 Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
 Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU float32 by default.")]
 Weights = Annotated[
-    WeightsChoice, Option(help="Format of weights: model, int8 (on CPUs), or auto: int8 on a CPU that is fast at it.")
+    WeightsChoice | None,
+    Option(help="Format of weights: model (default), int8 (on CPUs), or auto: int8 on a CPU that is fast at it."),
 ]
 Tenant = Annotated[
     str | None,
     Option(help="Tenant whose entries are used; the secret is read from QCFUSE_SECRET or QCFUSE_TENANT_SECRET."),
 ]
-EmbedderName = Annotated[str | None, Option(help="sentence-transformers id or folder; MiniLM by default.")]
+EmbedderName = Annotated[
+    str | None,
+    Option(help="sentence-transformers id or folder; by default the one of the library's passages, else MiniLM."),
+]
 Remote = Annotated[str | None, Option(help="URL of a bucket or server behind the folder, shared between machines.")]
 
 
@@ -45,11 +49,20 @@ class ModelOptions:
     """The model to load and how to compute with it."""
 
     model: Annotated[
-        str | None, Option(help="Hugging Face id, folder or GGUF file of the model; SmolLM2-135M by default.")
+        str | None,
+        Option(
+            help="Hugging Face id, folder or GGUF file of the model; "
+            "by default the one that the library was warmed with, else SmolLM2-135M."
+        ),
     ] = None
     device: Device = None
     dtype: Dtype = None
-    weights: Weights = WeightsChoice.MODEL
+    weights: Weights = None
+
+    @property
+    def weight_format(self) -> str:
+        """The format of weights to load the model with."""
+        return (self.weights or WeightsChoice.MODEL).value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +165,12 @@ class WarmOptions(CorpusOptions):
 class ServeOptions(MethodOptions):
     """Options of `qcfuse serve`."""
 
-    name: Annotated[str | None, Option(help="Name of the model for clients; the last part of --model by default.")] = (
-        None
-    )
+    name: Annotated[
+        str | None,
+        Option(
+            help="Name of the model for clients; by default its Hugging Face id, or the name of its folder or file."
+        ),
+    ] = None
     host: Annotated[str, Option(help="Address to listen on; an address beyond loopback requires QCFUSE_TOKEN.")] = (
         "127.0.0.1"
     )
@@ -192,9 +208,10 @@ class DemoOptions(ModelOptions):
 
     embedder: EmbedderName = None
     store: Annotated[Path | None, Option(help="Folder to keep the store in; a temporary folder by default.")] = None
-    question: Annotated[str | None, Option(help="Question to ask instead of the built-in question.")] = None
-    top_k: Annotated[int, Option(min=1, help="Number of passages to retrieve.")] = 8
-    repeats: Annotated[int, Option(min=1, help="Number of measurements of each method.")] = 5
+    question: Annotated[str | None, Option(help="Question to ask instead of the built-in questions.")] = None
+    all: Annotated[bool, Option("--all", help="Ask all questions of the demonstration instead of six.")] = False
+    top_k: Annotated[int, Option(min=1, help="Number of documents to retrieve.")] = 4
+    html: Annotated[Path | None, Option(help="HTML page to write, with the answers and a picture.")] = None
 
 
 class Numbers(StrEnum):

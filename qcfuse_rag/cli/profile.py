@@ -9,6 +9,7 @@ from rich.table import Table
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
 from qcfuse_rag.cli.library import store_folder
+from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -29,6 +30,8 @@ BAR = 24
 
 def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     """Profile a model, print its layers, and write the profile to the requested files."""
+    if options.store is not None:
+        options = LibrarySettings.load(options.store).applied_to(options)
     samples = _samples(options)
     figure = (
         None if options.plot is None else new_figure(7, 3)
@@ -38,7 +41,7 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     ]
     with status("loading the model"):
         engine = FusionEngine.load(
-            options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weights
+            options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weight_format
         )
     with engine, engine.store, progress_bar("profiling layers", "questions") as advance:
         profile = profile_layers(

@@ -14,6 +14,7 @@ from typing import Any
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, status
 from qcfuse_rag.cli.library import existing_store_folder, has_secret, open_library_store, require_extra, store_folder
+from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -25,7 +26,9 @@ TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
 def serve_library(library: Path, options: ServeOptions) -> None:
     """Serve requests until interrupted, then finish the requests in progress."""
-    method = options.chosen_method()
+    settings = LibrarySettings.load(library)
+    options = settings.applied_to(options)
+    method = settings.chosen_method(options)
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not _is_loopback(options.host):
         raise QCFuseError(
@@ -35,14 +38,31 @@ def serve_library(library: Path, options: ServeOptions) -> None:
     with require_extra("serve"):
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
-    name = options.name or Path(options.model or default_model()).name
+    name = options.name or served_model_id(options.model or default_model())
     if options.ray is None:
-        _serve_in_process(library, method, options, name, token)
+        _serve_in_process(library, method, options, settings, name, token)
     else:
         _serve_on_ray(library, method, options, name, token)
 
 
-def _serve_in_process(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
+def served_model_id(model: str) -> str:
+    """Return the id of a model for clients.
+
+    It is the Hugging Face id, also for a folder of the hub's cache, or the name of a folder or of a GGUF file without
+    its ending.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
+        return path.parents[1].name.removeprefix("models--").replace("--", "/")
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _serve_in_process(
+    library: Path, method: Method, options: ServeOptions, settings: LibrarySettings, name: str, token: str | None
+) -> None:
     from qcfuse_rag.engine.engine_handle import EngineHandle
     from qcfuse_rag.engine.scheduler import SchedulerSettings
     from qcfuse_rag.server.app import make_app
@@ -54,7 +74,7 @@ def _serve_in_process(library: Path, method: Method, options: ServeOptions, name
         existing_store_folder(library)  # do not create a library under a misspelt name
     listener = _bind(options)
     with open_library_store(library, remote=options.remote) as store:
-        engine = open_engine(store, method, options)
+        engine = open_engine(store, method, options, settings)
         print_verdict_note(engine)
         with status("warming up"):
             engine.compile()
@@ -104,7 +124,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         gpus=options.gpus_per_replica,
         device=options.device,
         dtype=options.dtype,
-        weights=options.weights.value,
+        weights=options.weight_format,
     )
     autoscaling = None
     if options.most_replicas is not None:

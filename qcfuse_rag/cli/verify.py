@@ -8,6 +8,7 @@ from rich.table import Table
 
 from qcfuse_rag.cli.console import OUT, print_json, print_line, progress_bar
 from qcfuse_rag.cli.library import existing_store_folder, index_folder, open_library_store
+from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.open_engine import open_engine
 from qcfuse_rag.cli.options import VerifyOptions
 from qcfuse_rag.engine.verdict import EXACTNESS, Check, Trial, Verdict
@@ -22,19 +23,19 @@ def run_verify(options: VerifyOptions, *, as_json: bool) -> bool:
 
     The passages are those of the library, or the demonstration's.
     """
-    method = options.chosen_method()
     limits = VerifyLimits(kl=options.kl, agreement=options.agreement, loss=options.loss)
     settings = VerifySettings(size=options.size, tokens=options.tokens, limits=limits)
-    if options.store is not None:
-        existing_store_folder(options.store)  # do not create a library under a misspelt name
-        opened = open_library_store(options.store, tenant=options.tenant)
-    else:
-        opened = MemoryStore()
+    folder, library = options.store, None
+    if folder is not None:
+        existing_store_folder(folder)  # do not create a library under a misspelt name
+        library = LibrarySettings.load(folder)
+        options = library.applied_to(options)
+    method = options.chosen_method() if library is None else library.chosen_method(options)
     texts: list[str] = []
-    with opened as store:
-        if options.store is not None and (index_folder(options.store, store) / PASSAGES).exists():
-            texts = [passage.text for passage in read_passages(index_folder(options.store, store))]
-        engine = open_engine(store, method, options)
+    with MemoryStore() if folder is None else open_library_store(folder, tenant=options.tenant) as store:
+        if library is not None and (index_folder(library.folder, store) / PASSAGES).exists():
+            texts = [passage.text for passage in read_passages(index_folder(library.folder, store))]
+        engine = open_engine(store, method, options, library)
         with progress_bar("verifying", "prompts") as advance:
             verdict = verify(engine, method, texts=texts, settings=settings, progress=advance)
         saved = None if store.folder is None else verdict.save(store.folder)

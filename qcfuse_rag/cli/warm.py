@@ -17,20 +17,20 @@ from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_
 from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
 from qcfuse_rag.cli.job_record import JobRecord, job_lock
 from qcfuse_rag.cli.library import (
-    DEFAULT_EMBEDDER,
     KV_FOLDER,
     has_secret,
     index_folder,
     open_library_store,
     require_library,
 )
+from qcfuse_rag.cli.library_settings import LibrarySettings, model_name
 from qcfuse_rag.cli.open_engine import open_engine
-from qcfuse_rag.cli.options import CorpusOptions, WarmOptions
+from qcfuse_rag.cli.options import CorpusOptions, WarmOptions, WeightsChoice
 from qcfuse_rag.cluster.workers import RayWorkers
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.methods import choose_method
-from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
@@ -43,6 +43,8 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
     """Print the bytes and seconds that warming would take, without storing anything."""
     require_library(library)
     check_paths(options, library)
+    settings = LibrarySettings.load(library)
+    options = settings.applied_to(options)
     limit = None if options.limit_gb is None else int(options.limit_gb * 1e9)
     if (library / KV_FOLDER).is_dir():
         opened = open_library_store(library, tenant=options.tenant)
@@ -50,7 +52,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
         opened = open_store(memory_bytes=limit or 64 << 30)
     with opened as store:
         store.numbers = options.numbers or store.numbers  # changes this open view only, not the settings on disk
-        engine = open_engine(store, choose_method(base=options.base), options)
+        engine = open_engine(store, choose_method(base=options.base), options, settings)
         unread: list[str] = []
         passages = read_documents(engine, options, unread)
         require_passages(passages, options)
@@ -80,13 +82,15 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
     """Read, index and prefill documents; a repeated job skips caches that are already stored."""
     require_library(library)
     check_paths(options, library, allow_empty=options.allow_empty)
+    settings = LibrarySettings.load(library)
+    options = settings.applied_to(options)
     _require_dtype(options)
     paths = [str(path.resolve() if path.exists() else path) for path in options.paths]
     remote = options.remote and url_without_secrets(options.remote)
     record = JobRecord(library, {**asdict(options), "paths": paths, "remote": remote})
     with job_lock(library):
         try:
-            summary, verified = _warm(library, options, record)
+            summary, verified = _warm(settings, options, record)
         except KeyboardInterrupt:
             if record.begun:  # otherwise the record of the previous job stays, for `resume`
                 record.finish("interrupted")
@@ -107,19 +111,22 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def resume_warming(library: Path, *, as_json: bool) -> None:
     """Run a library's last job again with the same options."""
     try:
-        arguments = {"weights": "model", **JobRecord.load(library).arguments}  # older records do not name them
+        arguments = {"weights": None, **JobRecord.load(library).arguments}  # older records do not name them
         if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
             raise KeyError(", ".join(sorted(missing)))
-        options = WarmOptions(**{**arguments, "paths": [Path(path) for path in arguments["paths"]]})
-    except (TypeError, KeyError) as error:
+        weights = arguments["weights"] and WeightsChoice(arguments["weights"])
+        paths = [Path(path) for path in arguments["paths"]]
+        options = WarmOptions(**{**arguments, "paths": paths, "weights": weights})
+    except (TypeError, KeyError, ValueError) as error:
         raise QCFuseError(
             f"cannot read the record of the last job ({error}); start it with `qcfuse warm run`"
         ) from error
     run_warming(library, options, as_json=as_json)
 
 
-def _warm(library: Path, options: WarmOptions, record: JobRecord) -> tuple[dict[str, Any], bool]:
+def _warm(settings: LibrarySettings, options: WarmOptions, record: JobRecord) -> tuple[dict[str, Any], bool]:
     """Run a job; return its summary, and whether the library has a verdict on the method that reads its caches."""
+    library = settings.folder
     opened = open_library_store(
         library,
         numbers=options.numbers,
@@ -129,20 +136,22 @@ def _warm(library: Path, options: WarmOptions, record: JobRecord) -> tuple[dict[
         remote=options.remote,
     )
     with opened as store:
-        engine = open_engine(store, choose_method(base=options.base), options)
+        engine = open_engine(store, choose_method(base=options.base), options, settings)
         workers = _ray_workers(engine, library, options)
         unread: list[str] = []
         passages = read_documents(engine, options, unread, workers)
-        folder, embedder = index_folder(library, store), options.embedder or DEFAULT_EMBEDDER
-        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder)
+        folder = index_folder(library, store)
+        embedder = None if options.embedder is None else model_name(options.embedder)
+        index = PassageIndex.load(folder, embedder) if folder.exists() else PassageIndex(embedder or DEFAULT_EMBEDDER)
         if not index.passages:
             require_passages(passages, options)
         record.save()
+        settings.after_job(options, engine.lm.fingerprint, engine.prompts.template).save()
         vanished = vanished_files(index, options, passages)
         for source in vanished:  # before the index drops them: a later job could no longer see that they vanished
             engine.forget(source)
         index.remove(vanished)
-        index_passages(index, folder, passages, options, workers)
+        index_passages(index, folder, passages, workers)
         enriched = any(base.enriched for base in engine.corpus.bases)
         # Enriched passages take neighbours from the whole index, so a new document can change old passages.
         documents = index.by_source() if enriched else passages
@@ -227,7 +236,7 @@ def _print_summary(summary: Mapping[str, Any]) -> None:
 
 def _print_offer(library: Path, options: WarmOptions) -> None:
     """Offer verification to the user of a library without a verdict."""
-    named = {"--store": str(library), "--model": options.model, "--base": options.base, "--tenant": options.tenant}
+    named = {"--store": str(library), "--tenant": options.tenant}
     command = shlex.join(["qcfuse", "verify", *(part for pair in named.items() if pair[1] for part in pair if part)])
     print_line(f"`{command}` finds the share to recompute at which answers on these passages are near full prefill's")
 

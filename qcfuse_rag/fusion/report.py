@@ -20,6 +20,7 @@ class Lookup:
         hit: whether its keys and values were reused.
         reason: why they were not reused, or None.
         note: how an adapter changed them, or None.
+        exact: whether the reused keys and values are those of full prefill, so that nothing needs recomputing.
     """
 
     role: str
@@ -28,6 +29,7 @@ class Lookup:
     hit: bool
     reason: str | None
     note: str | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,7 +257,7 @@ class FusedPrompt:
         if isinstance(outcome, Miss):
             self.lookups.append(Lookup(role, span.start, len(span), False, outcome.reason, None))
             return None
-        self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note))
+        self.lookups.append(Lookup(role, span.start, len(span), True, None, outcome.note, outcome.exact))
         self.placed.append(PlacedChunk(span, outcome.chunk, outcome.exact, outcome.demand))
         self.known[span.start : span.stop] = True
         self.keys[span.start] = key

@@ -1,64 +1,63 @@
-"""Draw a fused prefill as an HTML page: the prompt's text, coloured by how each token was computed."""
+"""Draw a fused prefill as an HTML page: the prompt's text, by how each token was computed, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
 from itertools import groupby
 
 from jinja2 import Environment
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.fusion.report import FusionReport
-from qcfuse_rag.prompts.segments import Prompt, Span
+from qcfuse_rag.fusion.report import FusionReport, Lookup
+from qcfuse_rag.monitoring.reasons import choice_of
+from qcfuse_rag.prompts.segments import Prompt, Role, Span
 
 REPLACEMENT = "\ufffd"
+TEMPLATE_FILE = "explain.html.jinja"
+MAX_STRETCHES = 8
+"""Most recomputed stretches to list of a passage."""
+MAX_STRETCH_CHARACTERS = 90
 
-PAGE = """\
-<!doctype html><html lang="en"><meta charset="utf-8"><title>What was recomputed</title><style>
-body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-section { white-space: pre-wrap; border-left: 4px solid #ddd; margin: .6rem 0; padding: .1rem .8rem }
-section.question, section.text { border-color: #4a7fd6 } section.missing { border-color: #d64a4a }
-.reused { color: #888 } .recomputed { background: #ffd54a; color: #000 } .computed { color: #1c4fa3 }
-small { color: #666 }
-.timeline { display: flex; height: 1.6rem; font-size: 12px; line-height: 1.6rem; color: #fff; overflow: hidden }
-.timeline span { padding-left: .3rem; white-space: nowrap; overflow: hidden }
-.load { background: #3d7f77 } .probe { background: #4a7fd6 }
-.select { background: #888 } .recompute { background: #b5651d }
-.heat { display: inline-block; height: .6rem; background: #d64a4a; margin: 0 .4rem }
-</style>
-<p>{{ summary }}</p>
-<div class="timeline">
-{% for stage, share in stages.items() %}
-<span class="{{ stage }}" style="width:{{ '%.2f' % (100 * share) }}%">{{ stage }}</span>
-{% endfor %}
-</div>
-<p>
-{% for fate in ("reused", "recomputed", "computed") %}
-<span class="{{ fate }}">{{ fate }}</span>
-{% endfor %}
-</p>
-{% for section in sections %}
-<section class="{{ 'missing' if section.reason else section.role }}"><small>
-{{- section.role }}, {{ section.tokens }} tokens
-{%- if section.reason %}
-: {{ section.reason }}
-{%- endif %}
-{% if section.probed is not none %}
-, probed <span class="heat" style="width:{{ '%.2f' % (12 * section.probed) }}rem"></span>
-{{- '%.0f' % (100 * section.probed) }}%
-{%- endif %}
-</small>
-{% for fate, text in section.pieces %}<span class="{{ fate }}">{{ text }}</span>{% endfor %}
-</section>
-{% endfor %}
-</html>
-"""
-"""A Jinja template. Sections are not indented, because a browser shows their whitespace."""
+STAGE_MEANINGS = {
+    "load": "bringing stored passages into place",
+    "probe": "scoring the passages' tokens",
+    "select": "choosing what to recompute",
+    "recompute": "computing, up to the first token of the answer",
+}
+HEADINGS = {
+    Role.HEAD: "Beginning, the same in every prompt",
+    Role.QUESTION: "Question",
+    Role.TEXT: "Other text of the prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PassageOrigin:
+    """Where a passage is from: the name of its document, and the heading that it stands under, if any."""
+
+    source: str
+    title: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A recomputed stretch: its text, and why it was chosen."""
+
+    text: str
+    why: str
 
 
 def explain_html(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, report: FusionReport, scores: Tensor | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    report: FusionReport,
+    scores: Tensor | None = None,
+    *,
+    answer: str | None = None,
+    origins: Sequence[PassageOrigin] = (),
 ) -> str:
     """Draw which tokens were reused, which were recomputed although stored, and which had no cache.
 
@@ -66,55 +65,152 @@ def explain_html(
         tokenizer: of the model.
         prompt: the prompt.
         report: of its prefill.
-        scores: `[T]`, the probe's score of each token, to show each passage's share; None shows no shares.
+        scores: `[T]`, the method's score of each token, to show each passage's share; None for methods without scores.
+        answer: the text that the model answered; None shows none.
+        origins: the passages' documents, in the order of the prompt; if there are fewer, the others are numbered only.
 
     Returns:
         One HTML page without scripts and external references. The page contains the question.
     """
-    timings = report.timings
-    summary = (
-        f"{report.method}, ratio {report.ratio:g}: {report.reused_tokens:,} tokens reused, {len(report.selected):,} "
-        f"recomputed, {report.rows - len(report.selected):,} computed; first token after {timings.ttft_s:.2f} s "
-        f"(load {timings.load_s:.2f}, probe {timings.probe_s:.2f}, recompute {timings.recompute_s:.2f})"
-    )
-    hits = {lookup.start for lookup in report.lookups if lookup.hit}
-    reasons = {lookup.start: lookup.reason for lookup in report.lookups if not lookup.hit}
-    probed = {} if scores is None else _probed_shares(prompt, hits, scores)
-    sections = [
-        {
-            "role": span.segment.role,
-            "tokens": len(span),
-            "reason": reasons.get(span.start),
-            "probed": probed.get(span.start),
-            "pieces": _pieces(tokenizer, span, set(report.selected), stored=span.start in hits),
-        }
-        for span in prompt.spans
-    ]
-    environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
-    stages = {stage: seconds / max(timings.ttft_s, 1e-9) for stage, seconds in timings.stages.items()}
-    return environment.from_string(PAGE).render(summary=summary, stages=stages, sections=sections)
+    return _Page(tokenizer, prompt, report, scores, tuple(origins)).render(answer)
 
 
-def _probed_shares(prompt: Prompt, hits: set[int], scores: Tensor) -> dict[int, float]:
-    """Return each reused passage's share of the probe's scores, by the passage's position."""
-    sums = {span.start: float(scores[span.start : span.stop].sum()) for span in prompt.chunks if span.start in hits}
-    total = sum(sums.values())
-    return {start: score / total for start, score in sums.items()} if total > 0 else {}
+@dataclass(frozen=True, slots=True)
+class _Page:
+    tokenizer: PreTrainedTokenizerBase
+    prompt: Prompt
+    report: FusionReport
+    scores: Tensor | None
+    origins: tuple[PassageOrigin, ...]
+
+    def render(self, answer: str | None) -> str:
+        report, choice = self.report, choice_of(self.report.method)
+        lookups = {lookup.start: lookup for lookup in report.lookups}
+        shares, selected = self._score_shares(), frozenset(report.selected)
+        places = {span.start: index for index, span in enumerate(self.prompt.chunks)}
+        sections = []
+        for span in self.prompt.spans:
+            lookup = lookups.get(span.start)
+            pieces = list(self._pieces(span, selected, stored=lookup is not None and lookup.hit))
+            stretches = self._stretches(span, selected) if lookup is not None and lookup.hit else []
+            sections.append(
+                {
+                    "role": span.segment.role,
+                    "heading": self._heading(span, places.get(span.start)),
+                    "tokens": f"{len(span):,}",
+                    "missing": lookup is not None and not lookup.hit,
+                    "status": self._status(span, lookup, selected),
+                    "probed": shares.get(span.start),
+                    "pieces": pieces,
+                    "stretches": stretches[:MAX_STRETCHES],
+                    "more_stretches": max(0, len(stretches) - MAX_STRETCHES),
+                }
+            )
+        ttft_s = max(report.timings.ttft_s, 1e-9)
+        stages = [
+            {"name": name, "share": seconds / ttft_s, "seconds": seconds, "meaning": STAGE_MEANINGS[name]}
+            for name, seconds in report.timings.stages.items()
+        ]
+        question = " ".join(span.segment.text for span in self.prompt.spans if span.segment.role is Role.QUESTION)
+        environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+        template = environment.from_string(files(__package__).joinpath(TEMPLATE_FILE).read_text("utf-8"))
+        return template.render(
+            question=question.strip() or "What was recomputed",
+            answer=answer,
+            summary=self._summary(),
+            fallback=report.fallback,
+            method=report.method,
+            reason=choice.reason,
+            score=None if self.scores is None or choice.score is None else choice.score.capitalize(),
+            stages=stages,
+            sections=sections,
+        )
+
+    def _summary(self) -> str:
+        report = self.report
+        return (
+            f"The prompt has {report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
+            f"{len(report.selected):,} recomputed, {report.rows - len(report.selected):,} computed "
+            f"(method {report.method}, ratio {report.ratio:g}). "
+            f"The first token of the answer came after {report.timings.ttft_s:.2f} s."
+        )
+
+    def _heading(self, span: Span, place: int | None) -> str:
+        if place is None:
+            return HEADINGS[span.segment.role]
+        if place >= len(self.origins):
+            return f"Passage {place + 1}"
+        origin = self.origins[place]
+        return f"Passage {place + 1}: {origin.source}" + (f", “{origin.title}”" if origin.title else "")
+
+    def _status(self, span: Span, lookup: Lookup | None, selected: frozenset[int]) -> str:
+        """Say in a sentence how a segment was computed."""
+        if lookup is None:
+            return "Computed."
+        if not lookup.hit:
+            return f"Computed, because it could not be reused: {lookup.reason}."
+        if lookup.exact:
+            return "Exact: reused as stored, and nothing had to be recomputed."
+        recomputed = sum(position in selected for position in range(span.start, span.stop))
+        if recomputed:
+            return f"{recomputed:,} tokens recomputed, because {choice_of(self.report.method).reason}."
+        if selected:
+            return "Reused as stored; the method chose tokens of other passages."
+        return "Reused as stored; nothing was recomputed."
+
+    def _score_shares(self) -> dict[int, float]:
+        """Return each reused passage's share of the scores, by the passage's position."""
+        if self.scores is None:
+            return {}
+        hits = {lookup.start for lookup in self.report.lookups if lookup.hit}
+        spans = [span for span in self.prompt.chunks if span.start in hits]
+        sums = {span.start: float(self.scores[span.start : span.stop].sum()) for span in spans}
+        total = sum(sums.values())
+        return {start: score / total for start, score in sums.items()} if total > 0 else {}
+
+    def _stretches(self, span: Span, selected: frozenset[int]) -> list[Stretch]:
+        """Return a passage's recomputed stretches, those with the highest score first, else in their order."""
+        runs: list[list[int]] = []
+        for position in range(span.start, span.stop):
+            if position not in selected:
+                continue
+            if runs and runs[-1][-1] == position - 1:
+                runs[-1].append(position)
+            else:
+                runs.append([position])
+        scores, choice = self.scores, choice_of(self.report.method)
+        if scores is None or choice.score is None:
+            return [Stretch(self._excerpt(span, run), _count(run)) for run in runs]
+        average = float(scores[span.start : span.stop].mean())
+        strength = {run[0]: float(scores[run].max()) / average if average > 0 else 0.0 for run in runs}
+        runs.sort(key=lambda run: -strength[run[0]])
+        return [
+            Stretch(
+                self._excerpt(span, run),
+                f"{_count(run)}; {choice.score} up to {strength[run[0]]:.1f} times the average here",
+            )
+            for run in runs
+        ]
+
+    def _excerpt(self, span: Span, run: list[int]) -> str:
+        text = " ".join(self.tokenizer.decode([span.segment.ids[position - span.start] for position in run]).split())
+        return text if len(text) <= MAX_STRETCH_CHARACTERS else f"{text[:MAX_STRETCH_CHARACTERS]}…"
+
+    def _pieces(self, span: Span, selected: frozenset[int], *, stored: bool) -> Iterator[tuple[str, str]]:
+        """Yield `(fate, text)` of a span's longest runs of tokens with the same fate."""
+
+        def fate(positions: range) -> str:
+            if not stored:
+                return "computed"
+            return "recomputed" if any(position in selected for position in positions) else "reused"
+
+        for name, ranges in groupby(_character_ranges(self.tokenizer, span), key=fate):
+            ids = [span.segment.ids[position - span.start] for positions in ranges for position in positions]
+            yield name, self.tokenizer.decode(ids)
 
 
-def _pieces(
-    tokenizer: PreTrainedTokenizerBase, span: Span, selected: set[int], *, stored: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield `(fate, text)` of a span's longest runs of tokens with the same fate."""
-
-    def fate(positions: range) -> str:
-        if not stored:
-            return "computed"
-        return "recomputed" if any(position in selected for position in positions) else "reused"
-
-    for name, ranges in groupby(_character_ranges(tokenizer, span), key=fate):
-        ids = [span.segment.ids[position - span.start] for positions in ranges for position in positions]
-        yield name, tokenizer.decode(ids)
+def _count(run: list[int]) -> str:
+    return "1 token" if len(run) == 1 else f"{len(run):,} tokens"
 
 
 def _character_ranges(tokenizer: PreTrainedTokenizerBase, span: Span) -> Iterator[range]:

@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.atomic_write import write_atomically
 
 PASSAGES, EMBEDDINGS, METADATA = "passages.jsonl", "embeddings.npy", "about.json"
+DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
+"""Name of the embedding model that is used if none is named; it comes as a wheel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,12 @@ class PassageIndex:
         rows = {passage.text: row for row, passage in enumerate(self.passages)}
         return self.embeddings[[rows[text] for text in texts]]
 
-    def search(self, query: NDArray[np.float32], k: int) -> list[Passage]:
-        """Return the `k` passages nearest to a query embedding `[D]`, best first."""
+    def search(self, query: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
+        """Return row and cosine similarity of the `k` passages nearest to a query embedding `[D]`, best first."""
         if not self.passages:
             return []
-        order = np.argsort(-(self.embeddings @ query), kind="stable")[:k]
-        return [self.passages[i] for i in order]
+        similarity = self.embeddings @ query
+        return [(int(row), float(similarity[row])) for row in np.argsort(-similarity, kind="stable")[:k]]
 
     def save(self, folder: Path) -> None:
         """Write to a folder, readable by its owner only; the old index stays valid until the last file is replaced."""
@@ -104,8 +107,15 @@ class PassageIndex:
         if len(passages) != len(embeddings):
             raise QCFuseError(f"the files in {folder} do not match; remove that folder and run `qcfuse warm run`")
         if embedder is not None and made_with != embedder:
-            raise QCFuseError(f"{folder} was made with the embedder {made_with!r}; name it with --embedder")
+            raise QCFuseError(
+                f"the passages in {folder} were embedded with {made_with!r}, not {embedder!r}; leave out --embedder"
+            )
         return cls(made_with, passages, embeddings)
+
+
+def embedder_source(name: str) -> str:
+    """Return the id or folder to load an embedding model from, given its name in an index."""
+    return default_embedder() if name == DEFAULT_EMBEDDER else name
 
 
 def read_passages(folder: Path) -> list[Passage]:

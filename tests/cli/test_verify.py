@@ -68,7 +68,7 @@ def test_a_verdict_on_a_librarys_own_passages_is_kept_and_spares_the_note(
 ) -> None:
     store, about = tmp_path / "s", ("--model", model_folder)
     warmed = run.text("warm", "run", corpus_file, "--store", store, *about)
-    assert f"`qcfuse verify --store {store} --model {model_folder}` finds the share to recompute" in warmed
+    assert f"`qcfuse verify --store {store}` finds the share to recompute" in warmed
     _, _, noted = run("ask", "Who keeps the paint?", "--store", store, *about, "--max-new-tokens", 1)
     assert "has not been verified on this model; run `qcfuse verify`" in " ".join(noted.split())
     found = run.json("verify", "--store", store, *about, *SMALL, *LOOSE)

@@ -265,7 +265,7 @@ def test_what_is_asked_for_often_is_warmed_first(run: Run, documents: Path, mode
         "--max-new-tokens",
         1,
     )
-    [source] = asked["sources"]
+    [source] = [document["source"] for document in asked["documents"]]
     run.text("store", "clear", "--store", store, "--yes")
     run.json("warm", "run", documents, "--store", store, *options, *FRAMED, "--limit-gb", 0.0002)
     missing = {name: s["missing"] for name, s in run.json("store", "sources", "--store", store)["sources"].items()}
@@ -283,7 +283,7 @@ def test_an_exact_answer_is_full_prefills_and_says_how_far_the_draft_agreed(
     full = run.json(*asked, "--method", "full")
     exact = run.json(*asked, *METHOD_OPTIONS, "--fidelity", "exact")
     assert exact["report"]["reused_tokens"] > 0
-    assert (exact["answer"], exact["verified_upto"]) == (full["answer"], exact["tokens"])
+    assert (exact["answer"], exact["healing"]["verified_upto"]) == (full["answer"], exact["tokens"])
     assert full["healing"] is None
     _, out, err = run(*asked, *METHOD_OPTIONS, "--fidelity", "exact")
     assert out.strip() == exact["answer"].strip()

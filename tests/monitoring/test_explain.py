@@ -1,4 +1,4 @@
-"""The page of a prefill shows every token once, in the colour of its fate."""
+"""The page of a prefill shows every token once, by its fate, and says in words why."""
 
 from __future__ import annotations
 
@@ -10,10 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag import FusionEngine, make_method
-from qcfuse_rag.monitoring.explain import explain_html
-from qcfuse_rag.store.prefill_base import BLIND
+from qcfuse_rag import METHODS, FusionEngine, make_method
+from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
+from qcfuse_rag.monitoring.reasons import CHOICES
+from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.passages import PASSAGES
+
+WCAG_AA = 4.5
+"""Least contrast of text and background (WCAG 2.2, 1.4.3)."""
+ORIGINS = [PassageOrigin("boats.md", "Who paints"), PassageOrigin("mills.md"), PassageOrigin("council.md")]
+
+
+def shown_text(page: str) -> list[tuple[str, str]]:
+    return re.findall(r'<span class="(\w+)">(.*?)</span>', page[page.index("<section") :], re.DOTALL)
+
+
+def words(page: str) -> str:
+    """Return the page's text without tags and styles."""
+    return " ".join(unescape(re.sub(r"<style>.*?</style>|<[^>]+>", " ", page, flags=re.DOTALL)).split())
 
 
 def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
@@ -21,15 +35,14 @@ def test_every_token_is_shown_with_its_fate(engine: FusionEngine) -> None:
     prompt = engine.prompt("Is 1 < 2 & why?", PASSAGES)
     report = engine.prefill(prompt, method=make_method("qcfuse", ratio=0.3)).report
     page = explain_html(engine.lm.tokenizer, prompt, report)
-    body = page[page.index("<section") :]
-    shown = re.findall(r'<span class="(\w+)">(.*?)</span>', body, re.DOTALL)
+    shown = shown_text(page)
     assert unescape("".join(text for _, text in shown)) == engine.lm.tokenizer.decode(prompt.ids)
     recomputed = unescape("".join(text for fate, text in shown if fate == "recomputed"))
     decode = engine.lm.tokenizer.decode
     assert len(recomputed) == sum(len(decode([prompt.ids[position]])) for position in report.selected)
-    assert body.count('class="missing"') == 1
-    assert "absent" in body
-    assert "1 &lt; 2 &amp; why?" in body
+    assert page.count('<section class="missing"') == 1
+    assert "Computed, because it could not be reused: absent." in words(page)
+    assert "1 &lt; 2 &amp; why?" in page
     assert "script" not in page
     assert "http" not in page
 
@@ -40,18 +53,82 @@ def test_characters_of_several_tokens_are_shown_whole(engine: FusionEngine) -> N
     prompt = engine.prompt("Où est l'été?", [text])
     report = engine.prefill(prompt, method=make_method("random", ratio=0.4, base=BLIND)).report
     assert report.selected
-    page = explain_html(engine.lm.tokenizer, prompt, report)
-    shown = re.findall(r'<span class="(\w+)">(.*?)</span>', page[page.index("<section") :], re.DOTALL)
+    shown = shown_text(explain_html(engine.lm.tokenizer, prompt, report))
     assert {"reused", "recomputed"} <= {fate for fate, _ in shown}
     assert unescape("".join(written for _, written in shown)) == engine.lm.tokenizer.decode(prompt.ids)
 
 
-def explained(engine: FusionEngine) -> str:
-    engine.warm(PASSAGES, bases=(BLIND,))
+def explained(engine: FusionEngine, name: str = "qcfuse") -> str:
+    engine.warm(PASSAGES, bases=(BLIND, FRAMED))
     prompt = engine.prompt("Who keeps the paint?", PASSAGES)
-    done = engine.prefill(prompt, method=make_method("qcfuse", ratio=0.3))
-    assert done.scores is not None
-    return explain_html(engine.lm.tokenizer, prompt, done.report, done.scores.mean)
+    ratio = None if name in ("full", "reuse") else 0.3
+    done = engine.prefill(prompt, method=make_method(name, ratio=ratio, base=BLIND if ratio else None))
+    scores = None if done.scores is None else done.scores.mean
+    return explain_html(
+        engine.lm.tokenizer, prompt, done.report, scores, answer="Ann keeps <it>.", origins=ORIGINS[: len(PASSAGES)]
+    )
+
+
+def test_question_and_answer_come_first_and_passages_have_source_and_title(engine: FusionEngine) -> None:
+    page = explained(engine)
+    assert page.index("<h1>Who keeps the paint?</h1>") < page.index("Ann keeps &lt;it&gt;.") < page.index("<section")
+    assert "Passage 1: boats.md, “Who paints”" in words(page)
+    assert "Passage 2: mills.md" in words(page)
+
+
+def test_every_recomputed_stretch_says_why(engine: FusionEngine) -> None:
+    page = explained(engine)
+    stretches = re.findall(r"<li><q>(.+?)</q> <small>(.+?)</small>", page)
+    assert stretches
+    assert all("attention of the question up to" in why and "the average here" in why for _, why in stretches)
+    assert "tokens recomputed, because the question pays them the most attention" in words(page)
+
+
+def test_methods_that_do_not_look_at_the_question_are_explained_too(engine: FusionEngine) -> None:
+    page = explained(engine, "epic")
+    stretches = re.findall(r"<li><q>(.+?)</q> <small>(.+?)</small>", page)
+    assert [re.fullmatch(r"1 token|\d+ tokens", why) is not None for _, why in stretches] == [True] * len(PASSAGES)
+    assert "because they are the first of their passage" in words(page)
+    assert "this passage's share" not in page
+    assert "nothing was recomputed" in words(explained(engine, "reuse"))
+    assert set(re.findall(r'<span class="(\w+)">', explained(engine, "full").split("<section", 1)[1])) == {"computed"}
+
+
+def test_a_passage_that_is_exact_says_so_and_the_legend_says_what_that_means(engine: FusionEngine) -> None:
+    """The first passage behind the beginning it was warmed behind is what full prefill computes."""
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt = engine.prompt("Who keeps the paint?", PASSAGES)
+    report = engine.prefill(prompt, method=make_method("random", ratio=0.3, base=FRAMED)).report
+    assert [lookup.exact for lookup in report.lookups if lookup.role == "chunk"] == [True, False, False]
+    page = words(explain_html(engine.lm.tokenizer, prompt, report))
+    assert page.count("Exact: reused as stored, and nothing had to be recomputed.") == page.count("Exact: ") >= 1
+    assert "what the model would compute here anyway" in page
+
+
+def test_every_method_has_a_reason() -> None:
+    assert set(CHOICES) == set(METHODS)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first: str, second: str) -> float:
+    dark, light = sorted([luminance(first), luminance(second)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_all_text_has_readable_contrast(engine: FusionEngine) -> None:
+    [style] = re.findall(r"<style>(.*?)</style>", explained(engine), re.DOTALL)
+    coloured = [dict(re.findall(r"([\w-]+): (#\w{6})", rule)) for rule in re.findall(r"{(.*?)}", style)]
+    coloured = [rule for rule in coloured if "color" in rule]
+    assert len(coloured) >= 9
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for rule in coloured:
+        assert contrast(rule["color"], rule["background"]) >= WCAG_AA, rule
+    assert "opacity" not in style
 
 
 def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
@@ -59,7 +136,7 @@ def test_stages_and_the_probes_shares_are_drawn(engine: FusionEngine) -> None:
     widths = [float(width) for width in re.findall(r'class="\w+" style="width:([\d.]+)%"', page)]
     assert len(widths) == 4
     assert sum(widths) == pytest.approx(100, abs=0.1)
-    shares = [float(width) / 12 for width in re.findall(r'class="heat" style="width:([\d.]+)rem"', page)]
+    shares = [float(width) / 6 for width in re.findall(r'class="heat" style="width:([\d.]+)rem"', page)]
     assert len(shares) == 3
     assert sum(shares) == pytest.approx(1, abs=0.01)
 
@@ -70,11 +147,11 @@ def test_a_browser_shows_it(engine: FusionEngine, tmp_path: Path) -> None:
 
     (tmp_path / "page.html").write_text(explained(engine), "utf-8")
     shot = tmp_path / "shot.png"
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--window-size=1000,1400")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--force-color-profile=srgb", "--window-size=1000,1800")
     address = (tmp_path / "page.html").as_uri()
     subprocess.run(
         ["chromium", *options, f"--screenshot={shot}", address], check=True, capture_output=True, timeout=120
     )
     with Image.open(shot) as image:
         colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 24) or []}
-    assert {(0xFF, 0xD5, 0x4A), (0xB5, 0x65, 0x1D), (0xD6, 0x4A, 0x4A)} <= colours  # recomputed, its stage, heat
+    assert {(0xFF, 0xD5, 0x4A), (0x8A, 0x4A, 0x12), (0xB3, 0x26, 0x1E)} <= colours  # recomputed, its stage, heat
