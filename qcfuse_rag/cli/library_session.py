@@ -1,0 +1,111 @@
+"""Open a library for questions: its store, its passages and its model, each loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcfuse_rag.cli.library import index_folder, open_library_store, require_extra, require_library
+from qcfuse_rag.cli.library_settings import LibrarySettings, model_name
+from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
+from qcfuse_rag.cli.options import AskOptions
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.generation.decode import Generation, TextStream
+from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.prompts.template import Turn
+from qcfuse_rag.retrieval.index import PassageIndex
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.retrieval.retriever import RetrievedPassage, Retriever
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LibraryAnswer:
+    """An answer over a library: the retrieved passages, best first, and the stream of its text."""
+
+    passages: list[RetrievedPassage]
+    prompt: Prompt
+    stream: TextStream
+
+    @property
+    def sources(self) -> list[str]:
+        """The names of the retrieved documents, best first."""
+        return list(dict.fromkeys(passage.source for passage in self.passages))
+
+    def to_dict(self, question: str) -> dict[str, Any]:
+        """Wait for the answer and return it with its documents as JSON-compatible data, each fact once."""
+        generation = self.stream.result()
+        return {
+            "question": question,
+            "answer": generation.text,
+            "documents": [asdict(passage) for passage in self.passages],
+            "tokens": len(generation.ids),
+            "finish_reason": generation.finish_reason,
+            "decode_s": generation.decode_s,
+            "healing": None if generation.healing is None else asdict(generation.healing),
+            "report": generation.report.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LibrarySession:
+    """An open library that answers questions."""
+
+    engine: FusionEngine
+    retriever: Retriever
+    options: AskOptions
+
+    def answer(self, question: str, *, history: Sequence[Turn] = (), max_new_tokens: int) -> LibraryAnswer:
+        """Retrieve passages for a question, prefill the prompt, and return the answer as a stream.
+
+        Raises:
+            PromptTooLong: if history, passages and answer exceed the model's context window.
+        """
+        passages = self.retriever.retrieve(question, self.options.top_k)
+        prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
+        params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.options.fidelity.value)
+        return LibraryAnswer(passages, prompt, self.engine.stream(prompt, params))
+
+    def write_page(self, answer: LibraryAnswer, path: Path) -> None:
+        """Wait for an answer and write the page that explains it; only its owner can read the page."""
+        generation: Generation = answer.stream.result()
+        scores = answer.stream.prefilled.scores
+        page = explain_html(
+            self.engine.lm.tokenizer,
+            answer.prompt,
+            generation.report,
+            None if scores is None else scores.mean,
+            answer=generation.text,
+            origins=[PassageOrigin(passage.source, passage.title) for passage in answer.passages],
+        )
+        path.touch(mode=0o600)
+        path.write_text(page, "utf-8")
+
+
+@contextmanager
+def open_session(library: Path, options: AskOptions) -> Iterator[LibrarySession]:
+    """Open a library for questions, with its own model, method and wording where the options name none.
+
+    Raises:
+        QCFuseError: if there is no library, or it has another model, embedder or base than the options name.
+    """
+    with require_extra():
+        from qcfuse_rag.retrieval.retriever import Retriever
+
+    require_library(library)
+    settings = LibrarySettings.load(library)
+    options = settings.applied_to(options)
+    method = settings.chosen_method(options)
+    embedder = None if options.embedder is None else model_name(options.embedder)
+    if not library.is_dir():
+        PassageIndex.load(index_folder(library), embedder)  # raises; opening the store would create the folder
+    with open_library_store(library, tenant=options.tenant) as store:
+        retriever = Retriever(index_folder(library, store), embedder)
+        engine = open_engine(store, method, options, settings)
+        print_verdict_note(engine)
+        yield LibrarySession(engine, retriever, options)

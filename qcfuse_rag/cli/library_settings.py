@@ -1,0 +1,168 @@
+"""The settings of a library, kept in its folder: the model, caches and wording that its documents were warmed with."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qcfuse_rag.cli.library import SETTINGS_NAME, library_of
+from qcfuse_rag.cli.options import CorpusOptions, MethodOptions, ModelOptions, WeightsChoice
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.methods import choose_method, default_method
+from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.prompts.template import PromptTemplate
+from qcfuse_rag.store.atomic_write import write_atomically
+from qcfuse_rag.store.prefill_base import Base
+from qcfuse_rag.store.regular_file import read_text
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct (the default)"
+
+OptionsT = TypeVar("OptionsT", bound=ModelOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibrarySettings:
+    """What a library's documents were warmed with. The embedding model is named in the passage index.
+
+    Attributes:
+        folder: the library.
+        model: Hugging Face id or absolute path of the model; None for the default model.
+        fingerprint: the fields of the model's fingerprint; empty if nothing was warmed yet.
+        method: name of the method that answers questions, unless a command names another.
+        base: name of the base that the last job named; None for the method's own.
+        bases: names of all bases that documents were warmed under.
+        template: the wording of prompts; None for the current default.
+    """
+
+    folder: Path
+    model: str | None = None
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    method: str | None = None
+    base: str | None = None
+    bases: tuple[str, ...] = ()
+    template: PromptTemplate | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> LibrarySettings:
+        """Read the settings of a library, given its folder or that of its store; empty settings if there are none.
+
+        Raises:
+            QCFuseError: if they cannot be read.
+        """
+        library = library_of(folder)
+        path = library / SETTINGS_NAME
+        try:
+            kept = json.loads(read_text(path))
+            wording = kept.pop("template")
+            known = {each.name for each in fields(cls)}
+            return cls(
+                folder=library,
+                template=PromptTemplate(tuple((role, text) for role, text in wording["messages"]), wording["chunk"]),
+                bases=tuple(kept.pop("bases")),
+                **{name: value for name, value in kept.items() if name in known},
+            )
+        except FileNotFoundError:
+            return cls(folder=library)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, QCFuseError) as error:
+            raise QCFuseError(f"cannot read {path} ({error}); remove it and run `qcfuse warm run` again") from error
+
+    def save(self) -> None:
+        """Write the settings; a library that cannot be written keeps those that it has."""
+        data = {**asdict(self), "template": self.template and asdict(self.template)}
+        del data["folder"]
+        with suppress(OSError):
+            write_atomically(self.folder / SETTINGS_NAME, json.dumps(data, indent=2))
+
+    @property
+    def exists(self) -> bool:
+        """Whether documents were warmed with known settings."""
+        return bool(self.fingerprint)
+
+    def applied_to(self, options: OptionsT) -> OptionsT:
+        """Return a command's options with the library's settings in place of options that were not given.
+
+        Raises:
+            QCFuseError: if the command names another model, dtype or format of weights than the library has.
+        """
+        if not self.exists:
+            return options
+        given_model = None if options.model is None else model_name(options.model)
+        weights = WeightsChoice(self.fingerprint.get("weight_format", "model"))
+        given_weights = None if options.weights is WeightsChoice.AUTO else options.weights
+        self._require_same("model", given_model, self._own_model(given_model))
+        self._require_same("dtype", options.dtype, self.fingerprint["dtype"])
+        self._require_same("weights", given_weights, weights)
+        changes: dict[str, Any] = {"model": self.model, "dtype": self.fingerprint["dtype"], "weights": weights}
+        if isinstance(options, CorpusOptions):
+            changes["base"] = options.base or self.base
+        elif isinstance(options, MethodOptions) and options.method is None:
+            changes |= {"method": self.method, "base": options.base or self.base}
+        return replace(options, **changes)
+
+    def chosen_method(self, options: MethodOptions) -> Method:
+        """Return the method that options, with the library's settings applied, name.
+
+        Raises:
+            QCFuseError: if it reads no caches that the library has, or there is no such method.
+        """
+        method = options.chosen_method()
+        read = [plain_name(base) for base in method.bases]
+        if self.exists and read and not set(read) & set(self.bases):
+            raise QCFuseError(
+                f"the library {self.folder} was warmed for {' and '.join(self.bases)} caches, but the method "
+                f"{method.name} reads {' and '.join(read)} ones; leave out --method and --base, or run "
+                f"`qcfuse warm run --base {read[0]}` on its documents"
+            )
+        return method
+
+    def after_job(self, options: CorpusOptions, fingerprint: Fingerprint, template: PromptTemplate) -> LibrarySettings:
+        """Return the settings of the library once a job with these options has warmed documents."""
+        warmed = choose_method(base=options.base).bases
+        earlier = self.bases if self.change_of_model(fingerprint) is None else ()
+        return replace(
+            self,
+            model=None if options.model is None else model_name(options.model),
+            fingerprint=fingerprint.fields(),
+            method=self.method or default_method().name,
+            base=options.base,
+            bases=tuple(dict.fromkeys((*earlier, *map(plain_name, warmed)))),
+            template=template,
+        )
+
+    def change_of_model(self, fingerprint: Fingerprint) -> str | None:
+        """Say how a loaded model differs from the one that documents were warmed with; None if it does not."""
+        if not self.exists or not (differences := fingerprint.differences(self.fingerprint)):
+            return None
+        return (
+            f"the model {self.model or DEFAULT_MODEL_NAME} has changed since {self.folder} was warmed "
+            f"({', '.join(differences)}), so nothing can be reused; run `qcfuse warm run` again"
+        )
+
+    def _own_model(self, given: str | None) -> str:
+        if self.model is not None or given is None:
+            return self.model or DEFAULT_MODEL_NAME
+        from qcfuse_rag.bundled import default_model
+
+        return given if given == model_name(default_model()) else DEFAULT_MODEL_NAME
+
+    def _require_same(self, setting: str, given: str | None, own: str) -> None:
+        if given is not None and given != own:
+            raise QCFuseError(
+                f"the library {self.folder} was warmed with the {setting} {own}, not {given}; "
+                f"leave out --{setting}, or warm the documents into another library"
+            )
+
+
+def model_name(model: str) -> str:
+    """Return the name under which a model is recorded: an absolute path for a file or folder, else the id."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
+def plain_name(base: Base) -> str:
+    """Return a base's name without its ranking of tokens, as `--base` takes it."""
+    return base.name.split("+")[0]

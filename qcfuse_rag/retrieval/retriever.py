@@ -1,0 +1,70 @@
+"""Retrieve the passages of a library that are nearest to a question, each with its document's name, title and score."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from qcfuse_rag.retrieval.embedder import Embedder
+from qcfuse_rag.retrieval.index import PassageIndex, embedder_source
+from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
+
+HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
+"""Matches a Markdown heading."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedPassage:
+    """A passage retrieved for a question.
+
+    Attributes:
+        source: name of its document.
+        title: the Markdown heading that it stands under; None if its document has no heading up to its end.
+        text: the passage.
+        score: cosine similarity to the question, at most 1.
+    """
+
+    source: str
+    title: str | None
+    text: str
+    score: float
+
+
+class Retriever:
+    """Retrieve passages from the index in a folder, with the embedding model that the index was made with.
+
+    Args:
+        folder: of the index; what is retrieved is noted in its log, the question is not.
+        embedder: name of the embedding model that the caller expects, or None for the model of the index.
+
+    Raises:
+        QCFuseError: if there is no index, it cannot be read, or it was made with another embedding model.
+        ModelNotFound: if the embedding model cannot be loaded.
+    """
+
+    def __init__(self, folder: Path, embedder: str | None = None) -> None:
+        self.index = PassageIndex.load(folder, embedder)
+        self._log = RetrievalLog(folder)
+        self._embed = Embedder(embedder_source(self.index.embedder))
+
+    def retrieve(self, question: str, count: int) -> list[RetrievedPassage]:
+        """Return the `count` passages nearest to a question, best first."""
+        found = self.index.search(self._embed([question])[0], count)
+        self._log.note(self.index.passages[row].text for row, _ in found)
+        return [self._describe(row, score) for row, score in found]
+
+    def _describe(self, row: int, score: float) -> RetrievedPassage:
+        passage = self.index.passages[row]
+        return RetrievedPassage(passage.source, self._title(row), passage.text, score)
+
+    def _title(self, row: int) -> str | None:
+        """Return the first heading of a passage, or the last heading before it in its document."""
+        passage = self.index.passages[row]
+        own = HEADING.search(passage.text)
+        if own is not None:
+            return own[1]
+        for earlier in reversed(self.index.passages[:row]):
+            if earlier.source == passage.source and (headings := HEADING.findall(earlier.text)):
+                return str(headings[-1])
+        return None

@@ -1,0 +1,143 @@
+"""A library knows what it was warmed with: commands need nothing but its folder, and refuse another model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag.cli.library_settings import LibrarySettings
+from qcfuse_rag.cli.serve import served_model_id
+from qcfuse_rag.prompts.template import PromptTemplate
+from tests.support.cli import Run
+from tests.support.families import build_model
+from tests.support.passages import PASSAGES
+
+QUICK = ("--max-new-tokens", 2)
+
+
+@pytest.fixture
+def library(run: Run, model_folder: str, corpus_file: Path, tmp_path: Path) -> Path:
+    """Return a library of one document, warmed in bfloat16 without a guard against fusing short prompts."""
+    folder = tmp_path / "library"
+    options = ("--store", folder, "--model", model_folder, "--device", "cpu", "--dtype", "bfloat16")
+    run.json("warm", "run", corpus_file, *options, "--base", "framed")
+    return folder
+
+
+def test_its_folder_is_all_that_commands_need(run: Run, library: Path, corpus_file: Path) -> None:
+    answered = run.json("ask", "Who keeps the paint?", "--store", library, *QUICK, "--method", "reuse")
+    assert (answered["report"]["fallback"], answered["report"]["base"]) == (None, "framed")
+    assert answered["report"]["reused_tokens"] > 0, "in the dtype and with the model that it was warmed with"
+    page = library.parent / "page.html"
+    assert run("explain", "Who keeps the paint?", "--store", library, "--out", page)[0] == 0
+    assert "<h1>Who keeps the paint?</h1>" in page.read_text()
+    again = run.json("warm", "run", corpus_file, "--store", library)
+    assert (again["warmed"], again["present"]) == (0, 1)
+    loose = ("--kl", 100, "--agreement", 0, "--loss", 1, "--size", 1, "--tokens", 1200)
+    assert run.json("verify", "--store", library, *loose)["own_passages"] == 1
+
+
+@pytest.mark.parametrize("command", [("ask", "Who?"), ("explain", "Who?"), ("verify",), ("serve",), ("chat",)])
+@pytest.mark.parametrize(
+    ("option", "own"), [(("--model", "other/model"), "MODEL"), (("--dtype", "float32"), "bfloat16")]
+)
+def test_other_settings_are_refused_with_both_names_before_anything_is_loaded(
+    run: Run, library: Path, model_folder: str, command: tuple[str, ...], option: tuple[str, str], own: str
+) -> None:
+    code, _, err = run(*command, "--store", library, *option)
+    own = str(Path(model_folder).resolve()) if own == "MODEL" else own
+    assert (code, err.count("\n")) == (1, 1)
+    assert f"was warmed with the {option[0][2:]} {own}, not {option[1]}; leave out {option[0]}" in err
+
+
+def test_weights_and_caches_that_it_does_not_have_are_refused(run: Run, library: Path, corpus_file: Path) -> None:
+    code, _, err = run("ask", "Who?", "--store", library, "--weights", "int8")
+    assert (code, "with the weights model, not int8" in err) == (1, True)
+    code, _, err = run("ask", "Who?", "--store", library, "--method", "reuse", "--base", "blind")
+    assert (code, "was warmed for framed caches, but the method reuse reads blind ones" in err) == (1, True)
+    code, _, err = run("warm", "run", corpus_file, "--store", library, "--model", "other/model")
+    assert (code, "not other/model" in err) == (1, True)
+    run.json("warm", "run", corpus_file, "--store", library, "--base", "blind")
+    blind = run.json("ask", "Who?", "--store", library, "--method", "reuse", "--base", "blind", *QUICK)
+    assert blind["report"]["fallback"] is None
+
+
+def test_the_embedder_is_the_passages_own(run: Run, library: Path) -> None:
+    code, _, err = run("ask", "Who?", "--store", library, "--embedder", "other/embedder")
+    assert (code, "embedded with 'all-MiniLM-L6-v2', not 'other/embedder'" in err) == (1, True)
+
+
+def test_a_model_that_was_changed_under_its_name_is_noticed(
+    run: Run, corpus_file: Path, model_folder: str, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    options = ("--store", tmp_path / "s", "--device", "cpu")
+    run.json("warm", "run", corpus_file, *options, "--model", model, "--base", "framed")
+    build_model("llama", max_position_embeddings=2048, initializer_range=0.5).save_pretrained(model)
+    code, _, err = run("ask", "Who?", *options, *QUICK)
+    assert (code, f"the model {model} has changed since" in " ".join(err.split())) == (0, True)
+    assert run.json("warm", "run", corpus_file, *options)["warmed"] == 1
+    assert "has changed" not in run("ask", "Who?", *options, *QUICK)[2]
+
+
+def test_the_wording_is_the_librarys_own(run: Run, library: Path) -> None:
+    """A later version of this package may word prompts differently; a library that is warm stays so."""
+    settings = LibrarySettings.load(library)
+    assert settings.template == PromptTemplate()
+    worded = replace(settings.template, chunk="Passage: {text}\n\n")
+    replace(settings, template=worded).save()
+    assert LibrarySettings.load(library / "kv").template == worded
+    answered = run.json("ask", "Who?", "--store", library, *QUICK)
+    assert "absent" in answered["report"]["fallback"], "what is stored is of the wording it was warmed with"
+
+
+def test_settings_that_cannot_be_read_are_one_clear_error(run: Run, library: Path) -> None:
+    (library / "library.json").write_text("{}")
+    code, _, err = run("ask", "Who?", "--store", library)
+    assert (code, "library.json" in err, "run `qcfuse warm run` again" in err, err.count("\n")) == (1, True, True, 1)
+
+
+def test_an_answer_in_json_names_its_documents_once_with_their_scores(run: Run, library: Path) -> None:
+    answered = run.json("ask", "Who keeps the paint?", "--store", library, *QUICK)
+    assert set(answered) == {
+        "question", "answer", "documents", "tokens", "finish_reason", "decode_s", "healing", "report"
+    }  # fmt: skip
+    [document] = answered["documents"]
+    assert set(document) == {"source", "title", "text", "score"}
+    assert document["source"].endswith("harbour.md")
+    assert PASSAGES[0] in document["text"]
+    assert -1 <= document["score"] <= 1
+
+
+def test_passages_have_the_heading_that_they_stand_under_as_title(run: Run, model_folder: str, tmp_path: Path) -> None:
+    text = "\n\n".join(["# Harbour", "Boats. " * 30, "## Paint", "Ann keeps it. " * 30, "Only on Mondays. " * 30])
+    (tmp_path / "d.md").write_text(text)
+    options = ("--store", tmp_path / "s", "--device", "cpu")
+    run.json("warm", "run", tmp_path / "d.md", *options, "--model", model_folder, "--max-tokens", 64)
+    documents = run.json("ask", "When on Mondays?", *options, *QUICK, "--top-k", 20)["documents"]
+    titles = {document["text"].split()[-1]: document["title"] for document in documents}
+    assert titles["Boats."] == "Harbour"
+    assert titles["Mondays."] == "Paint"
+    scores = [document["score"] for document in documents]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_wiping_removes_the_settings(run: Run, library: Path) -> None:
+    assert "model" in json.loads((library / "library.json").read_text())
+    run.json("store", "wipe", "--store", library, "--yes")
+    assert not (library / "library.json").exists()
+
+
+def test_a_served_model_has_the_id_that_people_know_it_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de2"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "smol.Q4_1.gguf").touch()
+    assert served_model_id("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert served_model_id(str(snapshot)) == "Qwen/Qwen3-0.6B"
+    assert served_model_id(str(tmp_path / "smol.Q4_1.gguf")) == "smol.Q4_1"
+    monkeypatch.chdir(snapshot.parent)
+    assert served_model_id(".") == "snapshots", "not an empty name"
