@@ -116,14 +116,14 @@ def token_vectors(lm: LanguageModel, chunks: Sequence[Sequence[int]]) -> NDArray
     Returns:
         `[N, H]` float32.
     """
-    table = lm.model.get_input_embeddings().weight
+    embeddings = lm.model.get_input_embeddings()
     document_counts = Counter(token for ids in chunks for token in set(ids))
-    vectors = np.zeros((len(chunks), table.shape[1]), np.float32)
+    vectors = np.zeros((len(chunks), embeddings.embedding_dim), np.float32)
     for index, ids in enumerate(chunks):
         if ids:
-            tokens = torch.tensor(list(ids), device=table.device)
+            tokens = torch.tensor(list(ids), device=lm.device)
             weight = torch.tensor(
-                [np.log((1 + len(chunks)) / document_counts[token]) for token in ids], device=table.device
+                [np.log((1 + len(chunks)) / document_counts[token]) for token in ids], device=lm.device
             )
-            vectors[index] = (weight[:, None] * table[tokens].float()).mean(0).cpu().numpy()
+            vectors[index] = (weight[:, None] * embeddings(tokens).float()).mean(0).cpu().numpy()
     return vectors - vectors.mean(0) if len(chunks) > 1 else vectors

@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, for CPUs: a quarter of float32's bytes, and faster products.
+"""Linear layers and embeddings with int8 weights, for CPUs: a quarter of float32's bytes, and faster products.
 
 Weights have a scale for each output channel. Activations have a scale for each token and two int8 numbers for each
 channel, 15 bits in all: `scale * (high + low / 254)`. With eight bits, the tiny differences between two ways to add up
@@ -53,10 +53,9 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach().float()
-        scale = _scale(weight)
-        self.register_buffer("weight", (weight / scale).round_().to(torch.int8))
-        self.register_buffer("scale", scale[:, 0].contiguous())
+        weight, scale = _round(linear.weight)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float().clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,6 +94,30 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out.add_(self.bias)
 
 
+class Int8Embedding(nn.Module):
+    """Embeddings with int8 weights and a scale for each token.
+
+    Args:
+        weight: `[vocabulary, hidden]` int8.
+        scale: `[vocabulary]` float32.
+        dtype: dtype of the embeddings to return.
+    """
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.dtype = dtype
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the `[.., hidden]` embeddings of `[..]` token ids."""
+        return (self.weight[ids] * self.scale[ids, None]).to(self.dtype)
+
+
 def choose_weight_format(weights: str, device: str) -> Literal["model", "int8"]:
     """Return the format of weights on a device: `auto` is int8 on a CPU with VNNI or AMX instructions.
 
@@ -115,10 +138,9 @@ def choose_weight_format(weights: str, device: str) -> Literal["model", "int8"]:
 
 
 def quantize_linears(model: PreTrainedModel) -> None:
-    """Replace the linear layers of a model's decoder by `Int8Linear`, one at a time, in place.
+    """Replace the linear layers of a model by `Int8Linear`, one at a time, in place.
 
-    Embeddings, norms and the output layer stay as they are: the output layer often shares the embeddings' memory, and
-    a single row of it would gain no time.
+    Embeddings become `Int8Embedding`, unless their class does more than look up. Norms stay as they are.
 
     Raises:
         UnsupportedModel: if layers have weights outside of linear layers, such as experts; the model is unchanged then.
@@ -135,6 +157,21 @@ def quantize_linears(model: PreTrainedModel) -> None:
     for name in list(linears):
         parent, _, child = name.rpartition(".")
         setattr(layers.get_submodule(parent), child, Int8Linear(linears.pop(name)))
+    _quantize_vocabulary(model)
+
+
+def _quantize_vocabulary(model: PreTrainedModel) -> None:
+    """Round the output layer and the embeddings; embeddings that share its weights go on sharing them."""
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    shared = None
+    if type(output) is nn.Linear:
+        rounded = Int8Linear(output)
+        model.set_output_embeddings(rounded)
+        if output.weight is embeddings.weight:
+            shared = rounded.weight, rounded.scale
+    if type(embeddings) is nn.Embedding:  # a subclass does more, such as scaling
+        weight, scale = shared or _round(embeddings.weight)
+        model.set_input_embeddings(Int8Embedding(weight, scale, embeddings.weight.dtype))
 
 
 def weight_format(model: nn.Module) -> Literal["model", "int8"]:
@@ -149,3 +186,10 @@ def _has_onednn() -> bool:
 def _scale(rows: Tensor) -> Tensor:
     """Return the `[R, 1]` scales by which rows become numbers between -127 and 127."""
     return rows.abs().amax(-1, keepdim=True).clamp_min_(SMALLEST_SCALE).div_(LARGEST)
+
+
+def _round(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the `[R, C]` int8 numbers and the `[R]` float32 scales of a matrix."""
+    weight = weight.detach().float()
+    scale = _scale(weight)
+    return (weight / scale).round_().to(torch.int8), scale[:, 0].contiguous()

@@ -108,6 +108,27 @@ def test_caches_of_the_rounded_model_are_its_own(tokenizer: PreTrainedTokenizerF
     assert key.address != BLIND.key(plain, (1, 2), (3, 4)).address
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_near_and_share_the_output_layers_weights_if_they_did(tied: bool) -> None:
+    model = build_model("llama")
+    if tied:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    ids = torch.arange(12).view(3, 4)
+    expected = model.model.embed_tokens(ids)
+    quantize_linears(model)
+    embeddings = model.get_input_embeddings()
+    assert (embeddings(ids) - expected).abs().max() <= 0.51 * float(embeddings.scale.max())
+    assert (embeddings.weight.data_ptr() == model.lm_head.weight.data_ptr()) is tied
+
+
+def test_embeddings_that_do_more_than_look_up_stay_as_they_are() -> None:
+    model = build_model("gemma3-two-ropes")
+    embeddings = model.get_input_embeddings()
+    quantize_linears(model)
+    assert model.get_input_embeddings() is embeddings
+    assert type(model.get_output_embeddings()) is Int8Linear
+
+
 def test_a_single_changed_weight_is_another_rounded_model(tokenizer: PreTrainedTokenizerFast) -> None:
     changed = rounded("llama", tokenizer)
     changed.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
@@ -121,7 +142,7 @@ def test_a_model_is_rounded_when_it_is_loaded(tmp_path: Path, tokenizer: PreTrai
         tokenizer.save_pretrained(tmp_path / name)
     with FusionEngine.load(str(tmp_path / "llama"), device="cpu", weights="int8") as engine:
         assert engine.lm.fingerprint.weight_format == "int8"
-        assert type(engine.lm.model.lm_head) is nn.Linear
+        assert type(engine.lm.model.lm_head) is Int8Linear
     model, _ = load_pretrained(str(tmp_path / "gpt-oss-sinks"), device="cpu", weights="auto")
     assert weight_format(model) == "model"
     with pytest.raises(UnsupportedModel, match="linear layers"):
