@@ -192,14 +192,13 @@ class FusionEngine:
             RenderedText(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
         )
         self._require_short(rendered.text)  # the template has added to it
+        note = None
         try:
-            signatures = self.corpus.signatures
-            matches = signatures.find(rendered.text)
-            note = f"no warmed passage was found in the text, of {signatures.count():,} that are known"
+            matches = self.corpus.signatures.find(rendered.text)
         except StoreError as error:
             matches, note = [], f"{UNSOUGHT}: {error}"
         prompt = prompt_from_joined_text(self.prompts, rendered, matches, begin=finished)
-        return prompt if prompt.chunks else replace(prompt, note=note)
+        return replace(prompt, note=note)
 
     def prefill(
         self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0, pause: Pause | None = None

@@ -71,7 +71,7 @@ class Prompt:
     Attributes:
         segments: the non-empty segments; the last one is not stored, because an answer needs a computed row.
         prefix_ids: token ids of the system prefix, a part of the keys of framed chunks; usually the first segment's.
-        note: for the report, why no passages were found in a joined text; None if passages were found or given.
+        note: for the report, why a joined text was not searched for passages; None if it was, or passages were given.
         joined: whether a framework joined the text, so that it may contain unknown passages.
 
     Raises:

@@ -226,10 +226,8 @@ def test_a_tenant_does_not_count_what_others_have_or_restrict(
 ) -> None:
     one, other = make_engine(llama, alice), make_engine(llama, bob)
     one.warm(PASSAGES[:1], sources=["a"])
-    asking = [("user", "Hello!")]
-    before = one.prompt_from_text(asking).note
     other.warm(PASSAGES[1:], sources=["b"] * len(PASSAGES[1:]), access={"b": "board"})
-    assert one.prompt_from_text(asking).note == before == "no warmed passage was found in the text, of 1 that are known"
+    assert (one.corpus.signatures.count(), other.corpus.signatures.count()) == (1, len(PASSAGES[1:]))
     assert (one.corpus.open_sources().has_restricted(), other.corpus.open_sources().has_restricted()) == (False, True)
 
 

@@ -130,6 +130,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         source_key: str | None = SOURCE_KEY,
         replace: bool = False,
         access_key: str | None = None,
+        show_progress: bool | None = None,
     ) -> WarmSummary:
         """Prefill documents into the store; documents that are already stored cost nothing.
 
@@ -145,9 +146,10 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             access_key: metadata key of the tag that says who may read a document's source. No cache of a passage then
                 depends on text that its readers may not see. A source without the key keeps its tag; a new source
                 without it is open to everybody. None: no tags are set.
+            show_progress: whether to show a bar of the tokens; None: in a terminal.
         """
         passages = [passage_of(document, source_key) for document in documents]
-        return warm_passages(self.engine, passages, access_key=access_key, replace=replace)
+        return warm_passages(self.engine, passages, access_key=access_key, show_progress=show_progress, replace=replace)
 
     def bind_tools(
         self,

@@ -50,12 +50,20 @@ class QCFuseVectorStore(VectorStore):
         vector_store: the wrapped vector store; use it directly for its own methods.
         chat: the chat model that will answer.
         access_key: metadata key of the tag that says who may read a document; see `ChatQCFuse.warm`.
+        show_progress: whether to show a bar while documents are warmed; None: in a terminal.
     """
 
-    def __init__(self, vector_store: VectorStore, chat: ChatQCFuse, access_key: str | None = None) -> None:
+    def __init__(
+        self,
+        vector_store: VectorStore,
+        chat: ChatQCFuse,
+        access_key: str | None = None,
+        show_progress: bool | None = None,
+    ) -> None:
         self.vector_store = vector_store
         self.chat = chat
         self.access_key = access_key
+        self.show_progress = show_progress
 
     @classmethod
     def from_texts(
@@ -145,7 +153,10 @@ class QCFuseVectorStore(VectorStore):
             Passage(document.page_content, source, document.metadata)
             for document, source in zip(documents, sources, strict=True)
         ]
-        warn_not_stored(warm_passages(self.chat.engine, passages, access_key=self.access_key))
+        summary = warm_passages(
+            self.chat.engine, passages, access_key=self.access_key, show_progress=self.show_progress
+        )
+        warn_not_stored(summary)
 
     def _forget(self, ids: list[str] | None) -> None:
         if ids is None:

@@ -14,7 +14,7 @@ from llama_index.core.vector_stores import MetadataFilters, SimpleVectorStore, V
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.nodes import passage_of, source_of, text_of
+from llama_index.llms.qcfuse.nodes import passage_of, source_of, text_of, warn_of_windows
 from qcfuse_rag import QCFuseError
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
 from qcfuse_rag.store.prefill_base import BASES
@@ -43,17 +43,30 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         vector_store: the wrapped vector store.
         llm: the LLM that will answer.
         access_key: metadata key of the tag that says who may read a document; see `QCFuseWarmup`.
+        target_metadata_key: metadata key of the text to warm in place of a node's own; see `QCFuseWarmup`.
+        show_progress: whether to show a bar while nodes are warmed; None: in a terminal.
     """
 
     vector_store: BasePydanticVectorStore = Field(description="The wrapped vector store.", exclude=True)
     llm: QCFuseLLM = Field(description="The LLM that will answer.", exclude=True)
     access_key: str | None = Field(default=None, description="Metadata key that says who may read a document.")
+    target_metadata_key: str | None = Field(default=None, description="Metadata key of the text to warm.")
+    show_progress: bool | None = Field(default=None, description="Whether to show a bar; None: in a terminal.")
 
-    def __init__(self, vector_store: BasePydanticVectorStore, llm: QCFuseLLM, access_key: str | None = None) -> None:
+    def __init__(
+        self,
+        vector_store: BasePydanticVectorStore,
+        llm: QCFuseLLM,
+        access_key: str | None = None,
+        target_metadata_key: str | None = None,
+        show_progress: bool | None = None,
+    ) -> None:
         super().__init__(
             vector_store=vector_store,
             llm=llm,
             access_key=access_key,
+            target_metadata_key=target_metadata_key,
+            show_progress=show_progress,
             stores_text=vector_store.stores_text,
             is_embedding_query=vector_store.is_embedding_query,
         )
@@ -156,13 +169,21 @@ class QCFuseVectorStore(BasePydanticVectorStore):
         self.vector_store.persist(persist_path, fs=fs)
 
     def _warm(self, nodes: Sequence[BaseNode]) -> None:
-        passages = [passage_of(node) for node in nodes]
-        warn_not_stored(warm_passages(self.llm.engine, passages, access_key=self.access_key, replace=False))
+        warn_of_windows(nodes, self.target_metadata_key)
+        passages = [passage_of(node, self.target_metadata_key) for node in nodes]
+        summary = warm_passages(
+            self.llm.engine,
+            passages,
+            access_key=self.access_key,
+            show_progress=self.show_progress,
+            replace=False,
+        )
+        warn_not_stored(summary)
 
     def _forget_nodes(self, nodes: Sequence[BaseNode]) -> None:
         engine = self.llm.engine
         for node in nodes:
-            keys = engine.corpus.keys(engine.prompts.chunk_ids(text_of(node)), BASES.values())
+            keys = engine.corpus.keys(engine.prompts.chunk_ids(text_of(node, self.target_metadata_key)), BASES.values())
             engine.corpus.open_sources().remove(source_of(node), keys)
 
     def _forget(self, sources: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, mod
 from llama_index.core.schema import BaseNode, TransformComponent
 
 from llama_index.llms.qcfuse.base import QCFuseLLM
-from llama_index.llms.qcfuse.nodes import passage_of
+from llama_index.llms.qcfuse.nodes import passage_of, warn_of_windows
 from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import WarmSummary
 from qcfuse_rag.integrations import warm_passages, warn_not_stored
@@ -23,7 +23,8 @@ class QCFuseWarmup(TransformComponent):
     """Prefills every node that passes through an `IngestionPipeline` into the store of the LLM.
 
     Put it after the splitter; the nodes pass through unchanged. It warms the text that the model will be shown,
-    `node.get_content(MetadataMode.LLM)`. Nodes that are already stored cost nothing.
+    `node.get_content(MetadataMode.LLM)`. Nodes that are already stored cost nothing. In a terminal it shows a bar of
+    the tokens.
 
     A document, identified by its nodes' `ref_doc_id`, keeps only the passages of its latest call. When it comes again
     changed, its lost passages are removed from the store, unless another document has them. So all nodes of a document
@@ -45,6 +46,13 @@ class QCFuseWarmup(TransformComponent):
         "text that its readers may not see. A document without the key keeps its tag; a new document without it is "
         "open to everybody. None: no tags are set.",
     )
+    target_metadata_key: str | None = Field(
+        default=None,
+        description="Metadata key of the text to warm in place of a node's own, the one that "
+        "MetadataReplacementPostProcessor has: `window` after a SentenceWindowNodeParser. Windows overlap, "
+        "so they take several times the bytes of the text.",
+    )
+    show_progress: bool | None = Field(default=None, description="Whether to show a bar; None: in a terminal.")
     fingerprint: str = Field(
         default="",
         description="Changes with the store's content, so that the pipeline's own cache does not skip nodes.",
@@ -87,14 +95,16 @@ class QCFuseWarmup(TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Warm the nodes and return them."""
+        warn_of_windows(nodes, self.target_metadata_key)
         embeddings = [node.embedding for node in nodes if node.embedding is not None]
         self._summary = warm_passages(
             self.llm.engine,
-            [passage_of(node) for node in nodes],
+            [passage_of(node, self.target_metadata_key) for node in nodes],
             access_key=self.access_key,
             bases=[BASES[name] for name in self.bases] if self.bases else None,
             vectors=np.array(embeddings, np.float32) if embeddings and len(embeddings) == len(nodes) else None,
             progress=self._progress,
+            show_progress=self.show_progress,
         )
         warn_not_stored(self._summary)
         self._update_fingerprint()
