@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
 from qcfuse_rag.errors import ModelNotFound
+
+MODELS_FOLDER = Path(sys.prefix) / "share" / "qcfuse"
+"""Folder of the default models: outside of the environment's packages, which then need not what their wheels name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,17 @@ def corpus() -> dict[str, str]:
 
 
 def questions() -> list[Question]:
-    """Return the questions about the corpus; questions that need two documents come last."""
-    data = json.loads(resources.files(__package__).joinpath("questions.json").read_text("utf-8"))
-    return [
-        Question(item["id"], item["question"], tuple(item["answers"]), tuple(item["documents"]))
-        for item in data["questions"]
-    ]
+    """Return the questions that measurements ask about the corpus; questions that need two documents come last."""
+    return _read_questions("questions")
+
+
+def demonstration_questions() -> list[Question]:
+    """Return the questions of `qcfuse demo`, one fact each.
+
+    Full prefill of the default model answers them over the four nearest documents; the answers over reused caches had
+    no part in the choice.
+    """
+    return _read_questions("demonstration")
 
 
 def default_model() -> str:
@@ -49,13 +58,21 @@ def default_embedder() -> str:
 
 
 def _from_wheel(distribution: str, ending: str) -> Path:
-    try:
-        files = metadata.files(distribution) or []
-    except metadata.PackageNotFoundError:
-        files = []
-    for file in files:
+    found = [
+        *metadata.distributions(name=distribution),
+        *metadata.distributions(name=distribution, path=[str(MODELS_FOLDER)]),
+    ]
+    for file in (file for one in found for file in one.files or ()):
         if str(file).endswith(ending):
             return Path(str(file.locate()))
     raise ModelNotFound(
-        f"the default model is not installed; run `pip install --no-deps {distribution}`, or name another model"
+        f"the default model is not installed; run `pip install --no-deps --target {MODELS_FOLDER} {distribution}`, "
+        "or name another model"
     )
+
+
+def _read_questions(name: str) -> list[Question]:
+    data = json.loads(resources.files(__package__).joinpath("questions.json").read_text("utf-8"))
+    return [
+        Question(item["id"], item["question"], tuple(item["answers"]), tuple(item["documents"])) for item in data[name]
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,32 +88,24 @@ def test_recomputing_what_the_question_needs_brings_the_answer_nearer(engine: Fu
     assert means[0] > means[1] > means[2], means
 
 
-def test_the_demonstration_asks_over_two_thousand_tokens_whichever_passages_it_finds(engine: FusionEngine) -> None:
-    shortest = sorted(len(engine.prompts.chunk_ids(text)) for text in corpus().values())[:8]
-    assert sum(shortest) + len(engine.prompts.prefix_ids) >= 2000
-
-
 @pytest.mark.slow
-def test_the_demonstration_prints_what_it_promises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loaded_once: None
+def test_the_demonstration_shows_what_is_sooner_and_whether_it_is_as_good(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loaded_once: None, tmp_path: Path
 ) -> None:
     from qcfuse_rag.cli.app import main
 
     few = {name: text for name, text in corpus().items() if "08" <= name[:2] <= "16"}  # prefilling takes the time
     seams.demo_corpus(monkeypatch, lambda: few)
-    monkeypatch.setattr(sys, "argv", ["qcfuse", "demo", "--json", "--repeats", "1", "--top-k", "4", "--device", "cpu"])
+    page, question = tmp_path / "demo.html", "Who was the architect of Ashlock Library?"
+    arguments = ["qcfuse", "demo", "--json", "--question", question, "--device", "cpu", "--html", str(page)]
+    monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
     data = json.loads(capsys.readouterr().out)
-    assert set(data) == {"model", "context_tokens", "methods", "setup_s", "warm_s"}
-    assert data["context_tokens"] >= 1000
-    keys = {"method", "ratio", "ttft_s", "ttft_full_s", "rows", "bytes_loaded", "kl", "answer", "fallback"}
-    assert all(set(row) == keys for row in data["methods"])
-    by_ratio = {(row["method"], row["ratio"]): row for row in data["methods"]}
-    assert by_ratio["full", 1.0]["kl"] == 0
-    fused = by_ratio["qcfuse", 0.15]
-    assert fused["fallback"] is None
-    assert fused["rows"] < 0.2 * by_ratio["full", 1.0]["rows"]
-    # The demonstration claims 3x as a median of five; one measurement on a busy machine only has to be faster.
-    assert fused["ttft_full_s"] > fused["ttft_s"]
+    [asked] = data["questions"]
+    assert "Perrin Dovell" in asked["full"]["answer"]
+    assert asked["fused"]["fallback"] is None
+    assert asked["fused"]["rows"] < 0.3 * asked["full"]["rows"]
+    assert asked["fused"]["ttft_s"] < asked["full"]["ttft_s"]
+    assert "Perrin Dovell" in page.read_text("utf-8")
