@@ -69,7 +69,7 @@ def fsck(store: DiskStore, *, progress: Progress | None = None) -> CheckReport:
     Raises:
         StoreError: if the store cannot be written.
     """
-    quota, report = _writable_quota(store), CheckReport()
+    quota, report = store.require_quota(), CheckReport()
     try:
         before = quota.index.size()
         with quota.index.transact():
@@ -100,7 +100,7 @@ def collect_garbage(store: DiskStore) -> int:
     Raises:
         StoreError: if the store cannot be written.
     """
-    quota = _writable_quota(store)
+    quota = store.require_quota()
     try:
         before = quota.index.size()
         with quota.index.transact():
@@ -120,7 +120,7 @@ def rebuild(store: DiskStore) -> int:
     Raises:
         StoreError: if the index cannot be written.
     """
-    quota = _writable_quota(store)
+    quota = store.require_quota()
     try:
         return quota.rebuild()
     except INDEX_FAILURES as error:
@@ -133,12 +133,6 @@ def _ownerless(store: DiskStore) -> list[str]:
         return []
     with closing(Manifest(store.folder)) as manifest:
         return Garbage(manifest, store).ownerless()
-
-
-def _writable_quota(store: DiskStore) -> DiskQuota:
-    if store.quota is None:
-        raise StoreError(f"cannot write to {store.folder}: {'; '.join(store.health()[0].problems)}")
-    return store.quota
 
 
 def _damage(store: DiskStore, address: str) -> str | None:

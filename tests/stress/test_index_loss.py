@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sqlite3
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -38,7 +39,7 @@ class LosingWorker(Worker):
     def operate(self, operation: str, number: int, slot: int) -> None:
         try:
             if operation == "lose":
-                with suppress(OSError):  # another thread has just done it
+                with suppress(OSError, sqlite3.Error):  # another thread has just done it
                     random.choice(ATTACKS)(self.store.folder / "index")
             elif operation in MAINTENANCE:
                 MAINTENANCE[operation](self.store)

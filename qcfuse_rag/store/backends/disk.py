@@ -72,6 +72,7 @@ class DiskStore(KVStore):
         self.files = StoreFiles(self.folder)
         self.notes: list[str] = []
         self._problems: list[str] = []  # reasons why the store cannot be written
+        self._index_problem: str | None = None  # why its index cannot be used
         self.seal = seal
         self._counts = {"hits": 0, "misses": 0, "discarded": 0}
         self._lock = threading.Lock()
@@ -111,19 +112,18 @@ class DiskStore(KVStore):
 
     def put(self, key: ChunkKey, chunk: ChunkKV, *, saved_ms: float | None = None) -> None:
         """Write the chunk; it can be read only once it is complete on disk."""
-        if self.quota is None:
-            raise self._unwritable()
+        quota = self.require_quota()
         converted = to_store_format(chunk, self.numbers).with_ttl(self.ttl_s)
         parts = encode(key, converted, cipher=self.seal)
         if saved_ms is None:
             saved_ms = chunk.n_tokens * UNKNOWN_MS_PER_TOKEN
         try:
-            reservation = self.quota.reserve(key.address, sum(len(part) for part in parts))
+            reservation = quota.reserve(key.address, sum(len(part) for part in parts))
             try:
                 self.files.write(reservation.temporary, parts)
-                self.quota.publish(reservation, converted.numbers, saved_ms, converted.expires)
+                quota.publish(reservation, converted.numbers, saved_ms, converted.expires)
             except BaseException:
-                self.quota.release(reservation)
+                quota.release(reservation)
                 raise
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
@@ -150,12 +150,20 @@ class DiskStore(KVStore):
         return exists and (self.ttl_s is None or not isinstance(self.open(address_of(key)), Miss))
 
     def entries(self) -> Iterator[EntryInfo]:
-        """Yield what is known of every entry."""
+        """Yield what is known of every entry.
+
+        Raises:
+            StoreError: if the index cannot be read.
+        """
         if self.quota is None:
             for address, path in self.files.entries():
                 yield EntryInfo(address, path.stat().st_size)
             return
-        for address, record, expires, tag in list(self.quota.index.rows(ENTRY, PINNED)):
+        try:
+            rows = list(self.quota.index.rows(ENTRY, PINNED))
+        except INDEX_FAILURES as error:
+            raise StoreError(f"cannot read {self.folder}: {error}") from error
+        for address, record, expires, tag in rows:
             yield EntryInfo(
                 address,
                 record.usage.size_bytes,
@@ -178,7 +186,7 @@ class DiskStore(KVStore):
                 addresses = {entry.address for entry in self.entries()}
                 addresses |= {address for address, _ in self.files.entries()}
                 return sum(self.quota.remove(address) for address in addresses)
-        except INDEX_FAILURES:
+        except (StoreError, *INDEX_FAILURES):
             pass  # on a full disk the index cannot be written: remove the files first
         try:
             count = sum(self.files.remove(address) for address, _ in list(self.files.entries()))
@@ -197,10 +205,9 @@ class DiskStore(KVStore):
         Raises:
             StoreError: if the index cannot be written.
         """
-        if self.quota is None:
-            raise self._unwritable()
+        quota = self.require_quota()
         try:
-            return self.quota.pin(address_of(key), pinned=pinned)
+            return quota.pin(address_of(key), pinned=pinned)
         except INDEX_FAILURES as error:
             raise self._unwritable(error) from error
 
@@ -220,7 +227,7 @@ class DiskStore(KVStore):
 
     def health(self) -> list[Health]:
         """Check that the folder can be written, the index read, and the limit used up."""
-        problems = list(self._problems)
+        problems = self._all_problems
         try:
             probe = self.files.new_temporary()
             self.files.write(probe, [b"health"])
@@ -246,6 +253,19 @@ class DiskStore(KVStore):
     def models(self) -> dict[str, dict[str, str]]:
         """Return the fingerprints of the models whose chunks were stored here, by digest."""
         return dict(self._models)
+
+    def require_quota(self) -> DiskQuota:
+        """Return the quota; if the index could not be opened before, try it again.
+
+        Raises:
+            StoreError: if the store cannot be written.
+        """
+        if self.quota is None:
+            with self._lock:
+                self.quota = self.quota or self._open_quota()
+        if self.quota is None:
+            raise self._unwritable()
+        return self.quota
 
     def _open(self, address: str, key: ChunkKey | None) -> tuple[ChunkKey, ChunkKV] | Miss:
         try:
@@ -276,7 +296,7 @@ class DiskStore(KVStore):
         """Open the index, and fill it from the files if it has no entries; return None if it cannot be opened."""
         index, note, problem = open_index(self.files.folder / "index")
         self.notes += [note] if note else []
-        self._problems += [problem] if problem else []
+        self._index_problem = problem
         if index is None:
             return None
         worth = eviction_policy(self.settings.eviction)
@@ -286,12 +306,16 @@ class DiskStore(KVStore):
                 quota.refill()
             quota.enforce_limit()
         except INDEX_FAILURES as error:
-            self._problems.append(f"its index cannot be written: {error}")
+            self._index_problem = f"its index cannot be written: {error}"
             return None
         return quota
 
+    @property
+    def _all_problems(self) -> list[str]:
+        return [*self._problems, *([self._index_problem] if self._index_problem else [])]
+
     def _unwritable(self, error: Exception | None = None) -> StoreError:
-        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._problems)}")
+        return StoreError(f"cannot write to {self.folder}: {error or '; '.join(self._all_problems)}")
 
     def _read_models(self) -> dict[str, dict[str, str]]:
         models = {}

@@ -74,37 +74,42 @@ class Index:
         if getattr(self._local, "in_transaction", False):
             yield
             return
-        self._follow()
-        opened = self._current
-        with self._pinned(opened, in_transaction=True):
-            opened.cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
-            try:
-                with opened.cache.transact():
-                    changes = opened.cache._con.total_changes
-                    version = self._version(opened)
-                    if version < max(opened.version, 1):  # never filled, or emptied or replaced in the same file
-                        self.on_replaced()
-                    yield
-                    if opened.cache._con.total_changes != changes:
-                        version = (version + 1) % MAX_VERSION
-                        opened.cache._sql(f"PRAGMA user_version = {version}")
-                opened.version = version
-            except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
-                raise error.__context__ or error from None
-            except AssertionError as error:  # diskcache: two threads hold the lock, since its files were destroyed
-                self._lost = True
-                raise CorruptEntry("the index lost its lock; its files were destroyed while it was used") from error
-            except (sqlite3.Error, CorruptEntry) as error:
-                self._lost = self._lost or is_lost(error)
-                raise
-        self._follow()  # what was committed to a file that was replaced meanwhile is not in the new one
+        for _ in range(MAX_REOPENINGS):
+            self._follow()
+            opened = self._current
+            with self._pinned(opened, in_transaction=True):
+                opened.cache._sql(f"PRAGMA busy_timeout = {round(1000 * timeout_s)}")
+                try:
+                    with opened.cache.transact():
+                        if self._opened is not opened or not self._is_current():  # replaced while this thread waited
+                            continue
+                        changes = opened.cache._con.total_changes
+                        version = self._version(opened)
+                        if version < max(opened.version, 1):  # never filled, or emptied or replaced in the same file
+                            self.on_replaced()
+                        yield
+                        if opened.cache._con.total_changes != changes:
+                            version = (version + 1) % MAX_VERSION
+                            opened.cache._sql(f"PRAGMA user_version = {version}")
+                    opened.version = version
+                except diskcache.Timeout as error:  # raised for every failure to begin; raise its cause
+                    raise error.__context__ or error from None
+                except AssertionError as error:  # diskcache: two threads hold the lock, since its files were destroyed
+                    self._lost = True
+                    raise CorruptEntry("the index lost its lock; its files were destroyed while it was used") from error
+                except (sqlite3.Error, CorruptEntry) as error:
+                    self._lost = self._lost or is_lost(error)
+                    raise
+            self._follow()  # what was committed to a file that was replaced meanwhile is not in the new one
+            return
+        raise self._always_replaced()
 
     def size(self) -> int:
         """Return the bytes of all rows."""
-        size = self._cache.reset("size", update=False)
-        if type(size) is not int:
-            raise CorruptEntry("the index holds a size that is not a number")
-        return size
+        sizes = self._rows("SELECT value FROM Settings WHERE key = 'size'")
+        if len(sizes) != 1 or type(sizes[0][0]) is not int:
+            raise CorruptEntry("the index holds no sum of bytes")
+        return int(sizes[0][0])
 
     def get(self, name: str) -> tuple[Record, float | None, str] | None:
         """Return a row with its expiry and tag, or None if there is none or it has expired."""
@@ -200,7 +205,10 @@ class Index:
             with self._lock:
                 if not self._is_current():
                     self._reopen()
-        raise OSError(f"{self._folder / FILES[0]} is replaced all the time; stop the program that does it")
+        raise self._always_replaced()
+
+    def _always_replaced(self) -> OSError:
+        return OSError(f"{self._folder / FILES[0]} is replaced all the time; stop the program that does it")
 
     def _is_current(self) -> bool:
         opened = self._opened

@@ -35,6 +35,11 @@ LOSS_MESSAGES = ("malformed", "not a database", "no such table")
 """Parts of the messages that say that the open database is not what it was; opening it again may help."""
 
 OPEN_TIMEOUT_S = 10.0
+OPEN_TRIES, OPEN_PAUSE_S = 5, 0.02
+UNREADABLE_MESSAGE = "disk I/O error"
+SPARE_BYTES = 1 << 20
+"""Free room on a disk with which SQLite does not fail for want of it."""
+
 FILES = ("cache.db", "cache.db-wal", "cache.db-shm")
 """The database, its log, and the memory that its users share."""
 
@@ -146,7 +151,8 @@ def is_lost(error: BaseException) -> bool:
 def open_or_replace(folder: Path, lost: Identity | None = None) -> tuple[OpenIndex, str | None]:
     """Open a database, or a new one in the place of a damaged one; return it, and what was repaired or None.
 
-    One process at a time, so that none removes what another has just made.
+    One process at a time, so that none removes what another has just made. A database that SQLite cannot read although
+    the disk has room is opened again for a moment, then replaced: its files do not belong together.
 
     Args:
         folder: of the database.
@@ -160,10 +166,10 @@ def open_or_replace(folder: Path, lost: Identity | None = None) -> tuple[OpenInd
         try:
             if lost is not None and lost[0] is not None and identity(folder)[0] == lost[0]:
                 shutil.rmtree(folder)
-            return _open_database(folder), None
+            return _open_patiently(folder), None
         except (*INDEX_FAILURES, *PARSE_ERRORS) as error:
             damaged = isinstance(error, CorruptEntry) or not isinstance(error, INDEX_FAILURES)
-            if not damaged and not is_lost(error):
+            if not damaged and not is_lost(error) and not _is_unreadable(error, folder):
                 raise
             reason = str(error)
         try:
@@ -171,6 +177,20 @@ def open_or_replace(folder: Path, lost: Identity | None = None) -> tuple[OpenInd
             return _open_database(folder), f"its index was damaged ({reason}) and has been rebuilt from the files"
         except INDEX_FAILURES as error:
             raise OSError(f"it is damaged ({reason}) and cannot be rebuilt: {error}") from error
+
+
+def _open_patiently(folder: Path) -> OpenIndex:
+    """Open a database; try again if SQLite cannot read it, since another process may be replacing its files."""
+    for _ in range(OPEN_TRIES - 1):
+        with suppress(sqlite3.OperationalError):
+            return _open_database(folder)
+        time.sleep(OPEN_PAUSE_S)
+    return _open_database(folder)
+
+
+def _is_unreadable(error: BaseException, folder: Path) -> bool:
+    """Return whether SQLite failed to read a database, and not for want of room."""
+    return UNREADABLE_MESSAGE in str(error) and shutil.disk_usage(folder).free > SPARE_BYTES
 
 
 def _open_database(folder: Path) -> OpenIndex:
