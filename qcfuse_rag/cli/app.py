@@ -96,7 +96,7 @@ def warm_status(store: Library, as_json: Json = False) -> None:
 def serve_command(
     store: Annotated[Path, typer.Option(help="Folder of a library or of a store.")], options: ServeOptions
 ) -> None:
-    """Serve OpenAI chat completions over a library; each request names its documents in an extra field."""
+    """Serve OpenAI chat completions over a library; documents are retrieved here or come with each request."""
     from qcfuse_rag.cli.serve import serve_library
 
     serve_library(store, options)

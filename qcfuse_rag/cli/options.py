@@ -178,6 +178,15 @@ class ServeOptions(MethodOptions):
     waiting: Annotated[int, Option(min=1, help="Maximum waiting requests; the server refuses more with 429.")] = 64
     most_tokens: Annotated[int, Option(min=1, help="Maximum tokens of an answer.")] = 4096
     fidelity: FidelityOption = FidelityChoice.FAST
+    top_k: Annotated[int, Option(min=0, help="Number of passages to retrieve from the library.")] = 6
+    retrieve: Annotated[
+        bool, Option("--retrieve", help="Retrieve from the library also for requests that have no documents.")
+    ] = False
+    editable: Annotated[bool, Option("--editable", help="Let clients add and remove documents of the library.")] = False
+    keep: Annotated[
+        bool,
+        Option("--keep", help="Warm passages that clients sent and the store lacked, while no request waits."),
+    ] = False
     remote: Remote = None
     ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
     replicas: Annotated[int, Option(min=1, help="Replicas on Ray; the minimum if --most-replicas is given.")] = 2

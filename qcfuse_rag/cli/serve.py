@@ -8,18 +8,33 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, print_line, status
-from qcfuse_rag.cli.library import existing_store_folder, has_secret, open_library_store, require_extra, store_folder
+from qcfuse_rag.cli.job_lock import job_lock
+from qcfuse_rag.cli.job_record import forget_source
+from qcfuse_rag.cli.library import (
+    existing_store_folder,
+    has_secret,
+    index_folder,
+    library_of,
+    open_library_store,
+    require_extra,
+    store_folder,
+)
 from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import ServeOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.retrieval.index import PASSAGES
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
 
 TOKEN_VARIABLE = "QCFUSE_TOKEN"
 
@@ -39,6 +54,10 @@ def serve_library(library: Path, options: ServeOptions) -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     name = options.name or served_model_id(options.model or default_model())
+    if options.ray is not None and (options.retrieve or options.editable or options.keep):
+        raise QCFuseError("--retrieve, --editable and --keep need one server; serve without --ray")
+    if (options.retrieve or options.editable) and not _has_passages(library):
+        raise QCFuseError(f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`")
     if options.ray is None:
         _serve_in_process(library, method, options, settings, name, token)
     else:
@@ -69,6 +88,7 @@ def _serve_in_process(
     from qcfuse_rag.server.auth_middleware import LOOPBACK
     from qcfuse_rag.server.backend import EngineBackend
     from qcfuse_rag.server.http_server import make_server
+    from qcfuse_rag.server.idle_warming import IdleWarming
 
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
@@ -88,21 +108,55 @@ def _serve_in_process(
                 print_line(f"{work} are launched kernel by kernel: {refusal}", ERR)
         requests = options.waiting + SchedulerSettings().active
         served = EngineHandle.wrap(engine, SchedulerSettings(waiting=requests))
+        documents = _served_library(library, engine, options)
         backend = EngineBackend(
             served,
             name,
             most_tokens=options.most_tokens,
             fidelity=options.fidelity.value,
             max_requests=requests,
+            library=documents,
+            retrieve=options.retrieve,
+            keep=IdleWarming(served) if options.keep else None,
         )
-        hosts = (*LOOPBACK, options.host)
-        app = make_app(backend, token=token, hosts=hosts, metrics=_metrics(engine), on_shutdown=backend.close)
+        app = make_app(
+            backend,
+            token=token,
+            hosts=(*LOOPBACK, options.host),
+            metrics=_metrics(engine),
+            editable=documents if options.editable else None,
+            on_shutdown=backend.close,
+        )
         _print_address(options, name, token)
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
         with suppress(KeyboardInterrupt):
             make_server(app, max_requests=requests).run(sockets=[listener])
         signal.signal(signal.SIGTERM, previous_handler)
+
+
+def _has_passages(folder: Path) -> bool:
+    return (index_folder(library_of(folder)) / PASSAGES).is_file()
+
+
+def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -> ServedLibrary | None:
+    """Return the library to retrieve from; None if there are no passages, or the extra for that is not installed."""
+    if not _has_passages(folder):
+        return None
+    try:
+        from qcfuse_rag.server.library import ServedLibrary
+    except ImportError as error:
+        if options.retrieve or options.editable:
+            raise QCFuseError(f"{error.name} is missing; run `pip install 'qcfuse-rag[cli,serve]'`") from error
+        return None
+    library = library_of(folder)
+    return ServedLibrary(
+        index_folder(library),
+        engine,
+        count=options.top_k,
+        changing=partial(job_lock, library),
+        on_forget=partial(forget_source, library),
+    )
 
 
 def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:

@@ -26,7 +26,7 @@ from qcfuse_rag.fusion.pipeline import check_window
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
-MIN_PART_ROWS = 32
+MIN_PART_ROWS = 64
 """Fewest rows of a part; fewer take about as long, because a pass reads all weights."""
 
 
@@ -81,7 +81,7 @@ class Scheduler:
     def __init__(self, engine: FusionEngine, settings: SchedulerSettings | None = None) -> None:
         self._engine, self._settings = engine, settings or SchedulerSettings()
         self._queue: list[RequestHandle] = []  # those that are not prefilled yet, in the order of submission
-        self._parts, self._first_part_rows = 0, self._settings.rows
+        self._parts, self._first_part_rows = 0, max(1, self._settings.rows // 2)
         self._active: list[RequestHandle] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -133,6 +133,11 @@ class Scheduler:
     def active(self) -> int:
         """Number of running answers."""
         return len(self._active)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request."""
+        return not self._queue and not self._active
 
     def close(self, *, drain: bool = True, wait: bool = True) -> None:
         """Take no more requests and end the thread.

@@ -1,4 +1,4 @@
-"""The HTTP application: `/v1/chat/completions`, `/v1/models`, `/healthz` and `/metrics`."""
+"""The HTTP application: `/v1/chat/completions`, `/v1/models`, `/v1/documents`, `/healthz` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.server.auth_middleware import AuthMiddleware, RequestLimits
 from qcfuse_rag.server.backend import Backend, Event
+from qcfuse_rag.server.documents import add_document_routes
 from qcfuse_rag.server.error_responses import error_body, error_response
 from qcfuse_rag.server.request import ChatRequest
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 DISCONNECT_POLL_S = 0.2
 """Seconds between two checks whether a waiting client is still connected."""
@@ -43,6 +49,7 @@ def make_app(
     limits: RequestLimits | None = None,
     hosts: Collection[str] | None = None,
     metrics: Callable[[], bytes] | None = None,
+    editable: ServedLibrary | None = None,
     on_shutdown: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """Return the application.
@@ -53,6 +60,7 @@ def make_app(
         limits: of requests; the defaults if None.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         metrics: returns metrics in Prometheus' text format; None disables `/metrics`.
+        editable: whose documents clients may add and remove; None refuses that.
         on_shutdown: called after the last request.
     """
     limits = limits or RequestLimits()
@@ -106,18 +114,23 @@ def make_app(
         async def exposition() -> Response:
             return Response(metrics(), media_type="text/plain; version=0.0.4")
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
+    async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
         # Parsing a megabyte takes milliseconds, in which the event loop could not answer health checks.
         # A web page can send other types of content to this machine without asking.
         if not JSON_CONTENT.match(request.headers.get("content-type", "")):
-            return error_response(400, "the body has to be JSON, with the header Content-Type: application/json")
-        chat_request = await to_thread.run_sync(parse_body, await request.body(), limiter=parsers)
+            raise HTTPException(400, "the body has to be JSON, with the header Content-Type: application/json")
+        return await to_thread.run_sync(parse_body, await request.body(), kind, limiter=parsers)
+
+    add_document_routes(app, editable, read_body=read_body, most=limits.documents)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        chat_request = await read_body(request, ChatRequest)
         if chat_request.model and chat_request.model != backend.name:
             return error_response(404, f"no model {chat_request.model!r} here; there is {backend.name!r}")
-        documents = len(chat_request.documents or ())
-        if documents > limits.documents:
-            return error_response(400, f"{documents} documents, and at most {limits.documents} are allowed")
+        count = len(chat_request.given_documents or ())
+        if count > limits.documents:
+            return error_response(400, f"{count} documents, and at most {limits.documents} are allowed")
         try:
             await to_thread.run_sync(chat_request.refuse_unsupported, limiter=parsers)
         except QCFuseError as error:
@@ -137,14 +150,14 @@ def make_app(
     return app
 
 
-def parse_body(body: bytes) -> ChatRequest:
-    """Parse the body of a request; raise the errors that FastAPI itself raises.
+def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
+    """Parse the body of a request as JSON of a type; raise the errors that FastAPI itself raises.
 
     Raises:
         RequestValidationError: if the body is not JSON or has fields of wrong types.
     """
     try:
-        return ChatRequest.model_validate(json.loads(body))
+        return kind.model_validate(json.loads(body))
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([detail]) from error
@@ -188,7 +201,7 @@ async def json_response(
         message["tool_calls"] = event.calls
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": event.finish_reason}
     body = {"object": "chat.completion", **header, "choices": [choice], "usage": event.usage, "fusion": event.report}
-    return JSONResponse(body)
+    return JSONResponse(body if first.documents is None else {**body, "documents": first.documents})
 
 
 async def event_stream(
@@ -202,7 +215,8 @@ async def event_stream(
         return f"data: {json.dumps({'object': 'chat.completion.chunk', **header, 'choices': choices, **fields})}\n\n"
 
     try:
-        yield chunk({"role": "assistant", "content": first.text})
+        retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
+        yield chunk({"role": "assistant", "content": first.text}, **retrieved)
         event = first
         async for event in events:
             if event.error is not None:

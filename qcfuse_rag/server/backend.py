@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
@@ -22,7 +22,11 @@ from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.server.idle_warming import IdleWarming
 from qcfuse_rag.server.request import ChatRequest
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
 
 LOG = logging.getLogger(__name__)
 
@@ -31,6 +35,9 @@ MAX_PREPARING = 2
 
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
 """OpenAI's finish reasons for the library's."""
+
+CLIENTS = "clients"
+"""The source of passages that clients sent, by which they are forgotten."""
 
 SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 """Beginnings of reasons that contain only this library's words, also after a colon."""
@@ -41,10 +48,12 @@ class Event:
     """A piece of an answer, as plain data that can be sent between processes.
 
     Tool calls, finish reason and usage are in OpenAI's format; these and the prefill's report come only with the last
-    event. An HTTP status other than 200 makes an event the last one.
+    event. An HTTP status other than 200 makes an event the last one. The first event names the retrieved documents, if
+    the server retrieved them.
     """
 
     text: str = ""
+    documents: list[dict[str, Any]] | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
@@ -67,6 +76,21 @@ class Backend(Protocol):
         """Answer a request; closing the generator cancels the request."""
 
 
+@dataclass(slots=True)
+class Passages:
+    """The passages of a request, and the sources they are from.
+
+    Attributes:
+        texts: the passages; None to find them in the messages.
+        sources: one for each text.
+        retrieved: what the server retrieved, for the client; None if it did not.
+    """
+
+    texts: list[str] | None = None
+    sources: list[str] = field(default_factory=list)
+    retrieved: list[dict[str, Any]] | None = None
+
+
 class EngineBackend:
     """Answers with an engine in this process.
 
@@ -76,6 +100,9 @@ class EngineBackend:
         most_tokens: length limit of an answer.
         fidelity: of requests that name none.
         max_requests: most requests at a time, waiting ones included; further requests get 429. None sets no limit here.
+        library: retrieves passages for requests that ask for that; None refuses them.
+        retrieve: whether to retrieve for requests without documents too.
+        keep: warms passages that requests had and the store had not; None keeps none.
     """
 
     def __init__(
@@ -86,10 +113,14 @@ class EngineBackend:
         most_tokens: int = 4096,
         fidelity: Fidelity = "fast",
         max_requests: int | None = None,
+        library: ServedLibrary | None = None,
+        retrieve: bool = False,
+        keep: IdleWarming | None = None,
     ) -> None:
         self.name, self._handle = name, handle
         self._most_tokens, self._fidelity = most_tokens, fidelity
         self._max_requests, self._running = max_requests, 0
+        self._library, self._retrieve, self._keep = library, retrieve, keep
         self._preparers = ThreadPoolExecutor(MAX_PREPARING, thread_name_prefix="qcfuse-prepare")
 
     def ready(self) -> str | None:
@@ -103,19 +134,24 @@ class EngineBackend:
             return
         self._running += 1
         try:
-            response_format, answer = await self._submit(request)
+            passages = Passages()
+            response_format, answer = await self._submit(request, passages)
+            documents = passages.retrieved
             try:
                 reader = ResponseReader(self._handle.engine.lm.tokenizer, response_format)
                 async for piece in answer:
                     if text := reader.push(piece):
-                        yield Event(text)
+                        yield Event(text, documents)
+                        documents = None
             finally:
                 answer.cancel()
             assert answer.generation is not None
+            if self._keep is not None and passages.texts and answer.generation.report.fallback is not None:
+                self._keep.add(zip(passages.texts, passages.sources, strict=True))
             text, response = reader.finish(answer.generation)
             if request.parallel_tool_calls is False:
                 response = replace(response, calls=response.calls[:1])
-            yield last_event(text, response, answer.generation)
+            yield replace(last_event(text, response, answer.generation), documents=documents)
         except Busy as error:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
@@ -126,14 +162,15 @@ class EngineBackend:
         finally:
             self._running -= 1
 
-    async def _submit(self, request: ChatRequest) -> tuple[ResponseFormat, RequestHandle]:
-        """Prepare and queue a request; return its response format and its coming answer."""
+    async def _submit(self, request: ChatRequest, passages: Passages) -> tuple[ResponseFormat, RequestHandle]:
+        """Prepare and queue a request; return its response format and its coming answer, and fill in its passages."""
         try:
             response_format = request.to_response_format()
             sampling = request.sampling(self._most_tokens, self._fidelity)
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
-                prompt = request.prompt(engine)
+                self._find_passages(request, passages)
+                prompt = request.prompt(engine, passages.texts)
                 remaining = max(1, engine.lm.window.tokens - len(prompt))
                 limit = sampling.max_new_tokens
                 if not request.has_token_limit:
@@ -143,6 +180,25 @@ class EngineBackend:
             return response_format, await self._queue(prepare)
         except RecursionError as error:
             raise QCFuseError("something in the body is nested too deeply") from error
+
+    def _find_passages(self, request: ChatRequest, passages: Passages) -> None:
+        """Fill in the passages of a request: its own, or those that the library has on its question.
+
+        Raises:
+            QCFuseError: if the request asks for retrieval and this server does not retrieve.
+        """
+        passages.texts = request.given_documents
+        passages.sources = [CLIENTS] * len(passages.texts or ())
+        if request.documents != "library" and not (self._retrieve and request.documents is None):
+            return
+        if self._library is None:
+            raise QCFuseError("this server does not retrieve: send passages in `documents`, or serve a library")
+        found = self._library.retrieve_for(request.question)
+        passages.texts = [passage.text for passage in found]
+        passages.sources = [passage.source for passage in found]
+        passages.retrieved = [
+            {"source": passage.source, "title": passage.title, "score": passage.score} for passage in found
+        ]
 
     async def _queue(self, prepare: AnswerRequest) -> RequestHandle:
         """Prepare a request in a thread and queue it; cancel it if its client disconnects meanwhile."""
@@ -158,6 +214,8 @@ class EngineBackend:
     def close(self) -> None:
         """Finish the current answers, then release the engine."""
         self._preparers.shutdown(cancel_futures=True)
+        if self._keep is not None:
+            self._keep.close()
         self._handle.scheduler.close(drain=True)
         self._handle.close()
 

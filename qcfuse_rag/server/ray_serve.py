@@ -179,7 +179,8 @@ class CacheAffinityRouter(RequestRouter):  # type: ignore[misc] # Ray has no typ
 def passages_of(pending: PendingRequest | None) -> Sequence[str]:
     """Return the passages of a pending request."""
     body = pending.args[0] if pending is not None and pending.args else {}
-    return body.get("documents") or () if isinstance(body, dict) else ()
+    documents = body.get("documents") if isinstance(body, dict) else None
+    return documents if isinstance(documents, list) else ()
 
 
 class Ingress:

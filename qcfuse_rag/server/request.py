@@ -7,7 +7,7 @@ https://docs.vllm.ai/en/latest/serving/openai_compatible_server
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -153,7 +153,8 @@ class ChatRequest(BaseModel):
 
     Attributes:
         documents: retrieved passages in order, exactly as they were warmed. The RAG prompt puts them before the last
-            user message. Without the field, warmed passages are found in the messages.
+            user message. `library` lets the server retrieve them. Without the field, the server retrieves if it does so
+            by default; else warmed passages are found in the messages.
         parallel_tool_calls: False allows one call at most.
         fidelity: how closely the answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
             the server.
@@ -163,7 +164,7 @@ class ChatRequest(BaseModel):
 
     model: str | None = None
     messages: list[ChatMessage] = Field(min_length=1)
-    documents: list[str] | None = None
+    documents: list[str] | Literal["library"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, strict=True)
@@ -234,17 +235,38 @@ class ChatRequest(BaseModel):
             fidelity=self.fidelity or fidelity,
         )
 
-    def prompt(self, engine: FusionEngine) -> Prompt:
-        """Return the prompt.
+    @property
+    def given_documents(self) -> list[str] | None:
+        """The passages in the request; None if it has none of its own."""
+        return None if self.documents == "library" else self.documents
+
+    @property
+    def question(self) -> str:
+        """The text of the last user message.
 
         Raises:
-            QCFuseError: if there are documents and no user message.
+            QCFuseError: if there is none.
+        """
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return message.text
+        raise QCFuseError("documents need a user's message that asks about them")
+
+    def prompt(self, engine: FusionEngine, passages: Sequence[str] | None) -> Prompt:
+        """Return the prompt.
+
+        Args:
+            engine: makes the prompt.
+            passages: to put before the last user message; None finds warmed passages in the messages.
+
+        Raises:
+            QCFuseError: if there are passages and no user message.
             InvalidTemplate: if the model's chat template rejects the messages or does not show tools.
         """
-        if self.documents is not None and all(message.role != "user" for message in self.messages):
-            raise QCFuseError("documents need a user's message that asks about them")
+        if passages is not None:
+            assert self.question is not None
         turns = [message.turn() for message in self.messages]
-        return self.to_response_format().prompt(engine, turns, self.documents)
+        return self.to_response_format().prompt(engine, turns, passages)
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -1,0 +1,107 @@
+"""`POST /v1/documents` and `DELETE /v1/documents/NAME`: clients change the library that the server answers from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.server.error_responses import error_body, error_response
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
+
+LOG = logging.getLogger(__name__)
+
+
+class Document(BaseModel):
+    """A document: its name, by which it is replaced and removed, and its text."""
+
+    source: str = Field(min_length=1, max_length=1024)
+    text: str = Field(min_length=1)
+
+
+class AddRequest(BaseModel):
+    """The body of a request to add documents; a stream tells the progress."""
+
+    documents: list[Document] = Field(min_length=1)
+    stream: bool | None = None
+
+
+ReadBody = Callable[[Request, type[AddRequest]], Awaitable[AddRequest]]
+"""Reads the body of a request as JSON of a type; raises an HTTP error if it is something else."""
+
+
+def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_body: ReadBody, most: int) -> None:
+    """Add the two routes to an application.
+
+    Args:
+        app: the application.
+        library: whose documents clients may change; None refuses all.
+        read_body: reads and checks bodies.
+        most: documents of one request.
+    """
+    jobs = CapacityLimiter(1)
+    refusal = "clients may not change documents here; start the server with --editable over a library to let them"
+
+    @app.post("/v1/documents")
+    async def add(request: Request) -> Response:
+        if library is None:
+            return error_response(403, refusal)
+        body = await read_body(request, AddRequest)
+        if len(body.documents) > most:
+            return error_response(400, f"{len(body.documents)} documents, and at most {most} are allowed")
+        documents = {document.source: document.text for document in body.documents}
+        steps: asyncio.Queue[dict[str, int]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def note(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(steps.put_nowait, {"done": done, "total": total})
+
+        job = asyncio.ensure_future(to_thread.run_sync(library.add, documents, note, limiter=jobs))
+        if body.stream:
+            return StreamingResponse(progress_stream(job, steps), media_type="text/event-stream")
+        try:
+            return JSONResponse(await asyncio.shield(job))
+        except QCFuseError as error:
+            return error_response(409, str(error))
+
+    @app.delete("/v1/documents/{source:path}")
+    async def forget(source: str) -> Response:
+        if library is None:
+            return error_response(403, refusal)
+        try:
+            removed = await to_thread.run_sync(library.forget, source, limiter=jobs)
+        except QCFuseError as error:
+            return error_response(409, str(error))
+        if not any(removed.values()):
+            return error_response(404, f"no document {source!r} in this library")
+        return JSONResponse(removed)
+
+
+async def progress_stream(
+    job: asyncio.Future[dict[str, Any]], steps: asyncio.Queue[dict[str, int]]
+) -> AsyncIterator[str]:
+    """Yield the tokens done and in total as server-sent events, then the result; the job goes on if the client goes."""
+    while not (job.done() and steps.empty()):
+        step = asyncio.ensure_future(steps.get())
+        await asyncio.wait({job, step}, return_when=asyncio.FIRST_COMPLETED)
+        if step.done():
+            yield f"data: {json.dumps(step.result())}\n\n"
+        else:
+            step.cancel()
+    try:
+        yield f"data: {json.dumps(job.result())}\n\ndata: [DONE]\n\n"
+    except QCFuseError as error:
+        yield f"data: {json.dumps(error_body(409, str(error)))}\n\n"
+    except Exception as error:
+        LOG.exception("adding documents failed")
+        yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"

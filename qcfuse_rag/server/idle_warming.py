@@ -1,0 +1,89 @@
+"""Warm passages that clients sent and the store did not have, while no request is answered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from qcfuse_rag.engine.engine_handle import EngineHandle
+
+LOG = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+"""Seconds without a request after which the server counts as idle."""
+
+LONGEST = 2048
+"""Tokens of the longest passage that is kept; a passage is computed in one pass, beside which requests are slower."""
+
+
+class IdleWarming:
+    """Warms passages in a thread of its own, one at a time.
+
+    Args:
+        handle: the engine, and the scheduler whose requests come first.
+        most: passages that may wait; the oldest of more are dropped.
+
+    Attributes:
+        warmed: number of passages warmed so far.
+    """
+
+    def __init__(self, handle: EngineHandle, *, most: int = 256) -> None:
+        self._handle, self._most = handle, most
+        self._waiting: OrderedDict[str, str] = OrderedDict()  # text -> source
+        self._changed = threading.Condition()
+        self._closed = False
+        self.warmed = 0
+        self._thread = threading.Thread(target=self._run, name="qcfuse-keep", daemon=True)
+        self._thread.start()
+
+    def add(self, passages: Iterable[tuple[str, str]]) -> None:
+        """Add passages as pairs of text and source; returns at once."""
+        with self._changed:
+            for text, source in passages:
+                self._waiting[text] = source
+                self._waiting.move_to_end(text)
+            while len(self._waiting) > self._most:
+                self._waiting.popitem(last=False)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Warm no further passage and end the thread; what waits is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._waiting)
+            if not self._wait_until_idle():
+                return
+            with self._changed:
+                text, source = self._waiting.popitem()  # the newest
+            try:
+                self._warm(text, source)
+            except Exception as error:
+                LOG.warning("a passage that was sent is not kept: %s", error)
+
+    def _wait_until_idle(self) -> bool:
+        """Wait until no request was there for a while; return False if the thread is to end."""
+        scheduler, idle_since = self._handle.scheduler, time.monotonic()
+        while not self._closed:
+            if not scheduler.idle:
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since >= IDLE_S:
+                return True
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, timeout=IDLE_S / 5)
+        return False
+
+    def _warm(self, text: str, source: str) -> None:
+        engine = self._handle.engine
+        if len(engine.prompts.chunk_ids(text)) > LONGEST:
+            LOG.warning("a passage of more than %d tokens that was sent is not kept", LONGEST)
+            return
+        self.warmed += engine.warm([text], sources=[source], replace=False).warmed > 0

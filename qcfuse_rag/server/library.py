@@ -1,0 +1,119 @@
+"""A library that a server answers from: its passages are retrieved, and its documents can be added and removed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path, PurePath
+from typing import Any
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.ingestion.readers import TextSplitting
+from qcfuse_rag.ingestion.warm_job import Progress
+from qcfuse_rag.retrieval.index import PassageIndex
+from qcfuse_rag.retrieval.retriever import RetrievedPassage, Retriever
+
+PASSAGE_TOKENS = 384
+BATCH_TOKENS = 512
+"""Tokens to warm between two looks whether requests wait."""
+
+
+class ServedLibrary(Retriever):
+    """Retrieves for one request at a time; documents change one job at a time.
+
+    Args:
+        folder: of the passage index.
+        engine: warms and forgets caches.
+        count: number of passages to retrieve for a question.
+        changing: returns a context in which no other job changes the library; raises `QCFuseError` if there is one.
+        on_forget: called with the name of each document that was removed.
+
+    Raises:
+        QCFuseError: if there is no index, or it cannot be read.
+        ModelNotFound: if the index's embedding model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: FusionEngine,
+        *,
+        count: int = 6,
+        changing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_forget: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        super().__init__(folder)
+        self._folder, self._engine, self._count = folder, engine, count
+        self._changing, self._on_forget = changing, on_forget
+        self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
+
+    def retrieve_for(self, question: str) -> list[RetrievedPassage]:
+        """Return the passages nearest to a question, best first."""
+        with self._retrieving:
+            return self.retrieve(question, self._count)
+
+    def add(self, documents: Mapping[str, str], progress: Progress) -> dict[str, Any]:
+        """Split documents into passages, index and warm them; a document of the same name is replaced.
+
+        Args:
+            documents: text by name.
+            progress: called with tokens `(done, total)` after every batch.
+
+        Returns:
+            The numbers of documents and passages, and what was warmed, as JSON-compatible data.
+
+        Raises:
+            QCFuseError: if a document has no text, another job changes the library, the library's caches need
+                neighbours, or the store cannot be written.
+        """
+        if any(base.enriched for base in self._engine.corpus.bases):
+            raise QCFuseError("caches of this library are made with their neighbours; use `qcfuse warm run` here")
+        splitting = TextSplitting(self._engine.lm.tokenizer, PASSAGE_TOKENS)
+        passages = {name: _split(splitting, name, text) for name, text in documents.items()}
+        if empty := [name for name, texts in passages.items() if not texts]:
+            raise QCFuseError(f"{empty[0]} has no text")
+        texts = [text for document in passages.values() for text in document]
+        with self._changing():
+            with self._retrieving:
+                vectors = self._embed(texts)
+            index = PassageIndex.load(self._folder)
+            index.replace(passages, vectors)
+            self._replace_index(index)
+            summary = self._engine.warm(
+                texts,
+                sources=[name for name, document in passages.items() for _ in document],
+                batch_tokens=BATCH_TOKENS,
+                progress=progress,
+            )
+        return {"documents": len(passages), "passages": len(texts), **summary.to_dict()}
+
+    def forget(self, source: str) -> dict[str, int]:
+        """Remove a document's caches and passages; return the numbers removed.
+
+        Raises:
+            QCFuseError: if another job changes the library, or the store cannot be written.
+        """
+        with self._changing():
+            caches = self._engine.forget(source)
+            index = PassageIndex.load(self._folder)
+            before = len(index.passages)
+            index.remove({source})
+            if len(index.passages) < before:
+                self._replace_index(index)
+                self._log.keep_only(passage.text for passage in index.passages)
+            self._on_forget(source)
+        return {"caches": caches, "passages": before - len(index.passages)}
+
+    def _replace_index(self, index: PassageIndex) -> None:
+        try:
+            index.save(self._folder)
+        except OSError as error:
+            raise QCFuseError(f"the library cannot be written: {error.strerror}") from error
+        with self._retrieving:
+            self.index = index
+
+
+def _split(splitting: TextSplitting, name: str, text: str) -> list[str]:
+    return splitting.split(text, markdown=PurePath(name).suffix in (".md", ".markdown"))

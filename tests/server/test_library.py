@@ -1,0 +1,370 @@
+"""A server over a library: it retrieves what `qcfuse ask` retrieves, and clients may add and remove documents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
+from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.retrieval.embedder import Embedder
+from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
+from qcfuse_rag.retrieval.retriever import Retriever
+from qcfuse_rag.server import idle_warming
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import RequestLimits
+from qcfuse_rag.server.backend import CLIENTS, EngineBackend
+from qcfuse_rag.server.idle_warming import IdleWarming
+from qcfuse_rag.server.library import ServedLibrary
+from tests.support.cli import Run
+from tests.support.engines import make_engine
+from tests.support.families import build_model, build_tokenizer
+from tests.support.library import HARBOUR, stored
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import JSON, ask, client, error
+
+NAMES = ["ferry.md", "hull.md", "mill.md"]
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    tokenizer = build_tokenizer(lambda: [*PASSAGES, HARBOUR, QUESTION])
+    return LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def embedder() -> Embedder:
+    return Embedder(embedder_source(DEFAULT_EMBEDDER))
+
+
+@pytest.fixture
+def engine(lm: LanguageModel) -> FusionEngine:
+    engine = make_engine(lm, MemoryStore(), method=make_method("qcfuse"))
+    engine.warm(PASSAGES, sources=NAMES)
+    return engine
+
+
+@pytest.fixture
+def folder(tmp_path: Path, embedder: Embedder) -> Path:
+    index = PassageIndex(DEFAULT_EMBEDDER)
+    index.replace({name: [text] for name, text in zip(NAMES, PASSAGES, strict=True)}, embedder(PASSAGES))
+    index.save(tmp_path / "passages")
+    return tmp_path / "passages"
+
+
+@pytest.fixture
+def library(folder: Path, engine: FusionEngine) -> ServedLibrary:
+    return ServedLibrary(folder, engine, count=2)
+
+
+@pytest.fixture
+def backend(engine: FusionEngine, library: ServedLibrary) -> Iterator[EngineBackend]:
+    backend = EngineBackend(EngineHandle.wrap(engine, SchedulerSettings()), "tiny", library=library)
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+async def http(backend: EngineBackend, library: ServedLibrary) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(make_app(backend, editable=library)) as http:
+        yield http
+
+
+async def add(http: httpx.AsyncClient, documents: dict[str, str], **fields: Any) -> httpx.Response:
+    listed = [{"source": source, "text": text} for source, text in documents.items()]
+    return await http.post("/v1/documents", content=json.dumps({"documents": listed, **fields}), headers=JSON)
+
+
+async def test_what_is_retrieved_is_answered_from_and_named(
+    http: httpx.AsyncClient, engine: FusionEngine, folder: Path
+) -> None:
+    body = (await ask(http, documents="library")).json()
+    found = Retriever(folder).retrieve(QUESTION, 2)
+    expected = engine.generate(
+        engine.prompt(QUESTION, [passage.text for passage in found]), SamplingParams(max_new_tokens=12)
+    )
+    assert body["choices"][0]["message"]["content"] == expected.text
+    assert [document["source"] for document in body["documents"]] == [passage.source for passage in found]
+    assert [set(document) for document in body["documents"]] == [{"source", "title", "score"}] * 2
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> None:
+    whole = (await ask(http, documents="library")).json()
+    lines = (await ask(http, documents="library", stream=True)).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert chunks[0]["documents"] == whole["documents"]
+    assert not any("documents" in chunk for chunk in chunks[1:])
+
+
+async def test_the_last_question_is_what_is_retrieved_for(http: httpx.AsyncClient) -> None:
+    turns = [
+        {"role": "user", "content": "Who is the captain of the ferry to the island?"},
+        {"role": "assistant", "content": "Orla."},
+        {"role": "user", "content": "On which day of the week does the council meet?"},
+    ]
+    body = (await ask(http, documents="library", messages=turns)).json()
+    assert body["documents"][0]["source"] == "mill.md"
+
+
+@pytest.mark.parametrize(("documents", "retrieves"), [(None, True), ([], False), (PASSAGES[:1], False)])
+async def test_a_server_that_retrieves_by_default_leaves_given_documents(
+    engine: FusionEngine, library: ServedLibrary, documents: list[str] | None, retrieves: bool
+) -> None:
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library, retrieve=True)
+    async with client(make_app(backend)) as http:
+        assert ("documents" in (await ask(http, documents=documents)).json()) == retrieves
+    backend.close()
+
+
+async def test_a_request_without_documents_is_not_retrieved_for_unless_that_is_set(http: httpx.AsyncClient) -> None:
+    assert "documents" not in (await ask(http, documents=None)).json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"documents": "archive"}, "documents"),
+        ({"documents": "library", "messages": [{"role": "system", "content": "x"}]}, "need a user's message"),
+    ],
+)
+async def test_what_cannot_be_retrieved_is_refused(
+    http: httpx.AsyncClient, changes: dict[str, Any], message: str
+) -> None:
+    response = await ask(http, **changes)
+    assert (response.status_code, message in error(response)) == (400, True)
+
+
+async def test_a_server_without_a_library_says_so(engine: FusionEngine) -> None:
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
+    async with client(make_app(backend)) as http:
+        response = await ask(http, documents="library")
+        assert (response.status_code, "does not retrieve" in error(response)) == (400, True)
+        for refused in (await add(http, {"a.md": "x"}), await http.delete("/v1/documents/a.md")):
+            assert (refused.status_code, "--editable" in error(refused)) == (403, True)
+    backend.close()
+
+
+async def test_an_added_document_is_warm_and_retrieved(http: httpx.AsyncClient, engine: FusionEngine) -> None:
+    summary = (await add(http, {"harbour.md": HARBOUR})).json()
+    assert (summary["documents"], summary["passages"], summary["warmed"] > 0) == (1, 1, True)
+    assert HARBOUR in stored(engine)
+    asked = [{"role": "user", "content": "Where does the harbour master live?"}]
+    body = (await ask(http, documents="library", messages=asked)).json()
+    assert body["documents"][0]["source"] == "harbour.md"
+    assert body["fusion"]["fallback"] is None
+
+
+async def test_adding_tells_the_progress_if_asked(http: httpx.AsyncClient) -> None:
+    lines = (await add(http, {"harbour.md": HARBOUR}, stream=True)).text.splitlines()
+    events = [line.removeprefix("data: ") for line in lines if line]
+    assert events[-1] == "[DONE]"
+    *steps, summary = map(json.loads, events[:-1])
+    assert steps[-1]["done"] == steps[-1]["total"] == summary["tokens"] > 0
+
+
+async def test_adding_a_name_again_replaces_the_document(
+    http: httpx.AsyncClient, engine: FusionEngine, folder: Path
+) -> None:
+    await add(http, {"ferry.md": HARBOUR})
+    assert PassageIndex.load(folder).by_source()["ferry.md"] == [HARBOUR]
+    assert PASSAGES[0] not in stored(engine)
+
+
+async def test_a_removed_document_is_gone_and_others_stay(
+    http: httpx.AsyncClient, engine: FusionEngine, folder: Path
+) -> None:
+    removed = (await http.delete("/v1/documents/mill.md")).json()
+    assert (removed["caches"] > 0, removed["passages"]) == (True, 1)
+    assert stored(engine) == {*PASSAGES[:2]}
+    assert set(PassageIndex.load(folder).by_source()) == {"ferry.md", "hull.md"}
+    body = (await ask(http, documents="library")).json()
+    assert "mill.md" not in [document["source"] for document in body["documents"]]
+    again = await http.delete("/v1/documents/mill.md")
+    assert (again.status_code, "no document 'mill.md'" in error(again)) == (404, True)
+
+
+async def test_names_may_have_slashes(http: httpx.AsyncClient) -> None:
+    await add(http, {"/docs/a b.md": HARBOUR})
+    assert (await http.delete("/v1/documents//docs/a%20b.md")).json()["passages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"documents": []}, 400, "documents: List should have at least 1 item"),
+        ({"documents": [{"source": "", "text": "x"}]}, 400, "documents.0.source"),
+        ({"documents": [{"source": "a.md", "text": ""}]}, 400, "documents.0.text"),
+        ({"documents": [{"source": "a.md", "text": " \n"}]}, 409, "a.md has no text"),
+        ({"documents": [{"source": "a.md", "text": "x"}] * 4}, 400, "4 documents, and at most 3"),
+    ],
+)
+async def test_bad_additions_say_what_is_wrong(
+    backend: EngineBackend, library: ServedLibrary, folder: Path, body: Any, status: int, message: str
+) -> None:
+    before = PassageIndex.load(folder).passages
+    async with client(make_app(backend, editable=library, limits=RequestLimits(documents=3))) as http:
+        response = await http.post("/v1/documents", content=json.dumps(body), headers=JSON)
+    assert (response.status_code, message in error(response)) == (status, True), response.text
+    assert PassageIndex.load(folder).passages == before
+
+
+async def test_changes_need_the_token(backend: EngineBackend, library: ServedLibrary) -> None:
+    app = make_app(backend, editable=library, token="right")
+    async with client(app) as http:
+        assert (await add(http, {"a.md": "x"})).status_code == 401
+        assert (await http.delete("/v1/documents/mill.md")).status_code == 401
+    async with client(app, authorization="Bearer right") as http:
+        assert (await http.delete("/v1/documents/mill.md")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: Path, stream: bool) -> None:
+    @contextmanager
+    def busy() -> Iterator[None]:
+        raise QCFuseError("another job is warming")
+        yield
+
+    library = ServedLibrary(folder, engine, changing=busy)
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library)
+    async with client(make_app(backend, editable=library)) as http:
+        added = await add(http, {"a.md": "x"}, stream=stream)
+        assert "another job is warming" in added.text
+        assert added.status_code == (200 if stream else 409)
+        assert (await http.delete("/v1/documents/mill.md")).status_code == 409
+    assert len(PassageIndex.load(folder).passages) == 3
+    backend.close()
+
+
+async def test_questions_are_not_stored(http: httpx.AsyncClient, folder: Path) -> None:
+    await ask(http, documents="library")
+    written = [path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()]
+    assert written
+    assert not any(QUESTION.encode() in content for content in written)
+
+
+@pytest.fixture
+def keep(engine: FusionEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[IdleWarming, EngineHandle]]:
+    monkeypatch.setattr(idle_warming, "IDLE_S", 0.02)
+    handle = EngineHandle.wrap(engine, SchedulerSettings())
+    keep = IdleWarming(handle, most=3)
+    yield keep, handle
+    keep.close()
+
+
+async def until(true: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_what_clients_send_and_the_store_lacks_is_warm_the_next_time(
+    engine: FusionEngine, keep: tuple[IdleWarming, EngineHandle]
+) -> None:
+    backend = EngineBackend(keep[1], "tiny", keep=keep[0])
+    async with client(make_app(backend)) as http:
+        first = (await ask(http, documents=[HARBOUR])).json()
+        assert "absent" in first["fusion"]["fallback"]
+        await until(lambda: keep[0].warmed == 1)
+        assert (await ask(http, documents=[HARBOUR])).json()["fusion"]["fallback"] is None
+    assert engine.forget(CLIENTS) > 0
+    assert HARBOUR not in stored(engine)
+    backend.close()
+
+
+async def test_without_that_setting_nothing_that_is_sent_is_kept(http: httpx.AsyncClient, engine: FusionEngine) -> None:
+    await ask(http, documents=[HARBOUR])
+    assert HARBOUR not in stored(engine)
+
+
+async def test_nothing_is_warmed_while_a_request_is_answered(
+    engine: FusionEngine, keep: tuple[IdleWarming, EngineHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, plain = threading.Event(), engine.prefill_in_parts
+
+    def slow(*given: Any, **rest: Any) -> Any:
+        go_on.wait(20)
+        return (yield from plain(*given, **rest))
+
+    monkeypatch.setattr(engine, "prefill_in_parts", slow)
+    answer = keep[1].scheduler.submit(engine.prompt(QUESTION), SamplingParams(max_new_tokens=1))
+    keep[0].add([(HARBOUR, CLIENTS)])
+    await asyncio.sleep(0.2)
+    assert keep[0].warmed == 0
+    go_on.set()
+    answer.result(20)
+    await until(lambda: keep[0].warmed == 1)
+
+
+async def test_only_the_newest_wait_and_long_passages_are_left(
+    engine: FusionEngine, keep: tuple[IdleWarming, EngineHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_warming, "LONGEST", 100)
+    texts = [f"{HARBOUR} {number}." for number in range(6)]
+    keep[0].add([(f"{HARBOUR} " * 20, CLIENTS), *((text, CLIENTS) for text in texts)])
+    keep[0].add([(f"{HARBOUR} " * 20, CLIENTS)])
+    await until(lambda: keep[0].warmed == 2 and not keep[0]._waiting)
+    (base,) = engine.corpus.bases[:1]
+    keys = [engine.corpus.keys(engine.prompts.chunk_ids(text), [base])[0] for text in texts]
+    assert [key in engine.store for key in keys] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("option", ["--retrieve", "--editable"])
+def test_a_store_without_passages_cannot_be_retrieved_from(
+    run: Run, model_folder: str, tmp_path: Path, option: str
+) -> None:
+    code, _, said = run("serve", "--store", tmp_path, "--model", model_folder, option)
+    assert (code, "no passages in" in said) == (1, True)
+
+
+@pytest.mark.parametrize("option", ["--retrieve", "--editable", "--keep"])
+def test_replicas_neither_retrieve_nor_change_documents(run: Run, tmp_path: Path, option: str) -> None:
+    code, _, said = run("serve", "--store", tmp_path, "--ray", "auto", option)
+    assert (code, "serve without --ray" in said) == (1, True)
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+def test_the_command_serves_what_it_warmed(run: Run, model_folder: str, corpus_file: Path, tmp_path: Path) -> None:
+    """Warm, serve, retrieve, add, retrieve again and remove, over sockets."""
+    library = tmp_path / "library"
+    run.json("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    program = "from qcfuse_rag.cli.app import main; main()"
+    options = ["--store", library, "--device", "cpu", "--port", port, "--retrieve", "--editable", "--keep"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "serve", *map(str, options)], stderr=subprocess.PIPE
+    ) as server:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            asked = {"messages": [{"role": "user", "content": "Where does the harbour master live?"}], "max_tokens": 2}
+            for _ in range(600):
+                with suppress(httpx.ConnectError):
+                    found = http.post("/v1/chat/completions", json=asked).json()["documents"]
+                    break
+                assert server.poll() is None, server.communicate()[1]
+                time.sleep(0.1)
+            assert {document["source"] for document in found} == {str(corpus_file)}
+            new = {"source": "new.md", "text": HARBOUR}
+            assert http.post("/v1/documents", json={"documents": [new]}).json()["passages"] == 1
+            found = http.post("/v1/chat/completions", json=asked).json()["documents"]
+            assert found[0]["source"] == "new.md"
+            assert http.delete("/v1/documents/new.md").json()["passages"] == 1
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
