@@ -2,7 +2,7 @@
 
 Reading the vocabulary and dequantising take most of a start.
 
-A converted model is a folder with the weights as safetensors in the dtype they were loaded in, the tokenizer and the
+A converted model is a folder with the weights as safetensors in the format they were loaded in, the tokenizer and the
 configuration. It lies among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
 `~/.cache/huggingface/assets/qcfuse-rag/gguf`) and may be deleted at any time.
 """
@@ -29,6 +29,9 @@ from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from qcfuse_rag.models.int8_checkpoint import TENSORS_FILE, save_int8
+from qcfuse_rag.models.int8_linear import weight_format
+
 LOG = logging.getLogger(__name__)
 
 SWITCH = "QCFUSE_GGUF_CACHE"
@@ -52,22 +55,22 @@ class GgufConversion:
 
     Attributes:
         gguf: the GGUF file.
-        folder: the folder of the converted model; its name hashes the file's bytes, the dtype and the version of
-            transformers.
+        folder: the folder of the converted model; its name hashes the file's bytes, the dtype, the weights' format
+            and the version of transformers.
     """
 
     gguf: Path
     folder: Path
 
     @classmethod
-    def locate(cls, gguf: Path, dtype: torch.dtype | str) -> GgufConversion | None:
+    def locate(cls, gguf: Path, dtype: torch.dtype | str, weights: str) -> GgufConversion | None:
         """Return where the conversion of a file lies; None if conversions are off or the file cannot be read.
 
         Reads the whole file once, in about 0.1 s per GB if the system has it in memory.
         """
         if os.environ.get(SWITCH) == "0":
             return None
-        state = xxhash.xxh3_128(f"{dtype} {transformers.__version__} ".encode())
+        state = xxhash.xxh3_128(f"{dtype} {weights} {transformers.__version__} ".encode())
         try:
             with gguf.open("rb") as file:
                 while block := file.read(BLOCK_BYTES):
@@ -82,6 +85,11 @@ class GgufConversion:
         """Return whether the folder holds a complete conversion."""
         return (self.folder / SOURCE_FILE).is_file()
 
+    @property
+    def holds_int8(self) -> bool:
+        """Return whether the weights of a complete conversion are in int8."""
+        return (self.folder / TENSORS_FILE).is_file()
+
     def restore_config(self, model: PreTrainedModel) -> None:
         """Give a model loaded from the folder the configuration it has when loaded from the GGUF file."""
         source = json.loads((self.folder / SOURCE_FILE).read_text("utf-8"))
@@ -92,7 +100,10 @@ class GgufConversion:
             model.config.quantization_config.gguf_file = self.gguf.name
 
     def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep a model loaded from the GGUF file; whatever prevents that is logged and ignored."""
+        """Keep a model loaded from the GGUF file, in the dtype or rounded to int8.
+
+        Whatever prevents that is logged and ignored.
+        """
         part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
         size = sum(tensor.nbytes for tensor in model.state_dict().values())
         try:
@@ -126,7 +137,10 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         del config.quantization_config
     model.hf_quantizer = None
     try:
-        model.save_pretrained(folder)
+        if weight_format(model) == "int8":
+            save_int8(model, folder)
+        else:
+            model.save_pretrained(folder)
     finally:
         if quantization is not None:
             config.quantization_config = quantization

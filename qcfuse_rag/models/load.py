@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
-from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears
+from qcfuse_rag.models.hub import fetch_options, unreachable_reason
+from qcfuse_rag.models.int8_checkpoint import load_int8
+from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears, weight_format
 
 LOG = logging.getLogger(__name__)
 
@@ -44,16 +46,13 @@ def load_pretrained(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch_dtype: Any = _parse_dtype(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     _check_device(device)
-    weight_format = choose_weight_format(weights, device)
+    format_here = choose_weight_format(weights, device)
     source, options = _source(name)
-    conversion = GgufConversion.locate(Path(source) / options["gguf_file"], torch_dtype) if options else None
-    loaded = _load_conversion(conversion, torch_dtype) if conversion is not None and conversion.exists else None
-    if loaded is None:
-        loaded = _load_source(name, torch_dtype)
-        if conversion is not None:
-            conversion.save(*loaded)
-    model, tokenizer = loaded
-    if weight_format == "int8":
+    gguf = Path(source) / options["gguf_file"] if options else None
+    conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
+    loaded = _load_conversion(conversion, torch_dtype) if conversion and conversion.exists else None
+    model, tokenizer = loaded or _load_source(name, torch_dtype)
+    if format_here != weight_format(model):
         try:
             quantize_linears(model)
             _return_freed_memory()
@@ -61,6 +60,8 @@ def load_pretrained(
             if weights != "auto":
                 raise
             LOG.info("weights stay as they are: %s", error)
+    if conversion and not loaded:
+        conversion.save(model, tokenizer)
     return model.to(device).eval(), tokenizer
 
 
@@ -69,9 +70,10 @@ def _load_source(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model as transformers does, and refuse what is not complete."""
     source, options = _source(name)
+    fetch = fetch_options(source)
     try:
         with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
-            tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options)
+            tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options, **fetch)
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -80,9 +82,10 @@ def _load_source(
                 trust_remote_code=False,
                 output_loading_info=True,
                 **options,
+                **fetch,
             )
     except Exception as error:  # a broken file makes its parser raise anything
-        raise _load_error(name, error) from error
+        raise _load_error(name, error, unreachable=bool(fetch)) from error
     if info["missing_keys"]:  # transformers would fill them with random numbers
         raise ModelNotFound(
             f"{name!r} is not complete: {len(info['missing_keys'])} weights are missing, such as "
@@ -96,9 +99,13 @@ def _load_source(
 def _load_conversion(conversion: GgufConversion, dtype: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Load a converted GGUF model; one that cannot be read is deleted, and None is returned."""
     try:
-        model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
+        if conversion.holds_int8:
+            tokenizer = CONVERTED_TOKENIZER.from_pretrained(conversion.folder)
+            model = load_int8(conversion.folder)
+        else:
+            model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
         conversion.restore_config(model)
-    except (QCFuseError, OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # a broken file makes its parser raise anything
         LOG.warning("the conversion of %s cannot be read and is made again: %s", conversion.gguf.name, error)
         conversion.discard()
         return None
@@ -115,7 +122,7 @@ def _check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise QCFuseError(f"no device {device!r} here: {_first_line(error)}") from error
+        raise QCFuseError(f"there is no device {device!r} here: {_first_line(error)}") from error
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -125,10 +132,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ModelNotFound: if the tokenizer cannot be read or fetched.
     """
     source, options = _source(name)
+    fetch = fetch_options(source)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options, **fetch)
     except Exception as error:  # a broken file makes its parser raise anything
-        raise _load_error(f"the tokenizer of {name}", error) from error
+        raise _load_error(name, error, unreachable=bool(fetch)) from error
 
 
 def _parse_dtype(name: str) -> torch.dtype:
@@ -148,18 +156,29 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelNotFound(f"no GGUF file at {path}")
+            raise ModelNotFound(f"there is no GGUF file at {path}")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
             raise UnsupportedModel(f"{path} has an adapter: merge it into its model's weights and save those first")
-        return str(path), {}
+        return str(path), _gguf_option(path)
     if name.startswith((".", "/", "~")):
-        raise ModelNotFound(f"no model folder at {path}")
+        raise ModelNotFound(f"there is no model folder at {path}")
     return name, {}
 
 
-def _load_error(name: str, error: BaseException) -> QCFuseError:
+def _gguf_option(folder: Path) -> dict[str, Any]:
+    """Return the option that names the only GGUF file of a folder; none for a folder with a saved model."""
+    files = sorted(folder.glob("*.gguf"))
+    if not files or (folder / "config.json").is_file():
+        return {}
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelNotFound(f"{folder} holds {len(files)} GGUF files; name one of them: {names}")
+    return {"gguf_file": files[0].name}
+
+
+def _load_error(name: str, error: BaseException, *, unreachable: bool) -> QCFuseError:
     """Return the error to raise for a failed load, by the message of transformers."""
     message = str(error)
     if "trust_remote_code" in message:
@@ -170,6 +189,8 @@ def _load_error(name: str, error: BaseException) -> QCFuseError:
         return ModelNotFound(f"the weights of {name!r} are damaged or hold more than numbers; save them as safetensors")
     if "ignore_mismatched_sizes" in message:
         return ModelNotFound(f"the weights of {name!r} have other shapes than its configuration asks for")
+    if unreachable:
+        return ModelNotFound(unreachable_reason(name))
     return ModelNotFound(f"cannot load {name!r}: {_summary_line(message) or type(error).__name__}")
 
 

@@ -15,11 +15,14 @@ import pytest
 import torch
 from huggingface_hub import cached_assets_path
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.models import gguf_cache
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
+from qcfuse_rag.models.int8_checkpoint import TENSORS_FILE
+from qcfuse_rag.models.int8_linear import weight_format
 from qcfuse_rag.models.load import load_pretrained
 from qcfuse_rag.runtime.language_model import LanguageModel
 from tests.support.passages import QUESTION
@@ -119,11 +122,13 @@ def test_nothing_is_remembered_afterwards(tmp_path: Path) -> None:
     assert {name: getattr(gguf, name) for name in CACHED_GGUF_FUNCTIONS} == OWN
 
 
-def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str]) -> None:
-    first = LanguageModel.load(str(file), device="cpu")
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_a_later_start_reads_the_conversion_alone(file: Path, read: list[str], weights: str) -> None:
+    first = LanguageModel.load(str(file), device="cpu", weights=weights)
     read.clear()
-    second = LanguageModel.load(str(file), device="cpu")
+    second = LanguageModel.load(str(file), device="cpu", weights=weights)
     assert read == []
+    assert second.fingerprint.weight_format == weights
     assert second.fingerprint == first.fingerprint
     assert second.name == first.name
     assert second.model.config.to_dict() == first.model.config.to_dict()
@@ -138,6 +143,15 @@ def test_each_dtype_has_its_own_conversion(file: Path, assets: Path, read: list[
         loaded, _ = load_pretrained(str(file), device="cpu", dtype=dtype)
         assert loaded.dtype == getattr(torch, dtype)
     assert len(read) == len(list(assets.iterdir())) == 2
+
+
+def test_int8_is_kept_in_int8_and_is_never_taken_for_another_format(file: Path, assets: Path, read: list[str]) -> None:
+    for weights in ("int8", "model", "int8", "model"):
+        loaded, _ = load_pretrained(str(file), device="cpu", weights=weights)
+        assert weight_format(loaded) == weights
+    assert len(read) == len(list(assets.iterdir())) == 2
+    sizes = [sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in assets.iterdir()]
+    assert min(sizes) < 0.4 * max(sizes)
 
 
 def test_a_changed_file_is_another_model_even_with_the_old_times(file: Path, read: list[str]) -> None:
@@ -166,6 +180,26 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a list as source": lambda folder: (folder / "source.json").write_text("[]"),
     "bytes as source": lambda folder: (folder / "source.json").write_bytes(b"\xff\xfe"),
 }
+
+
+INT8_DAMAGES: dict[str, Callable[[Path], None]] = {
+    "no weights": lambda folder: (folder / TENSORS_FILE).unlink(),
+    "half the weights": lambda folder: _cut(folder / TENSORS_FILE),
+    "weights of another model": lambda folder: save_file({"norm": torch.ones(3)}, folder / TENSORS_FILE),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "half a configuration": lambda folder: _cut(folder / "config.json"),
+}
+
+
+@pytest.mark.parametrize("damage", INT8_DAMAGES.values(), ids=INT8_DAMAGES)
+def test_a_damaged_conversion_in_int8_is_made_again(
+    file: Path, assets: Path, read: list[str], damage: Callable[[Path], None]
+) -> None:
+    first = LanguageModel.load(str(file), device="cpu", weights="int8")
+    damage(next(assets.iterdir()))
+    for _ in range(2):
+        assert LanguageModel.load(str(file), device="cpu", weights="int8").fingerprint == first.fingerprint
+        assert len(read) == 2
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.int8_checkpoint import load_int8, save_int8
 from qcfuse_rag.models.int8_linear import (
     BLOCK_ROWS,
     Int8Linear,
@@ -134,6 +135,20 @@ def test_a_single_changed_weight_is_another_rounded_model(tokenizer: PreTrainedT
     changed.model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
     again = LanguageModel.wrap(changed.model, tokenizer).fingerprint
     assert rounded("llama", tokenizer).fingerprint.differences(again.fields()) == ["weights"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - WITH_EXPERTS))
+def test_each_family_in_int8_is_loaded_as_it_was_saved(name: str, tmp_path: Path) -> None:
+    model = build_model(name)
+    model.set_attn_implementation("eager")
+    quantize_linears(model)
+    save_int8(model, tmp_path)
+    loaded, ids = load_int8(tmp_path), torch.arange(40)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    sharing = [len({tensor.data_ptr() for tensor in m.state_dict().values()}) for m in (model, loaded)]
+    assert sharing[0] == sharing[1]
+    assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
 
 
 def test_a_model_is_rounded_when_it_is_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
