@@ -26,13 +26,21 @@ def open_regular(path: Path) -> int:
         os.close(folder)
 
 
-def open_folder(path: Path) -> int:
-    """Open a folder to work in it by descriptor; return the descriptor.
+def open_folder(path: Path, *inside: str) -> int:
+    """Open a folder, or a folder inside of it, to work in it by descriptor; return the descriptor.
 
     Raises:
-        OSError: if there is no such folder, or it is a symbolic link.
+        OSError: if there is no such folder, or any of them is a symbolic link.
     """
-    return os.open(path, _READ | os.O_DIRECTORY | os.O_NOFOLLOW)
+    flags = _READ | os.O_DIRECTORY | os.O_NOFOLLOW
+    descriptor = os.open(path, flags)
+    for name in inside:
+        try:
+            below = os.open(name, flags, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        descriptor = below
+    return descriptor
 
 
 def read_text(path: Path) -> str:

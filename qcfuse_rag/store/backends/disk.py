@@ -15,7 +15,7 @@ from qcfuse_rag.store.backends.base import EntryInfo, Health, KVStore, Miss, Sto
 from qcfuse_rag.store.backends.disk_files import StoreFiles
 from qcfuse_rag.store.backends.disk_index import open_index
 from qcfuse_rag.store.backends.disk_quota import UNKNOWN_MS_PER_TOKEN, DiskQuota
-from qcfuse_rag.store.backends.disk_settings import resolve_settings, write_if_possible
+from qcfuse_rag.store.backends.disk_settings import DEFAULT_LIMIT_BYTES, resolve_settings, write_if_possible
 from qcfuse_rag.store.backends.eviction import eviction_policy
 from qcfuse_rag.store.backends.index_database import ENTRY, INDEX_FAILURES, PINNED
 from qcfuse_rag.store.backends.remote import url_without_secrets
@@ -193,7 +193,9 @@ class DiskStore(KVStore):
         except OSError as error:
             raise self._unwritable(error) from error
         if self.quota is None:
-            shutil.rmtree(self.files.folder / "index", ignore_errors=True)  # rebuilt when the store is opened next
+            index = self.files.folder / "index"
+            if index.is_dir():  # to remove a pipe as a folder is to wait for ever
+                shutil.rmtree(index, ignore_errors=True)  # rebuilt when the store is opened next
         else:
             with suppress(*INDEX_FAILURES), self.quota.index.transact():
                 self.quota.index.clear()
@@ -238,7 +240,8 @@ class DiskStore(KVStore):
                     problem = f"holds {-remaining:,} bytes more than its limit, pinned ones"
                     problems.append(f"{problem}; unpin some, or raise it")
                 free = shutil.disk_usage(self.files.folder).free
-                if free < remaining:
+                # Nobody asked for the default limit; a smaller disk is no fault of it.
+                if free < remaining and self.settings.limit_bytes != DEFAULT_LIMIT_BYTES:
                     problems.append(f"may take {remaining:,} bytes more, the disk has {free:,}; lower the limit")
         except INDEX_FAILURES as error:
             problems.append(f"cannot be written: {error}")

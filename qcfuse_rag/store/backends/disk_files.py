@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,16 @@ class StoreFiles:
         Raises:
             OSError: if that fails; there is no file then.
         """
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(descriptor, size)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        with self._opened_parent(path) as folder:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(path.name, flags, 0o600, dir_fd=folder)
+            try:
+                os.ftruncate(descriptor, size)
+            except BaseException:
+                unlink_file(path.name, folder)
+                raise
+            finally:
+                os.close(descriptor)
 
     def write(self, path: Path, parts: Sequence[Buffer]) -> None:
         """Write a new file, or one that was allocated in this size, and force it to disk.
@@ -113,18 +115,20 @@ class StoreFiles:
         Raises:
             OSError: if that fails; the file is removed then.
         """
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with self._opened_parent(path) as folder:
             try:
-                unwritten = [memoryview(part) for part in parts]
-                while unwritten:
-                    unwritten = _after(unwritten, os.writev(descriptor, unwritten[:MAX_PARTS_PER_WRITE]))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(path.name, flags, 0o600, dir_fd=folder)
+                try:
+                    unwritten = [memoryview(part) for part in parts]
+                    while unwritten:
+                        unwritten = _after(unwritten, os.writev(descriptor, unwritten[:MAX_PARTS_PER_WRITE]))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            except BaseException:
+                unlink_file(path.name, folder)
+                raise
 
     def publish(self, temporary: Path, address: str) -> None:
         """Give a written file its name; other processes see all of it from then on.
@@ -133,13 +137,13 @@ class StoreFiles:
             OSError: if that fails, as it does if the folder is a link or the name is a folder's.
         """
         path = self.path(address)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with _opened(path.parent) as shard:
-            os.rename(temporary, path.name, dst_dir_fd=shard)
+        with _opened(self.objects) as objects, suppress(FileExistsError):
+            os.mkdir(path.parent.name, mode=0o700, dir_fd=objects)
+        self._rename(temporary, path)
 
     def remove(self, address: str) -> bool:
         """Remove an entry's file; return whether there was one."""
-        return _unlink(self.path(address))
+        return self._unlink(self.path(address))
 
     def quarantine(self, address: str, reason: str) -> Path | None:
         """Move an entry's file to quarantine, with the reason; return its path, or None if there is no file."""
@@ -147,8 +151,7 @@ class StoreFiles:
         if self.status(address) is None:
             return None
         try:
-            with _opened(path.parent) as shard:
-                os.rename(path.name, target, src_dir_fd=shard)
+            self._rename(path, target)
         except FileNotFoundError:
             return None
         self.write_json(target.with_suffix(".json"), {"address": address, "reason": reason})
@@ -162,7 +165,7 @@ class StoreFiles:
         """
         path = self.quarantined / _checked(name, ENDING)
         for ending in (ENDING, ".json"):
-            _unlink(path.with_suffix(ending))
+            self._unlink(path.with_suffix(ending))
 
     def remove_temporary(self, name: str) -> bool:
         """Remove a temporary file; return whether there was one.
@@ -170,7 +173,7 @@ class StoreFiles:
         Raises:
             CorruptEntry: if this library does not give such names.
         """
-        return _unlink(self.temporary(name))
+        return self._unlink(self.temporary(name))
 
     def entries(self) -> Iterator[tuple[str, Path]]:
         """Yield address and path of every entry that has a file; anything else is passed over, see `strays`."""
@@ -221,7 +224,30 @@ class StoreFiles:
         """Write a small file atomically."""
         temporary = self.new_temporary()
         self.write(temporary, [json.dumps(data, indent=2).encode()])
-        temporary.rename(path)
+        self._rename(temporary, path)
+
+    @contextmanager
+    def _opened_parent(self, path: Path) -> Iterator[int]:
+        """Open the folder of a file. No folder inside the store may be a link, whatever it was when it was opened."""
+        inside = path.parent.relative_to(self.folder).parts
+        with _opened(self.folder / inside[0], *inside[1:]) if inside else _opened(self.folder, follow=True) as folder:
+            yield folder
+
+    def _rename(self, source: Path, target: Path) -> None:
+        with self._opened_parent(source) as source_folder, self._opened_parent(target) as target_folder:
+            os.rename(source.name, target.name, src_dir_fd=source_folder, dst_dir_fd=target_folder)
+
+    def _unlink(self, path: Path) -> bool:
+        """Remove a file, unless its folder is a link; return whether there was one."""
+        try:
+            with self._opened_parent(path) as folder:
+                return unlink_file(path.name, folder)
+        except OSError:
+            inside = path.parent.relative_to(self.folder).parts
+            folders = [self.folder.joinpath(*inside[:depth]) for depth in range(1, len(inside) + 1)]
+            if all(folder.is_dir() and not folder.is_symlink() for folder in folders):
+                raise
+            return False
 
 
 def process_namespace() -> str:
@@ -279,24 +305,13 @@ def _listed(folder: Path) -> list[os.DirEntry[str]]:
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """Open a folder that must not be a link, so that nothing is written or removed elsewhere."""
-    descriptor = open_folder(folder)
+def _opened(folder: Path, *inside: str, follow: bool = False) -> Iterator[int]:
+    """Open a folder, which must not be a link unless `follow`, so that nothing is written or removed elsewhere."""
+    descriptor = open_folder(folder.resolve() if follow else folder, *inside)
     try:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _unlink(path: Path) -> bool:
-    """Remove a file, unless its folder is a link; return whether there was one."""
-    try:
-        with _opened(path.parent) as folder:
-            return unlink_file(path.name, folder)
-    except OSError:
-        if path.parent.is_dir() and not path.parent.is_symlink():
-            raise
-        return False
 
 
 def _after(parts: list[memoryview], written: int) -> list[memoryview]:

@@ -200,6 +200,8 @@ def _open_database(folder: Path) -> OpenIndex:
         OSError, sqlite3.Error, diskcache.Timeout: if it cannot be opened.
         CorruptEntry: if it has rows that this library does not write.
     """
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a symbolic link")
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in (*FILES, "cache.db-journal"):
         path = folder / name

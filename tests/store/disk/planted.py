@@ -35,6 +35,7 @@ KINDS: dict[str, Callable[[Path, Path], object]] = {
     "full folder": full_folder,
     "link to a file": lambda path, outside: path.symlink_to(outside / "thesis.kv"),
     "link to a folder": lambda path, outside: path.symlink_to(outside),
+    "link to an empty folder": lambda path, outside: path.symlink_to(outside / "empty"),
     "link to nothing": lambda path, outside: path.symlink_to(outside / "nothing"),
     "link to itself": lambda path, outside: path.symlink_to(path),
     "text": lambda path, outside: path.write_text("not the store's"),
@@ -82,15 +83,19 @@ def make_outside(folder: Path) -> Path:
     folder.mkdir()
     for name in (NAME, "thesis.kv", "cache.db", "x.part", "x.json"):
         (folder / name).write_text("twenty years of work")
+    (folder / "empty").mkdir()
     return folder
 
 
 def everything(folder: Path) -> dict[str, object]:
     """Return what is in a folder, with contents, modes and times."""
     return {
-        str(path.relative_to(folder)): (path.lstat().st_mode, path.lstat().st_mtime_ns, path.read_bytes())
+        str(path.relative_to(folder)): (
+            path.lstat().st_mode,
+            path.lstat().st_mtime_ns,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in folder.rglob("*")
-        if path.is_file()
     }
 
 

@@ -12,9 +12,11 @@ import pytest
 
 from qcfuse_rag import DiskStore
 from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.disk_index import Index
+from qcfuse_rag.store.backends.index_database import Record, identity
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from tests.store.disk.folders import ENTRY, in_a_child, put, taken
+from tests.store.disk.folders import ENTRY, in_a_child, present, put, taken
 from tests.support.index_attacks import ATTACKS, keep_older_copy
 
 LIMIT = 6 * ENTRY
@@ -177,3 +179,28 @@ def test_an_index_that_is_in_place_is_not_filled_again(folder: Path, monkeypatch
         assert in_a_child(lambda: put(store, 3)) == 0
         put(store, 4)
         assert refills == []
+
+
+def test_what_waited_for_the_lock_of_a_replaced_index_goes_into_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the rows of all that waited would be in an index that nobody reads, and the limit would not hold."""
+    current: list[bool] = []
+    real = Index.set
+
+    def recorded(index: Index, name: str, record: Record, tag: str, expires: float | None = None) -> None:
+        current.append(identity(folder / "index") == index._current.identity)
+        real(index, name, record, tag, expires)
+
+    with DiskStore(folder) as first, DiskStore(folder) as second:
+        put(first, 0)
+        monkeypatch.setattr(Index, "set", recorded)
+        waiting = threading.Thread(target=put, args=(second, 1))
+        with first.quota.index.transact():
+            waiting.start()
+            waiting.join(0.3)  # by then it waits for the lock
+            shutil.rmtree(folder / "index")
+        waiting.join()
+        assert current
+        assert all(current)
+        assert present(first, 2) == present(second, 2) == [True, True]

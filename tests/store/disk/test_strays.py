@@ -8,7 +8,7 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.maintenance import collect_garbage, fsck, rebuild
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
-from tests.store.disk.folders import ENTRY, KEY, file_of, put
+from tests.store.disk.folders import ENTRY, KEY, file_of, put, taken
 from tests.store.disk.planted import (
     ADDRESS,
     KINDS,
@@ -265,3 +265,63 @@ def test_the_record_of_a_job_is_read_or_an_error_with_a_name(
         code, _, err = run("warm", command, "--store", tmp_path)
         assert code == 1
         assert "start the job again" in err
+
+
+# While the store is open.
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "link to an empty folder", "pipe", "text"])
+@pytest.mark.parametrize("place", ["objects", "tmp", "quarantine", "models", "index", "a folder of entries"])
+def test_nothing_leads_outside_or_hangs_if_it_is_planted_while_the_store_is_open(
+    folder: Path, outside: Path, place: str, kind: str
+) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+        before = everything(outside)
+        plant(folder, PLACES[place], kind, outside)
+        for operation in OPERATIONS.values():
+            with suppress(StoreError):
+                operation(store)
+    assert everything(outside) == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a folder", "link to an empty folder", "text"])
+def test_a_store_without_an_index_can_be_cleared_and_has_one_once_that_is_possible(
+    folder: Path, outside: Path, kind: str
+) -> None:
+    with DiskStore(folder) as store:
+        put(store, 0, 1)
+        shutil.rmtree(folder / "index")
+        path = plant(folder, "index", kind, outside)
+        if not path.is_symlink():
+            with DiskStore(folder) as other:
+                assert "its index cannot be opened" in other.health()[0].problems[0]
+                with pytest.raises(StoreError, match="its index cannot be opened"):
+                    put(other, 2)
+                with pytest.raises(StoreError, match="its index cannot be opened"):
+                    fsck(other)
+                assert other.clear() == 2
+                path.unlink()
+                put(other, 2)
+                assert (other.health()[0].ok, fsck(other).clean) == (True, True)
+        else:
+            with pytest.raises(StoreError, match="symbolic link"):
+                put(store, 2)
+            path.unlink()
+            put(store, 2)
+            assert fsck(store).clean
+
+
+@pytest.mark.parametrize("value", ["deleted", "text", None])
+def test_a_sum_of_bytes_that_is_gone_is_repaired_while_the_store_is_open(folder: Path, value: str | None) -> None:
+    with DiskStore(folder, 10 * ENTRY) as store:
+        put(store, 0)
+        with closing(sqlite3.connect(folder / "index" / "cache.db", isolation_level=None)) as database:
+            if value == "deleted":
+                database.execute("DELETE FROM Settings WHERE key = 'size'")
+            else:
+                database.execute("UPDATE Settings SET value = ? WHERE key = 'size'", (value,))
+        with suppress(StoreError):
+            put(store, 1)
+        put(store, 2)
+        assert store.stats()[0].size_bytes == taken(folder)
