@@ -1,8 +1,8 @@
 """A scheduler of many requests on one engine: prefills in parts, decodes together, in one thread.
 
 Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the running batch as soon as it is prefilled and
-leaves when it ends. Between two prefills there are some decode steps, and one between the parts of a long prefill
-(Agrawal et al., Sarathi-Serve, OSDI 2024), so new questions slow the running answers without stopping them.
+leaves when it ends. Between two prefills, and between two parts of a long one (Agrawal et al., Sarathi-Serve, OSDI
+2024), there are some decode steps, so new questions slow the running answers without stopping them.
 
 A part takes some tenths of a second. The next part is that of the request that is predicted to need the least time for
 the rest of its prefill, so a short question overtakes a long prompt. Every few parts, one is the oldest request's, so
@@ -37,9 +37,9 @@ class SchedulerSettings:
     Attributes:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
-        steps: decode steps between two prefills while answers are running.
-        rows: most rows of a prefill, or of healing, to compute between two decode steps; methods with a layer hook
-            compute all rows of a prefill at once.
+        steps: decode steps between two prefills, or two parts of one, while answers are running.
+        rows: most rows of a prefill, or of healing, to compute between decode steps; methods with a layer hook compute
+            all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
             than `rows` if no answer is running.
         overtaken: every so many parts, one is the oldest request's; the others are those of the request with the
@@ -51,7 +51,7 @@ class SchedulerSettings:
         ValueError: if a number is too small.
     """
 
-    active: int = 8
+    active: int = 16
     waiting: int = 64
     steps: int = 4
     rows: int = 512
@@ -171,9 +171,10 @@ class Scheduler:
                         return
                     self._changed.wait()
                 request = self._next()
-            prefills = request is not None and not self._compute_part(request)
+            if request is not None:
+                self._compute_part(request)
             request = None  # keep no reference to a finished request
-            for _ in range(1 if prefills else self._settings.steps):
+            for _ in range(self._settings.steps):
                 self._step()
                 if not self._active:
                     break
@@ -219,8 +220,8 @@ class Scheduler:
             )
         )
 
-    def _compute_part(self, request: RequestHandle) -> bool:
-        """Compute a part of a request's prefill, or all of a short one; return whether the prefill has ended."""
+    def _compute_part(self, request: RequestHandle) -> None:
+        """Compute a part of a request's prefill, or all of a short one."""
         rows_left, began = request.rows_left, time.perf_counter()
         try:
             prefilled = request.compute_part()
@@ -228,18 +229,16 @@ class Scheduler:
                 request.start(self._engine.runner, prefilled)
         except Exception as error:
             request.fail(error)
-            return True
+            return
         if prefilled is not None:
             with self._changed:
                 self._queue.remove(request)
                 self._active.append(request)
-            return True
-        if request.parts > 1:  # the first part computes no rows
+        elif request.parts > 1:  # the first part computes no rows
             rows_in_time = (rows_left - request.rows_left) * self._settings.part_s / (time.perf_counter() - began)
             request.part_rows = max(MIN_PART_ROWS, int(rows_in_time))
             if request.parts == 2:
                 self._first_part_rows = request.part_rows
-        return False
 
     def _step(self) -> None:
         """Choose the next token of every answer, and compute what comes next for those that continue."""

@@ -457,11 +457,11 @@ def test_answers_go_on_while_a_long_prompt_is_prefilled(engine: FusionEngine, mo
 
     monkeypatch.setattr(step_graph, "forward_step", stepped)
     recorded = Recorded(engine, monkeypatch, rows=16)
-    with Scheduler(engine) as scheduler:
+    with Scheduler(engine, SchedulerSettings(steps=3)) as scheduler:
         answers = [scheduler.submit(one, LONG, method=full) for one in (short, long)]
         assert [answer.result(timeout=60).ids for answer in answers] == expected
     parts = recorded.parts.count(long)
-    assert [steps.count(part) for part in range(1, parts)] == [1] * (parts - 1), "a step between two parts"
+    assert [steps.count(part) for part in range(1, parts)] == [3] * (parts - 1), "steps between two parts"
 
 
 def test_active_requests_share_a_bound_of_bytes(engine: FusionEngine) -> None:
