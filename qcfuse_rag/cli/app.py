@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from qcfuse_rag.cli.bench import bench_app
-from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries
+from qcfuse_rag.cli.console import ERR, OUT, print_json, quiet_libraries, with_full_stop
 from qcfuse_rag.cli.options import (
     AskOptions,
     CorpusOptions,
@@ -61,6 +61,9 @@ def demo(options: DemoOptions, as_json: Json = False) -> None:
 @expand_options
 def warm_run(store: Library, options: WarmOptions, as_json: Json = False) -> None:
     """Split documents into passages, index them, and prefill each into the store; a second run adds or continues."""
+    from qcfuse_rag.cli.job_lock import require_no_other_job
+
+    require_no_other_job(store)  # before the imports, which take seconds
     from qcfuse_rag.cli.warm import run_warming
 
     run_warming(store, options, as_json=as_json)
@@ -78,6 +81,9 @@ def warm_plan(store: Library, options: CorpusOptions, as_json: Json = False) -> 
 @warm_app.command("resume")
 def warm_resume(store: Library, as_json: Json = False) -> None:
     """Continue the last warming job of a library with the same options."""
+    from qcfuse_rag.cli.job_lock import require_no_other_job
+
+    require_no_other_job(store)
     from qcfuse_rag.cli.warm import resume_warming
 
     resume_warming(store, as_json=as_json)
@@ -216,7 +222,7 @@ def main() -> None:
             raise
         known = isinstance(error, (QCFuseError, ValueError, OSError))
         text = str(error) if known else f"{type(error).__name__}: {error} (--debug shows where)"
-        ERR.print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
+        ERR.print(f"[red]error:[/red] {escape(with_full_stop(text))}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         ERR.print("interrupted; stored caches are kept")

@@ -131,7 +131,12 @@ def bench_speed(
 def bench_quality(
     options: ModelOptions,
     data_dir: Annotated[
-        Path, Option(help="Folder of files DATASET.jsonl, in the line format of `qcfuse profile --data`.")
+        Path,
+        Option(
+            help="Folder of files DATASET.jsonl; each line is an object with `question`, `passages` (texts, or objects "
+            "with `title` and `text`) and `answers` (texts), and perhaps `supporting` (indices of the passages with "
+            "the answer) and `id`. The layouts of LongBench and of the QCFuse release are read too."
+        ),
     ],
     dataset: Annotated[
         list[str], Option(help="Dataset, or several with commas; ruler_mv, ruler_mq and ruler_vt are generated.")

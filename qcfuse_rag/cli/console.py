@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ def make_harmless(text: str) -> str:
     return UNSAFE_CHARACTERS.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
+LINE_INTERVAL_S = 10.0
+"""Seconds between lines of progress where there is no terminal."""
+
+
 class HarmlessConsole(Console):
     """A terminal that shows control characters instead of obeying them, wherever the text comes from."""
 
@@ -41,6 +46,12 @@ class HarmlessConsole(Console):
 
 OUT = HarmlessConsole()
 ERR = HarmlessConsole(stderr=True)
+
+
+def with_full_stop(text: str) -> str:
+    """Return a message as a sentence that ends."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?", "…")) else f"{text}."
 
 
 def print_json(data: Mapping[str, Any]) -> None:
@@ -67,9 +78,43 @@ def print_result(data: Mapping[str, Any], as_json: bool, *lines: str) -> None:
             print_line(line)
 
 
+class ProgressLines:
+    """Progress for logs: a line now and then, and one at the end.
+
+    Args:
+        title: what is done.
+        unit: the things that are counted.
+        clock: returns seconds.
+    """
+
+    def __init__(self, title: str, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._unit, self._clock = title, unit, clock
+        self._started = self._printed = clock()
+        self._first = True
+
+    def advance(self, done: int, total: int) -> None:
+        """Print a line if this is the first call, the last one, or the last line was long ago."""
+        now = self._clock()
+        if not self._first and done < total and now - self._printed < LINE_INTERVAL_S:
+            return
+        self._first, self._printed = False, now
+        line, passed_s = f"{self._title}: {done:,} of {total:,} {self._unit}", now - self._started
+        if done >= total:
+            line += f" in {duration(passed_s)}"
+        elif done and passed_s > 0:
+            line += f", about {duration(passed_s / done * (total - done))} left"
+        print_line(line, ERR)
+
+
 @contextmanager
 def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, apart from the results; yield what advances it: `(done, total)`."""
+    """Show progress on standard error, apart from the results; yield what advances it: `(done, total)`.
+
+    A terminal shows a bar. Elsewhere, as in a log, a line is printed at most every `LINE_INTERVAL_S`.
+    """
+    if not ERR.is_terminal:
+        yield ProgressLines(title, unit).advance
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -89,7 +134,9 @@ def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def status(title: str) -> Iterator[None]:
-    """Show a spinner on standard error while the block runs."""
+    """Show a spinner on standard error while the block runs; where there is no terminal, a line when it begins."""
+    if not ERR.is_terminal:
+        print_line(f"{title} ...", ERR)
     with ERR.status(title):
         yield
     ERR.print(f"[green]done[/green] {title}", highlight=False)

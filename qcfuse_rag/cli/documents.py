@@ -36,7 +36,7 @@ def check_paths(options: CorpusOptions, library: Path, *, allow_empty: bool = Fa
     for path in options.paths:
         if not any(True for _ in find_files([path])) and not allow_empty:
             hint = "; if all were deleted, `warm run --allow-empty` forgets them" if library.is_dir() else ""
-            raise QCFuseError(f"no text files in {path}{hint}")
+            raise QCFuseError(f"there are no text files in {path}{hint}")
 
 
 def read_documents(
@@ -75,7 +75,7 @@ def read_documents(
 def require_passages(passages: Mapping[str, Sequence[str]], options: CorpusOptions) -> None:
     """Require at least one passage."""
     if not any(passages.values()):
-        raise QCFuseError(f"no passages in {', '.join(map(str, options.paths))}")
+        raise QCFuseError(f"there are no passages in {', '.join(map(str, options.paths))}")
 
 
 def vanished_files(index: PassageIndex, options: WarmOptions, passages: Mapping[str, Sequence[str]]) -> set[str]:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
 from qcfuse_rag.cli.console import duration, print_json, print_line
+from qcfuse_rag.cli.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk_files import process_has_ended, process_namespace
 from qcfuse_rag.store.regular_file import read_text
 
-RECORD_NAME = "warm.json"
 SAVE_INTERVAL_S = 1.0
 
 
@@ -50,7 +47,7 @@ class JobRecord:
         try:
             return cls(folder, **json.loads(read_text(path)))
         except FileNotFoundError as error:
-            raise QCFuseError(f"no warming job in {folder}; start one with `qcfuse warm run`") from error
+            raise QCFuseError(f"there is no warming job in {folder}; start one with `qcfuse warm run`") from error
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise QCFuseError(f"cannot read {path} ({error}); start the job again with `qcfuse warm run`") from error
 
@@ -91,23 +88,6 @@ class JobRecord:
         data = asdict(self)
         del data["folder"]
         return data
-
-
-@contextmanager
-def job_lock(library: Path) -> Iterator[None]:
-    """Hold the lock of a library's warming jobs, since two jobs would overwrite each other's passage index."""
-    lock = FileLock(library / f"{RECORD_NAME}.lock", timeout=0, mode=0o600)
-    try:
-        library.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout as error:
-        raise QCFuseError(f"another job is warming {library}; wait for it, or see `qcfuse warm status`") from error
-    except OSError:
-        pass  # in a read-only folder the job fails later with a clearer error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def forget_source(library: Path, source: str) -> None:

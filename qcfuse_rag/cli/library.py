@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from qcfuse_rag.cli.job_record import RECORD_NAME
+from qcfuse_rag.cli.job_lock import RECORD_NAME
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.retrieval.index import EMBEDDINGS, METADATA, PASSAGES, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import FILE_NAME as LOG_NAME
@@ -85,7 +85,7 @@ def existing_store_folder(folder: Path) -> Path:
     """Return the folder of a store that must exist."""
     path = store_folder(folder)
     if not (path / "objects").is_dir():
-        raise QCFuseError(f"no store in {folder}; `qcfuse warm run` makes one")
+        raise QCFuseError(f"there is no store in {folder}; `qcfuse warm run` makes one")
     return path
 
 

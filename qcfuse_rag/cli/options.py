@@ -250,7 +250,13 @@ class PlanOptions:
 class ProfileOptions(ModelOptions):
     """Options of `qcfuse profile`."""
 
-    data: Annotated[Path | None, Option(help="JSON lines file of questions; by default those of the demo.")] = None
+    data: Annotated[
+        Path | None,
+        Option(
+            help="JSON lines file of questions, in the format of `qcfuse bench quality --data-dir`; "
+            "by default those of the demo."
+        ),
+    ] = None
     size: Annotated[int | None, Option(min=1, help="Number of questions to use; all by default.")] = None
     layers: Annotated[int, Option(min=1, help="Number of layers to choose.")] = 3
     depth_penalty: Annotated[float, Option(min=0.0, help="Penalty on the recall of deep layers.")] = 0.0

@@ -54,6 +54,7 @@ def stats(folder: Folder, as_json: Json = False) -> None:
 def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None:
     """Test reading and writing of a store and of the remote behind it; exit with 1 on failure."""
     from dataclasses import replace
+    from shutil import disk_usage
 
     from qcfuse_rag.cli.library import existing_store_folder, open_disk_tier
     from qcfuse_rag.store.backends.remote import open_remote
@@ -64,6 +65,9 @@ def health(folder: Folder, remote: Remote = None, as_json: Json = False) -> None
         if (damage := manifest_damage(existing_store_folder(folder))) is not None:
             health_report = replace(health_report, ok=False, problems=(*health_report.problems, damage))
         notes, remote = list(store.notes), remote or store.settings.remote
+        [contents], free = store.stats(), disk_usage(store.folder).free
+        if health_report.ok and free < (contents.limit_bytes or 0) - contents.size_bytes:
+            notes.append(f"the store may grow to {size(contents.limit_bytes or 0)}, the disk has {size(free)} free")
         if remote:
             with open_remote(remote, seal=store.seal) as remote_store:
                 [remote_report] = remote_store.health()
@@ -209,7 +213,8 @@ def forget(
     folder: Folder, source: Document, tenant: Tenant = None, remote: Remote = None, as_json: Json = False
 ) -> None:
     """Remove a document: its passages from the library, and its chunks from every tier unless shared."""
-    from qcfuse_rag.cli.job_record import forget_source, job_lock
+    from qcfuse_rag.cli.job_lock import job_lock
+    from qcfuse_rag.cli.job_record import forget_source
     from qcfuse_rag.cli.library import existing_store_folder, forget_passages, library_of, open_store_and_sources
 
     folder = library_of(folder)
@@ -305,7 +310,7 @@ def move(
 
 def _require_document(documents: Sources, source: str) -> None:
     if source not in documents.names():
-        raise QCFuseError(f"no document {source!r} in the store; `qcfuse store sources` lists them")
+        raise QCFuseError(f"there is no document {source!r} in the store; `qcfuse store sources` lists them")
 
 
 def _select(documents: Sources, addresses: list[str] | None, source: str | None) -> list[str]:

@@ -15,7 +15,8 @@ import torch
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, print_note, progress_bar, size
 from qcfuse_rag.cli.documents import check_paths, index_passages, read_documents, require_passages, vanished_files
-from qcfuse_rag.cli.job_record import JobRecord, job_lock
+from qcfuse_rag.cli.job_lock import job_lock
+from qcfuse_rag.cli.job_record import JobRecord
 from qcfuse_rag.cli.library import (
     KV_FOLDER,
     has_secret,

@@ -72,7 +72,7 @@ def connect(address: str, runtime_env: Mapping[str, Any] | None = None) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise QCFuseError(
-            f"no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
+            f"there is no Ray cluster at {address!r} ({error}); start one with `ray start --head`, or name `local`"
         ) from error
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from qcfuse_rag.errors import ModelNotFound, QCFuseError
 from qcfuse_rag.evaluation.speed.ceilings import measure_ceilings
 from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
+from qcfuse_rag.models.hub import fetch_options
 
 HERE = "here"
 REACHED = 0.5  # share of a data sheet's rates that a program is assumed to reach
@@ -147,9 +148,10 @@ def shape_of(model: str) -> ModelShape:
         config = AutoConfig.for_model(**SHAPES[model])
     else:
         try:
-            config = AutoConfig.from_pretrained(str(Path(model).expanduser()) if Path(model).exists() else model)
+            source = str(Path(model).expanduser()) if Path(model).exists() else model
+            config = AutoConfig.from_pretrained(source, **fetch_options(source))
         except (OSError, ValueError) as error:
-            raise ModelNotFound(f"no model {model!r}, nor a shape; shapes are {', '.join(SHAPES)}") from error
+            raise ModelNotFound(f"there is no model {model!r}, nor a shape; shapes are {', '.join(SHAPES)}") from error
     text = config.get_text_config()
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(text)
@@ -170,7 +172,7 @@ def rates_of(gpu: str, *, reached: float = REACHED) -> Rates:
     """Return a GPU's rates from its data sheet; refuse a GPU that is not in the table."""
     if gpu.lower() not in SHEETS:
         raise QCFuseError(
-            f"no data sheet of {gpu!r}; there are {', '.join(SHEETS)}, and `{HERE}` measures this machine"
+            f"there is no data sheet of {gpu!r}; there are {', '.join(SHEETS)}, and `{HERE}` measures this machine"
         )
     flops, memory, link = (rate * reached for rate in SHEETS[gpu.lower()])
     tiers = {"device": memory / 2, "host memory": link, "NVMe": NVME * reached, "network": NETWORK * reached}

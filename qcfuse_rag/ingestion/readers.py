@@ -86,7 +86,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[Path]:
             readable = (p for p in path.rglob("*") if p.suffix.lower() in KNOWN_ENDINGS and p.is_file())
             files = sorted(p for p in readable if _is_inside(p, resolved))
         elif not path.exists():
-            raise QCFuseError(f"no file or folder at {path}")
+            raise QCFuseError(f"there is no file or folder at {path}")
         elif path.suffix.lower() not in KNOWN_ENDINGS:
             raise QCFuseError(f"{path} is not a text file ({', '.join(sorted(KNOWN_ENDINGS))}); convert it first")
         else:
@@ -139,7 +139,7 @@ def load_reader(name: str) -> Callable[[Path], Iterable[tuple[str, str]]]:
     if name not in readers.names:
         names = ", ".join(sorted({FILES, *readers.names}))
         raise QCFuseError(
-            f"no reader {name!r}; there are {names}. `llama-index` comes with llama-index-llms-qcfuse, "
+            f"there is no reader {name!r}; there are {names}. `llama-index` comes with llama-index-llms-qcfuse, "
             "`langchain` with langchain-qcfuse"
         )
     read: Callable[[Path], Iterable[tuple[str, str]]] = readers[name].load()

@@ -64,7 +64,7 @@ def choose_method(name: str | None = None, *, ratio: float | None = None, base: 
         UnknownMethod: if there is no such method or base, or the method does not take the setting.
     """
     if base is not None and base not in BASES:
-        raise UnknownMethod(f"no base {base!r}; there are {', '.join(BASES)}")
+        raise UnknownMethod(f"there is no base {base!r}; there are {', '.join(BASES)}")
     if name is None:
         default = default_method()
         if ratio is None and base is None:
@@ -89,6 +89,6 @@ def make_method(name: str, **parameters: Any) -> Method:
         ValueError: if a parameter is out of range.
     """
     if name not in METHODS:
-        raise UnknownMethod(f"no method {name!r}; there are {', '.join(METHODS)}")
+        raise UnknownMethod(f"there is no method {name!r}; there are {', '.join(METHODS)}")
     values = {key: value for key, value in parameters.items() if value is not None}
     return METHODS[name](**check_parameters(name, METHODS[name], values))

@@ -115,4 +115,4 @@ def cacheblend(
     if variant == "release":
         probe = DeviationProbe(layer, "value")
         return Method("cacheblend", base, probe=probe, selector=TopTokens(), budget=FixedRatio(ratio))
-    raise UnknownMethod(f"no variant {variant!r} of cacheblend; there are paper and release")
+    raise UnknownMethod(f"there is no variant {variant!r} of cacheblend; there are paper and release")

@@ -29,7 +29,7 @@ def fusionrag(
         alternative: take the framed cache of a chunk that is not enriched yet, the paper's alternative path.
     """
     if probe not in ("question_over_cache", "question_only"):
-        raise UnknownMethod(f"no probe {probe!r} of fusionrag; there are question_over_cache and question_only")
+        raise UnknownMethod(f"there is no probe {probe!r} of fusionrag, only question_over_cache and question_only")
     anchor_ratio = 1.0 if probe == "question_over_cache" else 0.0
     return Method(
         "fusionrag",

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 
 from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.models.hub import fetch_options, unreachable_reason
 
 
 class Embedder:
@@ -19,9 +20,12 @@ class Embedder:
     """
 
     def __init__(self, name: str) -> None:
+        fetch = fetch_options(name)
         try:
-            self._model = SentenceTransformer(name, device="cpu")
+            self._model = SentenceTransformer(name, device="cpu", **fetch)
         except Exception as error:  # what a broken file makes its parser raise has no bound
+            if fetch:
+                raise ModelNotFound(unreachable_reason(name)) from error
             raise ModelNotFound(f"cannot load the embedding model {name!r}: {error}") from error
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -99,7 +99,7 @@ class PassageIndex:
             embeddings = np.load(folder / EMBEDDINGS, allow_pickle=False)
             made_with = json.loads((folder / METADATA).read_text("utf-8"))["embedder"]
         except FileNotFoundError as error:
-            raise QCFuseError(f"no passages in {folder}; run `qcfuse warm run` on some documents first") from error
+            raise QCFuseError(f"there are no passages in {folder}; run `qcfuse warm run` on documents first") from error
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise QCFuseError(
                 f"cannot read {folder} ({error}); remove that folder and run `qcfuse warm run`"

@@ -102,7 +102,7 @@ class LayerProfile:
         try:
             return cls.from_dict(json.loads(Path(path).expanduser().read_text("utf-8")))
         except FileNotFoundError as error:
-            raise ProfileError(f"no profile at {path}; `qcfuse profile --out {path}` makes one") from error
+            raise ProfileError(f"there is no profile at {path}; `qcfuse profile --out {path}` makes one") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read the profile {path} ({error}); {MAKE_AGAIN}") from error
 

@@ -31,7 +31,7 @@ FORMATS = (*STORE_FORMATS, *RANKS)
 def check_numbers(numbers: str) -> None:
     """Raise `ValueError` unless this is a format that a store can be told to write."""
     if numbers not in STORE_FORMATS:
-        raise ValueError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
+        raise ValueError(f"there is no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
 
 def check_rank(rank: int) -> str:
@@ -41,7 +41,7 @@ def check_rank(rank: int) -> str:
         ValueError: if there is none.
     """
     if f"rank{rank}" not in RANKS:
-        raise ValueError(f"no format of rank {rank}; there are {', '.join(map(str, RANKS.values()))}")
+        raise ValueError(f"there is no format of rank {rank}; there are {', '.join(map(str, RANKS.values()))}")
     return f"rank{rank}"
 
 

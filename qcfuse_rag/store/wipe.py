@@ -66,7 +66,7 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
         StoreError: if there is no store in the folder, or a file cannot be wiped.
     """
     if not (folder / "objects").is_dir():
-        raise StoreError(f"no store in {folder}")
+        raise StoreError(f"there is no store in {folder}")
     report = WipeReport()
     try:
         for name, own in FOLDERS.items():

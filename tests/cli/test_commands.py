@@ -133,12 +133,12 @@ def test_models_check_refuses_with_the_reason(run: Run, tmp_path: Path, tokenize
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ask", "Who?", "--store", "nowhere"], "no passages in nowhere/passages; run `qcfuse warm run`"),
+        (["ask", "Who?", "--store", "nowhere"], "there are no passages in nowhere/passages; run `qcfuse warm run`"),
         (["warm", "run", "nothing-here", "--store", "s"], "no file or folder at nothing-here"),
         (["warm", "run", __file__, "--store", "s"], "is not a text file"),
-        (["store", "stats", "--store", "nowhere"], "no store in nowhere; `qcfuse warm run` makes one"),
+        (["store", "stats", "--store", "nowhere"], "there is no store in nowhere; `qcfuse warm run` makes one"),
         (["models", "check", "/no/such/model"], "no model folder at /no/such/model"),
-        (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "no method 'qcfuze'"),
+        (["ask", "Who?", "--store", "s", "--method", "qcfuze"], "there is no method 'qcfuze'"),
         (["ask", "Who?", "--store", "s", "--ratio", "1.5"], "ratio must be a fraction in [0, 1], got 1.5"),
         (["ask", "Who?", "--store", "s", "--method", "full", "--ratio", "0.5"], "'full' does not take ratio"),
     ],
@@ -153,6 +153,7 @@ def test_errors_are_one_line_and_exit_code_1(
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+    assert err.endswith(".\n"), "a sentence"
 
 
 def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_store_damaged_beyond_opening_is_one_line(run: Run, tmp_path: Path) ->
     code, _, err = run("store", "stats", "--store", tmp_path)
     assert code == 1
     assert err.startswith("error: cannot read ")
-    assert err.endswith("remove it and give the store's settings again\n")
+    assert err.endswith("remove it and give the store's settings again.\n")
     assert err.count("\n") == 1
 
 
@@ -319,3 +320,10 @@ def test_every_command_names_a_store_by_the_same_option() -> None:
         assert not {"folder", "library"} & {p.name for p in command.params if p.param_type_name == "argument"}, path
         if path[0] == "store":
             assert names["--store"].required, path
+
+
+def test_the_format_of_questions_is_in_the_help_of_what_reads_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    shown = run.text("bench", "quality", "--help")
+    for field in ("question", "passages", "answers", "supporting", "title"):
+        assert f"`{field}`" in shown

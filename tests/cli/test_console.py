@@ -102,3 +102,25 @@ def test_ordinary_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -
     text = "Grüße, 漢字, \u0645\u0631\u062d\u0628\u0627, \U0001f469\u200d\U0001f52c\tand a\nline"
     console.print_line(text)
     assert capsys.readouterr().out.split() == text.split()
+
+
+def test_without_a_terminal_a_long_run_prints_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 0.1, 5.0, 10.2, 12.0, 40.0])
+    progress = console.ProgressLines("prefilling passages", "tokens", lambda: next(seconds))
+    for done in (0, 500, 1000, 1200, 4000):
+        progress.advance(done, 4000)
+    assert capsys.readouterr().err.splitlines() == [
+        "prefilling passages: 0 of 4,000 tokens",
+        "prefilling passages: 1,000 of 4,000 tokens, about 30.6 s left",
+        "prefilling passages: 4,000 of 4,000 tokens in 40 s",
+    ]
+    with console.status("loading the model"):
+        assert capsys.readouterr().err == "loading the model ...\n", "before the work, not after it"
+    with console.progress_bar("reading", "files") as advance:
+        advance(1, 2)
+        assert capsys.readouterr().err.splitlines()[-1].startswith("reading: 1 of 2 files")
+
+
+@pytest.mark.parametrize(("text", "sentence"), [("there is no x", "there is no x."), ("Stop!", "Stop!"), ("a. ", "a.")])
+def test_errors_end_as_sentences(text: str, sentence: str) -> None:
+    assert console.with_full_stop(text) == sentence

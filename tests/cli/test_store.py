@@ -6,6 +6,7 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -275,3 +276,16 @@ def test_errors_are_one_line(run: Run, folder: Path, arguments: list[str], messa
     command, *options = arguments
     code, _, err = run("store", command, "--store", folder, *options)
     assert (code, message in err, "Traceback" in err) == (1, True, False)
+
+
+def test_a_default_store_on_a_small_disk_is_healthy_and_says_how_small(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asked for the default limit of 64 GiB; a limit that was given is a promise."""
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=20 << 30, used=10 << 30, free=10 << 30))
+    health = run.json("store", "health", "--store", folder)
+    assert (health["ok"], health["notes"]) == (True, ["the store may grow to 68.7 GB, the disk has 10.7 GB free"])
+    with DiskStore(folder, 32 << 30, seal=None):
+        pass
+    code, out, _ = run("store", "health", "--store", folder)
+    assert (code, "the disk has 10,737,418,240; lower the limit" in " ".join(out.split())) == (1, True)

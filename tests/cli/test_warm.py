@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qcfuse_rag import DiskStore
-from qcfuse_rag.cli.job_record import RECORD_NAME, job_lock
+from qcfuse_rag.cli.job_lock import RECORD_NAME, job_lock
 from qcfuse_rag.cli.library import KV_FOLDER
 from qcfuse_rag.retrieval.index import PassageIndex
 from tests.support.cli import Run
@@ -135,7 +135,7 @@ def test_workers_with_gpus_are_not_told_the_dtype_of_a_machine_without(
 
 
 def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
-    run: Run, documents: Path, model_folder: str, tmp_path: Path
+    run: Run, documents: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = tmp_path / "s"
     options = (documents, "--store", store, "--device", "cpu", "--base", "framed")
@@ -143,9 +143,12 @@ def test_one_job_at_a_time_and_one_that_cannot_begin_leaves_the_record(
     assert run("warm", "run", *options, "--model", "no/such-model")[0] == 1
     assert run.json("warm", "status", "--store", store)["state"] == "finished"
     assert run.json("warm", "resume", "--store", store)["present"] == 3
+    monkeypatch.setitem(sys.modules, "qcfuse_rag.cli.warm", None)  # nothing is imported that could load a model
     with job_lock(store):
-        code, _, err = run("warm", "resume", "--store", store)
-    assert (code, "another job is warming" in err) == (1, True)
+        for command in (("resume",), ("run", documents)):
+            code, _, err = run("warm", *command, "--store", store)
+            assert (code, f"another job is warming {store}" in err) == (1, True)
+    monkeypatch.undo()
     assert run.json("warm", "status", "--store", store)["state"] == "finished"
 
 

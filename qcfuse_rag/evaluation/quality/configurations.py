@@ -41,7 +41,7 @@ class Configuration:
         return self.label, self.base, self.ratio
 
 
-FLOOR = Configuration("no passages", make_method("full"), None, None)
+FLOOR = Configuration("there are no passages", make_method("full"), None, None)
 """Full prefill of the question without any passage: what the model knows by itself."""
 
 
@@ -61,7 +61,7 @@ def configurations(
     """
     unknown = [base for base in bases if base not in BASES]
     if unknown:
-        raise UnknownMethod(f"no base {unknown[0]!r}; there are {', '.join(BASES)}")
+        raise UnknownMethod(f"there is no base {unknown[0]!r}; there are {', '.join(BASES)}")
     parsed = [_parse(label) for label in (FULL, *names)]
     parsed.sort(key=lambda method: method[0] == RANDOM)  # its bases follow from those of the other methods
     chosen: dict[Key, Configuration] = {}

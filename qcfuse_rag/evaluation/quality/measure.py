@@ -134,7 +134,7 @@ def read_examples(options: QualityOptions, engine: FusionEngine) -> tuple[list[E
             if not path.exists():
                 available = ", ".join(sorted(file.stem for file in options.data_dir.glob("*.jsonl"))) or "none"
                 raise BadDataset(
-                    f"no dataset {name!r} in {options.data_dir}; there are {available}, and {', '.join(TASKS)}"
+                    f"there is no dataset {name!r} in {options.data_dir}; there are {available}, and {', '.join(TASKS)}"
                 )
             dataset = [replace(example, dataset=name) for example in read_dataset(path, size=options.size)]
             sources[name] = digest(path.read_bytes())

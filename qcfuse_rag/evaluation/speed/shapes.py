@@ -34,11 +34,11 @@ WINDOW = 1 << 17
 def random_model(shape: str, *, device: str | None = None, dtype: str | None = None) -> LanguageModel:
     """Return a model of a known shape with random weights, built on the device."""
     if shape not in SHAPES:
-        raise QCFuseError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+        raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch_dtype = getattr(torch, dtype or ("float32" if target.type == "cpu" else "bfloat16"), None)
     if not isinstance(torch_dtype, torch.dtype) or not torch_dtype.is_floating_point:
-        raise QCFuseError(f"no dtype {dtype!r}; bfloat16, float16 and float32 are common")
+        raise QCFuseError(f"there is no dtype {dtype!r}; bfloat16, float16 and float32 are common")
     config = AutoConfig.for_model(**SHAPES[shape], max_position_embeddings=WINDOW)
     with target:
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)

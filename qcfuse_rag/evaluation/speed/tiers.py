@@ -51,10 +51,10 @@ def open_tiers(
     available = [tier for tier in TIERS if lm.device.type == "cuda" or tier not in ("device", "pinned")]
     for name in names:
         if name not in available:
-            raise QCFuseError(f"no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
+            raise QCFuseError(f"there is no tier {name!r} on {lm.device.type}; there are {', '.join(available)}")
     for numbers in formats:
         if numbers not in STORE_FORMATS:
-            raise QCFuseError(f"no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
+            raise QCFuseError(f"there is no format of numbers {numbers!r}; there are {', '.join(STORE_FORMATS)}")
 
     def open_tier(name: str, numbers: str) -> KVStore:
         if name == "disk":

@@ -93,7 +93,7 @@ def kernel_floors(
     here. `--tiles` also times other tiles and strips, for a new choice in `runtime.kernels.launch` and `product`.
     """
     if shape not in SHAPES:
-        raise QCFuseError(f"no shape {shape!r}; there are {', '.join(SHAPES)}")
+        raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
     if not QUESTION_ROWS <= rows < tokens:
         raise QCFuseError(f"--rows must be {QUESTION_ROWS} or more, and fewer than --tokens")
     if not torch.cuda.is_available():

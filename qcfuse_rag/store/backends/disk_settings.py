@@ -25,6 +25,9 @@ PLAIN_FIX = (
 SECRET_FIX = f"give its secret, or set {SECRET_VARIABLE}"
 
 
+DEFAULT_LIMIT_BYTES = 64 << 30
+
+
 @dataclass(frozen=True, slots=True)
 class StoreSettings:
     """Settings of a store.
@@ -38,7 +41,7 @@ class StoreSettings:
         remote: URL of the remote behind it, without its password; empty if there is none.
     """
 
-    limit_bytes: int = 64 << 30
+    limit_bytes: int = DEFAULT_LIMIT_BYTES
     numbers: str = LOSSLESS
     eviction: str = "cost"
     ttl_s: float | None = None

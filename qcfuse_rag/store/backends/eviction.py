@@ -65,5 +65,5 @@ def eviction_policy(name: str) -> Callable[[EntryUsage], float]:
         ValueError: if there is none of that name.
     """
     if name not in POLICIES:
-        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+        raise ValueError(f"there is no eviction policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -1,0 +1,102 @@
+"""Where a model is loaded from: a folder, its only GGUF file, or a hub, which may not answer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from transformers import AutoTokenizer
+
+from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.models import hub
+from qcfuse_rag.models.load import load_pretrained, load_tokenizer
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the addresses that the hub was asked for; it does not answer."""
+    addresses: list[str] = []
+
+    def head(address: str, timeout: float) -> None:
+        addresses.append(address)
+        threading.Event().wait(60)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=head))
+    return addresses
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Return what transformers was asked to load."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda source, **options: calls.append((source, options)) or SimpleNamespace()
+    )
+    return calls
+
+
+def test_a_hub_that_does_not_answer_is_an_error_within_seconds(asked: list[str]) -> None:
+    for load in (load_tokenizer, load_pretrained):
+        with pytest.raises(
+            ModelNotFound, match=r"'some/model': https://.* does not answer, and the model is not complete"
+        ):
+            load("some/model")
+    assert asked == [constants.ENDPOINT] * 2
+
+
+def test_the_wait_for_a_hub_is_shorter_than_ten_seconds() -> None:
+    assert hub.HUB_TIMEOUT_S < 10
+
+
+def test_a_model_in_the_cache_is_loaded_although_the_hub_does_not_answer(
+    asked: list[str], loaded: list[tuple[str, dict[str, Any]]]
+) -> None:
+    load_tokenizer("some/model")
+    assert loaded == [("some/model", {"trust_remote_code": False, "local_files_only": True})]
+
+
+@pytest.mark.parametrize("failure", [ConnectionRefusedError(), RuntimeError("a proxy")])
+def test_a_refused_connection_is_known_at_once(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def head(address: str, timeout: float) -> None:
+        raise failure
+
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=head))
+    assert not hub.hub_answers()
+    monkeypatch.setattr(hub, "get_session", lambda: SimpleNamespace(head=lambda address, timeout: None))
+    assert hub.hub_answers()
+
+
+def test_no_hub_is_asked_for_a_folder(
+    asked: list[str], loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    load_tokenizer(str(tmp_path))
+    assert (asked, loaded) == ([], [(str(tmp_path), {"trust_remote_code": False})])
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    (tmp_path / "tiny.gguf").touch()
+    load_tokenizer(str(tmp_path))
+    assert loaded == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": "tiny.gguf"})]
+
+
+def test_a_folder_with_several_gguf_files_names_them(tmp_path: Path) -> None:
+    for name in ("q4.gguf", "q8.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelNotFound, match=r"holds 2 GGUF files; name one of them: q4\.gguf, q8\.gguf"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_saved_model_beside_gguf_files_is_the_saved_model(
+    loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    for name in ("config.json", "q4.gguf", "q8.gguf"):
+        (tmp_path / name).touch()
+    load_tokenizer(str(tmp_path))
+    assert "gguf_file" not in loaded[0][1]
