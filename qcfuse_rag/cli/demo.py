@@ -12,7 +12,7 @@ import torch
 from rich.live import Live
 
 from qcfuse_rag.bundled import Question, corpus, default_embedder, default_model, demonstration_questions
-from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, print_line, progress_bar, size, status
+from qcfuse_rag.cli.console import ERR, OUT, duration, print_json, progress_bar, size, status
 from qcfuse_rag.cli.demo_page import demo_page
 from qcfuse_rag.cli.demo_pair import AnsweredPair, PairView, ask_both
 from qcfuse_rag.cli.demo_table import summarise, summary_table
@@ -36,7 +36,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
 
     asked, texts = chosen_questions(options), list(corpus().values())
     if not as_json:
-        print_line(
+        _say(
             f"{len(texts)} short documents are warmed once; then {len(asked)} of the questions about them are answered "
             "twice: by full prefill, which reads the retrieved documents anew, and by qcfuse, which reuses their "
             f"caches. On two cores this takes about {'four minutes' if len(asked) > SHOWN else 'a minute and a half'}."
@@ -62,7 +62,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
             token_s = plan.seconds / max(1, plan.tokens)
             question_tokens = options.top_k * plan.tokens / max(1, plan.to_warm)
             asking_s = len(asked) * question_tokens * token_s * (1 + FUSED_SHARE)
-            print_line(f"On this machine: about {duration(plan.seconds)} to warm, and {duration(asking_s)} to answer.")
+            _say(f"On this machine: about {duration(plan.seconds)} to warm, and {duration(asking_s)} to answer.")
         setup_s = time.perf_counter() - started
         with progress_bar(f"warming {len(texts)} documents", "tokens") as advance:
             summary = engine.warm(texts, sources=list(corpus()), progress=advance)
@@ -101,8 +101,8 @@ def report(
     """Print the table or the JSON object, and write the page if one was asked for."""
     totals = summarise(pairs)
     about = (
-        f"{engine.lm.name}, {engine.lm.fingerprint.number_formats}, {engine.lm.device}, "
-        f"{torch.get_num_threads()} threads; {options.top_k} documents for each question"
+        f"{Path(engine.lm.name).name}, {engine.lm.fingerprint.number_formats}, {engine.lm.device}, threads: "
+        f"{torch.get_num_threads()}; {options.top_k} documents for each question"
     )
     if options.html is not None:
         options.html.write_text(demo_page(pairs, totals, about), "utf-8")
@@ -120,9 +120,15 @@ def report(
         )
         return
     OUT.print(summary_table(totals))
-    print_line(f"{about}.")
-    print_line(
+    _say(f"{about}.")
+    _say(
         f"Warmed {summary.warmed} caches ({size(summary.size_bytes)}) in {duration(summary.elapsed_s)}, once. Reused "
         "caches change some answers, and a model of this size loses more than larger ones: `qcfuse verify` finds the "
-        "share to recompute for your model and documents, and `--fidelity exact` keeps full prefill's answers."
+        "share to recompute for your model and documents, and `qcfuse ask --fidelity exact` keeps full prefill's "
+        "answers."
     )
+
+
+def _say(text: str) -> None:
+    """Print a sentence, broken between words where the terminal ends."""
+    OUT.print(text, highlight=False, markup=False)

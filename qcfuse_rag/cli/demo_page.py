@@ -33,7 +33,8 @@ small { color: #555 }
 <tr><td>{{ label }}</td><td>{{ "%.2f"|format(totals.full[name]) }} s</td>
 <td>{{ "%.2f"|format(totals.fused[name]) }} s</td></tr>
 {% endfor %}
-<tr><td>prompt tokens computed, median</td><td>{{ totals.full.rows }}</td><td>{{ totals.fused.rows }}</td></tr>
+<tr><td>prompt tokens computed, median</td><td>{{ "{:,.0f}".format(totals.full.rows) }}</td>
+<td>{{ "{:,.0f}".format(totals.fused.rows) }}</td></tr>
 </table>
 <h2>Seconds to the first token</h2>
 <svg viewBox="0 0 800 {{ 34 * pairs|length + 10 }}" width="100%" role="img" aria-label="seconds to the first token">

