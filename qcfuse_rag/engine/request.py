@@ -33,6 +33,7 @@ class RequestHandle(Iterator[str]):
         context: the context variables of the caller, in which the prompt is prefilled, so that traces are connected.
         report: the report of the prefill; None before it is done.
         generation: the finished answer; None before that.
+        submitted: `time.monotonic()` when it was made.
         rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
         part_rows: most rows of the next part of its prefill.
         parts: number of parts of its prefill so far; the first one only loads, if there are several.
@@ -43,7 +44,7 @@ class RequestHandle(Iterator[str]):
         self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
         self.generation: Generation | None = None
-        self.rows_left = len(prompt)
+        self.submitted, self.rows_left = time.monotonic(), len(prompt)
         self.part_rows = self.parts = 0
         self._prefill: Parts[Prefilled] | None = None
         self._sampler = Sampler(params, lm)

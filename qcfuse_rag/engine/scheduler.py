@@ -4,9 +4,10 @@ Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the running ba
 leaves when it ends. Between two prefills, and between two parts of a long one (Agrawal et al., Sarathi-Serve, OSDI
 2024), there are some decode steps, so new questions slow the running answers without stopping them.
 
-A part takes some tenths of a second. The next part is that of the request that is predicted to need the least time for
-the rest of its prefill, so a short question overtakes a long prompt. Every few parts, one is the oldest request's, so
-nobody waits for ever. Between two parts, requests whose readers have gone end.
+A part takes some tenths of a second. The next part is that of the request that has waited longest for the time that it
+is predicted to need (highest response ratio next, Brinch Hansen 1971), so a short question overtakes a long prompt.
+Every few parts, one is the oldest request's, so nobody waits for ever. Between two parts, requests whose readers have
+gone end.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class SchedulerSettings:
             all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
             than `rows` if no answer is running.
-        overtaken: every so many parts, one is the oldest request's; the others are those of the request with the
-            fewest rows left.
+        overtaken: every so many parts, one is the oldest request's; the others are those of the request that has waited
+            longest for each row that it has left.
         kv_bytes: most bytes of keys and values of begun requests together; None for no bound. A request that is
             larger by itself is answered alone.
 
@@ -53,7 +54,7 @@ class SchedulerSettings:
 
     active: int = 16
     waiting: int = 64
-    steps: int = 4
+    steps: int = 2
     rows: int = 512
     part_s: float = 0.25
     overtaken: int = 4
@@ -189,7 +190,8 @@ class Scheduler:
         if not candidates:
             return None
         if (self._parts + 1) % self._settings.overtaken:
-            chosen = min(candidates, key=lambda request: request.rows_left)
+            now = time.monotonic()
+            chosen = max(candidates, key=lambda request: (now - request.submitted) / max(1, request.rows_left))
         elif candidates[0] is self._queue[0]:
             chosen = candidates[0]
         else:
