@@ -25,6 +25,8 @@ FACT = (
     "# The depot\n\nThe night code of the depot at Corrabeck is 4417-Heron, and Orla Dunnet changes it every Friday.\n"
 )
 CODE_QUESTION = "What is the night code of the depot at Corrabeck?"
+ENOUGH = 6
+"""Stored caches after which a warming job is interrupted; the first ones are of the prompt's beginning."""
 ARTEFACTS = ROOT / "build" / "first-hour"
 
 LLAMA_INDEX = """
@@ -88,11 +90,12 @@ def readme_commands() -> dict[str, list[str]]:
 
 
 def interrupted(qcfuse: Path, arguments: list[str], cwd: Path) -> int:
-    """Start a warming job, press Ctrl-C when it has stored something, and return its exit code."""
+    """Start a warming job, press Ctrl-C when it has stored some passages, and return its exit code."""
     with subprocess.Popen(
         [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as job:
-        while job.poll() is None and not any((cwd / "library" / "kv").glob("objects/*/*.kv")):
+        stored = cwd / "library" / "kv" / "objects"
+        while job.poll() is None and len(list(stored.glob("*/*.kv"))) < ENOUGH:
             time.sleep(0.05)
         job.send_signal(signal.SIGINT)
         return job.wait(60)
