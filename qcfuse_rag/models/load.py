@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
@@ -19,6 +20,9 @@ from qcfuse_rag.models.int8_checkpoint import load_int8
 from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears, weight_format
 
 LOG = logging.getLogger(__name__)
+
+MAX_LAYERS = 10_000
+"""Most layers, and most experts of a layer, that are built; large models have some hundreds."""
 
 _LOAD_LOCK = threading.Lock()
 """transformers changes methods of its classes while it loads; two threads at once could leave them changed."""
@@ -73,6 +77,7 @@ def _load_source(
     fetch = fetch_options(source)
     try:
         with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
+            _refuse_endless(name, PreTrainedConfig.get_config_dict(source, **options, **fetch)[0])
             tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options, **fetch)
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -84,6 +89,8 @@ def _load_source(
                 **options,
                 **fetch,
             )
+    except UnsupportedModel:
+        raise
     except Exception as error:  # a broken file makes its parser raise anything
         raise _load_error(name, error, unreachable=bool(fetch)) from error
     if info["missing_keys"]:  # transformers would fill them with random numbers
@@ -94,6 +101,19 @@ def _load_source(
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
     return model, tokenizer
+
+
+def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration by which building the model, before its weights are read, would take hours.
+
+    Raises:
+        UnsupportedModel: if it has more than `MAX_LAYERS` layers or experts.
+    """
+    for field, value in config.items():
+        if isinstance(value, Mapping):
+            _refuse_endless(name, value)
+        elif isinstance(value, int | float) and ("layer" in field or "expert" in field) and value > MAX_LAYERS:
+            raise UnsupportedModel(f"{name!r} asks for {value:,} by {field}; at most {MAX_LAYERS:,} are built")
 
 
 def _load_conversion(conversion: GgufConversion, dtype: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:

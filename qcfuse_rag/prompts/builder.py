@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
@@ -217,15 +218,19 @@ class PromptBuilder:
 
     def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
         tool_list = list(tools) or None
-        rendered = self.tokenizer.apply_chat_template(
-            turns,
-            tools=tool_list,
-            chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
-            tokenize=False,
-            add_generation_prompt=True,
-            date_string=TEMPLATE_DATE,
-        )
-        return str(rendered)
+
+        def render() -> str:
+            rendered = self.tokenizer.apply_chat_template(
+                turns,
+                tools=tool_list,
+                chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
+                tokenize=False,
+                add_generation_prompt=True,
+                date_string=TEMPLATE_DATE,
+            )
+            return str(rendered)
+
+        return render_bounded(render)
 
     def _encode(self, rendered: RenderedText) -> tuple[int, ...]:
         return self.encode_whole(rendered, begin=False)[0]

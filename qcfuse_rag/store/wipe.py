@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sqlite3
 import stat
 from collections.abc import Iterable
 from contextlib import closing, suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.disk_files import ADDRESS, SHARD
+from qcfuse_rag.store.regular_file import is_regular
 
 BLOCK_BYTES = 1 << 20
 PART = r"(\.[0-9a-f]{16}\.part)?"
@@ -55,18 +57,21 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
 
     Symbolic links are not followed. A file with another name is removed only: its bytes may be another program's.
 
-    Programs that use the store must be stopped first. Flash memory, journals, snapshots and backups may still have
-    older copies. To be certain that a store can be erased, encrypt it, and destroy its secret.
+    Programs that use the store must be stopped first: what they have mapped would turn into zeros. Flash memory,
+    journals, snapshots and backups may still have older copies. To be certain that a store can be erased, encrypt it,
+    and destroy its secret.
 
     Args:
         folder: of the store.
         also: more files to wipe.
 
     Raises:
-        StoreError: if there is no store in the folder, or a file cannot be wiped.
+        StoreError: if there is no store in the folder, a program uses it, or a file cannot be wiped.
     """
     if not (folder / "objects").is_dir():
         raise StoreError(f"there is no store in {folder}")
+    if _is_used(folder):
+        raise StoreError(f"a program uses the store in {folder}; stop it, then wipe")
     report = WipeReport()
     try:
         for name, own in FOLDERS.items():
@@ -76,6 +81,19 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
     except OSError as error:
         raise StoreError(f"cannot wipe {folder}: {error}") from error
     return report
+
+
+def _is_used(folder: Path) -> bool:
+    """Return whether a program has the index of a store open: SQLite leaves its log only if nobody else has."""
+    path = folder / "index" / "cache.db"
+    if path.parent.is_symlink() or not is_regular(path):
+        return False
+    try:
+        with closing(sqlite3.connect(path, timeout=0)) as database:
+            database.execute("PRAGMA journal_mode = DELETE").fetchall()
+    except sqlite3.Error as error:
+        return "locked" in str(error)
+    return False
 
 
 def _wipe_folder(top: Path, own: re.Pattern[str], report: WipeReport) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qcfuse_rag.errors import ModelNotFound, QCFuseError
+from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.load import load_pretrained, load_tokenizer
 
 
@@ -90,3 +90,13 @@ def test_broken_gguf_files_are_one_error(tmp_path: Path, content: bytes) -> None
     path.write_bytes(content)
     with pytest.raises(ModelNotFound):
         load_pretrained(str(path), device="cpu")
+
+
+@pytest.mark.parametrize("count", [10**7, 10**12, 1e300])
+@pytest.mark.parametrize("field", ["num_hidden_layers", "n_layers", "num_local_experts", "text_config"])
+def test_a_model_that_would_be_built_for_hours_is_refused_at_once(folder: Path, field: str, count: float) -> None:
+    path = folder / "config.json"
+    changed = {"num_hidden_layers": count} if field == "text_config" else count
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: changed}))
+    with pytest.raises(UnsupportedModel, match=r"asks for .* by .*; at most 10,000 are built"):
+        load_pretrained(str(folder), device="cpu")

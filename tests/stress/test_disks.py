@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,10 @@ from qcfuse_rag import (
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.store.backends.remote import open_remote
+from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.maintenance import fsck
 from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.testing import example_chunk, example_key
 from tests.stress.campaign import Tally, sized
 from tests.stress.mounts import disk, remount, tmpfs
 from tests.support.engines import make_engine
@@ -107,6 +110,23 @@ def test_a_full_disk(llama: LanguageModel, tmp_path: Path) -> None:
         answers_from_store(engine, tally)
         assert fsck(store).clean
     tally.finish()
+
+
+@pytest.mark.slow
+def test_a_document_is_forgotten_on_a_full_disk(tmp_path: Path) -> None:
+    """Nothing can be recorded there: what is to go anyway makes the room."""
+    document, others = [example_key(number) for number in range(3)], [example_key(3)]
+    with tmpfs(tmp_path / "disk", "12m") as place, DiskStore(place / "kv") as store, closing(Sources(store)) as sources:
+        for key in (*document, *others):
+            store.put(key, example_chunk(n_tokens=2000))
+        sources.replace("gone", [*document, *others])
+        sources.replace("kept", others)
+        fill(place)
+        assert sources.forget("gone") == len(document)
+        assert sources.names() == ["kept"]
+        assert [key in store for key in (*document, *others)] == [False, False, False, True]
+        with closing(Sources(store)) as again:
+            assert (again.names(), again.garbage.count()) == (["kept"], 0)
 
 
 @pytest.mark.slow

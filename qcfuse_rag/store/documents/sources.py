@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 
+from qcfuse_rag.errors import StoreError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.documents import acl
@@ -112,7 +113,16 @@ class Sources:
 
         Its access tag stays, so that a document that is updated by deleting and adding it keeps it; see `restrict`.
         """
-        removed = self.remove(source, self.addresses(source))
+        addresses = self.addresses(source)
+        try:
+            removed = self.remove(source, addresses)
+        except StoreError:  # on a full disk nothing can be recorded: make room by what is to go anyway
+            shared = "SELECT 1 FROM chunks WHERE address = ? AND source != ? LIMIT 1"
+            own = [address for address in addresses if not self.manifest.query(shared, address, self._prefix + source)]
+            removed = sum(self._store.discard(address) for address in own)
+            if not removed:
+                raise
+            removed += self.remove(source, addresses)
         self.manifest.clear_log()
         return removed
 

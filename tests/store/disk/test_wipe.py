@@ -15,7 +15,7 @@ from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.documents.sources import Sources
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from qcfuse_rag.store.wipe import FOLDERS, wipe
-from tests.store.disk.folders import KEY, put
+from tests.store.disk.folders import KEY, in_a_child, put
 from tests.support.cli import Run
 
 SHARD, NAME = KEY.address[-2:], f"{KEY.address}.kv"
@@ -176,6 +176,26 @@ def test_what_the_store_did_not_write_stays(wiped: Path, name: str) -> None:
     report = wipe(wiped)
     assert contents(wiped) == {name: b"years of work"}
     assert report.left == ([str(wiped / name)] if name in STRAYS else [])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this process", "another process"])
+def test_a_store_that_a_program_uses_is_not_wiped(wiped: Path, elsewhere: bool) -> None:
+    """Mapped chunks would turn into zeros under its hands, and it would write on."""
+    before = contents(wiped / "objects")
+
+    def refused() -> None:
+        with pytest.raises(StoreError, match=r"a program uses the store in .*; stop it, then wipe"):
+            wipe(wiped)
+
+    with DiskStore(wiped) as store:
+        held = store.get(KEY)
+        if elsewhere:
+            assert in_a_child(refused) == 0
+        else:
+            refused()
+        assert_same(held, example_chunk())
+        assert contents(wiped / "objects") == before
+    assert wipe(wiped).files
 
 
 def test_what_is_no_store_is_not_wiped(tmp_path: Path) -> None:
