@@ -200,9 +200,7 @@ class FusionEngine:
         prompt = prompt_from_joined_text(self.prompts, rendered, matches, begin=finished)
         return replace(prompt, note=note)
 
-    def prefill(
-        self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0, pause: Pause | None = None
-    ) -> Prefilled:
+    def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
 
         Args:
