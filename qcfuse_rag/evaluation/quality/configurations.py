@@ -41,7 +41,7 @@ class Configuration:
         return self.label, self.base, self.ratio
 
 
-FLOOR = Configuration("there are no passages", make_method("full"), None, None)
+FLOOR = Configuration("no passages", make_method("full"), None, None)
 """Full prefill of the question without any passage: what the model knows by itself."""
 
 
