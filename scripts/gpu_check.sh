@@ -48,7 +48,7 @@ export -f tests
 export workers
 step 80 recorded bash -c 'tests 75 tests/runtime/graphs/test_decode_graphs.py tests/runtime/graphs/test_prefill_graphs.py'
 step 110 kernels bash -c 'tests 105 tests/runtime/kernels --ignore=tests/runtime/kernels/test_compile.py \
-  tests/runtime/fused_layers/test_fused_modules.py tests/runtime/fused_layers/test_fused_decoder_layer.py --maxfail=20'
+  tests/runtime/fused_layers/test_fused_modules.py --maxfail=20'
 step 70 parity bash -c 'tests 65 tests/gpu'
 export -f qcfuse
 step 170 speed bash -c 'qcfuse 165 bench speed --shape "$0" --context 10240,4096 --ratios "" --numbers model,int8 \

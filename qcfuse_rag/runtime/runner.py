@@ -7,7 +7,6 @@ import threading
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
-from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
@@ -59,7 +58,7 @@ class ModelRunner:
         self.lm, self.store = lm, store
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
-        self.decodes = DecodeRunner(lm, candidate_views=leanest_steps)
+        self.decodes = DecodeRunner(lm, candidate_views=leanest_first)
         self.costs = MeasuredCosts(lm, store, self.prefills)
         self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None

@@ -34,8 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | N
     seams.kernel_refusal(monkeypatch, cached_reason)
     seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
     seams.kernel_check_rows(monkeypatch, 8)
-    seams.prefill_views(monkeypatch, lambda model: [model])  # without fused views
-    seams.decode_views(monkeypatch, lambda model: {"model": model})
+    seams.recorded_views(monkeypatch, lambda model: [model])  # without fused views
     seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around
     with simulated_cuda() as device:
         yield device

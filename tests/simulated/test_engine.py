@@ -20,7 +20,6 @@ from qcfuse_rag import (
     make_method,
 )
 from qcfuse_rag.fusion.pipeline import Prefilled
-from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
 from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, PinnedRing, TransferLink
 from qcfuse_rag.store.backends.base import Miss
@@ -35,7 +34,6 @@ from tests.support import seams
 from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.families import build_model
-from tests.support.recorders import leanest_alone
 
 PASSAGES = ["The ferry is green.", "Orla keeps the paint."]
 QUESTION = "Who paints?"
@@ -122,10 +120,7 @@ def test_stored_chunks_arrive_from_every_tier(
 def test_recorded_passes_and_steps_are_replayed(
     device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seams.prefill_views(monkeypatch, leanest_first)
-    seams.decode_views(monkeypatch, leanest_steps)
-    seams.decode_trial_steps(monkeypatch, 1)
-    seams.decode_trial_rounds(monkeypatch, 1)
+    seams.recorded_views(monkeypatch, leanest_first)
     seams.decode_trial_lengths(monkeypatch, (5, 40))
     cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", store=MemoryStore(pinned=True), layers=2)
     gpu.runner.prefills.compile(rows=(16, 48))
@@ -139,19 +134,6 @@ def test_recorded_passes_and_steps_are_replayed(
     graphs, greedy = device.launched["graph"], SamplingParams(max_new_tokens=3)
     assert gpu.generate(prompt, greedy, method=REUSE).ids == cpu.generate(prompt, greedy, method=REUSE).ids
     assert device.launched["graph"] - graphs == gpu.lm.n_layers + 2, "the layers of a pass, and two steps"
-
-
-def test_recorded_steps_of_fused_layers_give_the_models_answers(
-    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seams.decode_views(monkeypatch, leanest_alone)
-    cpu, gpu = engines(device, tokenizer, "qwen3-qk-norm", store=MemoryStore(pinned=True), layers=2)
-    gpu.runner.decodes.compile(requests=(2,))
-    assert gpu.runner.decodes.refusal is None
-    assert min(device.launched[kernel] for kernel in ("project", "project_gated", "rotate")) > 0
-    graphs, greedy, prompt = device.launched["graph"], SamplingParams(max_new_tokens=3), cpu.prompt("Who?", PASSAGES)
-    assert gpu.generate(prompt, greedy, method=REUSE).ids == cpu.generate(prompt, greedy, method=REUSE).ids
-    assert device.launched["graph"] - graphs == 2
 
 
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -11,17 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from qcfuse_rag.runtime.fused_layers.fused_decoder_layer import leanest_steps
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def leanest_alone(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Return the leanest view of a model for decode steps, so that there is no choice."""
-    return dict(list(leanest_steps(model).items())[:1])
 
 
 class CountingRecorder:

@@ -74,11 +74,8 @@ KERNELS = {
 
 recorder_has_kernels = _seam("qcfuse_rag.runtime.graphs.recorder.kernels_available")
 recorder_refusal = _seam("qcfuse_rag.runtime.graphs.recorder.unavailable_reason")
-prefill_views = _seam("qcfuse_rag.runtime.runner.leanest_first")
-decode_views = _seam("qcfuse_rag.runtime.runner.leanest_steps")
+recorded_views = _seam("qcfuse_rag.runtime.runner.leanest_first")
 decode_trial_lengths = _seam("qcfuse_rag.runtime.graphs.decode_graphs.CHECKED_POSITIONS")
-decode_trial_steps = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED_STEPS")
-decode_trial_rounds = _seam("qcfuse_rag.runtime.graphs.decode_graphs.TIMED_ROUNDS")
 
 batches_per_window = _seam("qcfuse_rag.ingestion.batch_plan.BATCHES_PER_WINDOW")
 enrichment_prefill = _seam("qcfuse_rag.ingestion.enrichment.prefill_chunks")

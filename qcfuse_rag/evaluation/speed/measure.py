@@ -121,7 +121,6 @@ def measure_speed(
         if options.requests:
             result["step_recording_s"] = seconds(lm, lambda: runner.decodes.compile(options.requests))
             result["step_recording_refusal"] = runner.decodes.refusal
-            result["step_s_by_view"] = runner.decodes.seconds
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])

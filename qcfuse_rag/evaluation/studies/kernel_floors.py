@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.evaluation.speed.ceilings import Ceilings, measure_ceilings
@@ -23,8 +22,6 @@ from qcfuse_rag.evaluation.studies.runner import StudyResult, StudyRun
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.attention import dispatch
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.fused_layers.pointwise import Norm
-from qcfuse_rag.runtime.fused_layers.product import STRIPS, Strip, gate_projected, projected
 from qcfuse_rag.runtime.kernels import context_score, sparse_attention
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, Tile, default_tile
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks, place_blocks_reference
@@ -43,8 +40,8 @@ QUESTION_ROWS, CHUNK, REQUESTS = 32, 512, (1, 8)
 class KernelCase:
     """One piece of work of a kernel, beside the same work in torch.
 
-    It has so many floating-point operations, and bytes that it must read and write. `tile` is the tile or strip that
-    the kernel chooses; None if it has none.
+    It has so many floating-point operations, and bytes that it must read and write. `tile` is the tile that the
+    kernel chooses; None if it has none.
     """
 
     name: str
@@ -52,7 +49,7 @@ class KernelCase:
     plain: Callable[[], Tensor]
     operations: float
     nbytes: float
-    tile: Tile | Strip | None
+    tile: Tile | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,6 @@ class LayerSizes:
     kv_heads: int
     dim: int
     layers: int
-    hidden: int
-    inner: int
     dtype: torch.dtype
     device: torch.device
 
@@ -74,7 +69,7 @@ class LayerSizes:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         dim = int(config.get("head_dim") or hidden // heads)
         kv_heads, layers = int(config["num_key_value_heads"]), int(config["num_hidden_layers"])
-        return cls(heads, kv_heads, dim, layers, hidden, int(config["intermediate_size"]), dtype, device)
+        return cls(heads, kv_heads, dim, layers, dtype, device)
 
     def random(self, *shape: int) -> Tensor:
         """Return a tensor of random numbers."""
@@ -90,7 +85,7 @@ def kernel_floors(
     called, so the host's time shows where it is longer than emptying the cache. Kernels with tiles are also replayed
     from a CUDA graph, which shows the device's time and its share of the lower bound. The lower bound is the longer of
     two times: operations at the rate of a large matrix product, and bytes at the rate of a large copy, both measured
-    here. `--tiles` also times other tiles and strips, for a new choice in `runtime.kernels.launch` and `product`.
+    here. `--tiles` also times other tiles, for a new choice in `runtime.kernels.launch`.
     """
     if shape not in SHAPES:
         raise QCFuseError(f"there is no shape {shape!r}; there are {', '.join(SHAPES)}")
@@ -153,7 +148,6 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             size * requests * (key.numel() + value.numel()),
             sparse_attention.attention_tile(dtype, dim, heads // kv_heads, kv_heads, device),
         )
-    yield from _products(sizes)
     for numbers in (LOSSLESS, "int8"):
         blocks = _blocks(sizes, tokens, numbers)
         yield KernelCase(
@@ -164,37 +158,6 @@ def cases(sizes: LayerSizes, tokens: int, n_rows: int) -> Iterator[KernelCase]:
             sum(block.nbytes + block.stored.numel() * size for block in blocks),
             None,
         )
-
-
-def _products(sizes: LayerSizes) -> Iterator[KernelCase]:
-    """Yield the products of a layer's weights in decode steps, each with the work fused into it."""
-    hidden, inner, dim = sizes.hidden, sizes.inner, sizes.dim
-    inputs = [sizes.random(count * dim, hidden) for count in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
-    output, down = sizes.random(hidden, sizes.heads * dim), sizes.random(hidden, inner)
-    gates, values = sizes.random(inner, hidden), sizes.random(inner, hidden)
-    norm = Norm(sizes.random(hidden), 1e-6)
-    for n_rows in REQUESTS:
-        x, attended, gated = (sizes.random(n_rows, 1, width) for width in (hidden, sizes.heads * dim, inner))
-        yield _product(
-            f"queries, keys and values, {n_rows} rows",
-            partial(projected, x, inputs, norm=norm),
-            partial(_norm_in_torch, x, norm, inputs),
-            n_rows,
-            inputs,
-        )
-        for name, rows, weight in (("output", attended, output), ("down", gated, down)):
-            kernel, plain = partial(projected, rows, [weight], residual=x), partial(_add_in_torch, rows, weight, x)
-            yield _product(f"{name}, {n_rows} rows", kernel, plain, n_rows, [weight])
-        gate = partial(gate_projected, x, gates, values, "silu", norm=norm)
-        plain_gate = partial(_gate_in_torch, x, norm, gates, values)
-        yield _product(f"gates, {n_rows} rows", gate, plain_gate, n_rows, [gates, values])
-
-
-def _product(
-    name: str, kernel: Callable[..., Tensor], plain: Callable[[], Tensor], n_rows: int, weights: list[Tensor]
-) -> KernelCase:
-    nbytes = float(sum(weight.nbytes for weight in weights))
-    return KernelCase(f"product: {name}", kernel, plain, 2 * n_rows * nbytes / weights[0].itemsize, nbytes, STRIPS[0])
 
 
 def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock]:
@@ -210,20 +173,6 @@ def _blocks(sizes: LayerSizes, tokens: int, numbers: str) -> list[PlacementBlock
                 block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
                 blocks.append(PlacementBlock(block, scale, target, start, rotation))
     return blocks
-
-
-def _norm_in_torch(x: Tensor, norm: Norm, weights: list[Tensor]) -> Tensor:
-    normed = functional.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-    return torch.cat([functional.linear(normed, weight) for weight in weights], -1)
-
-
-def _add_in_torch(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-    return functional.linear(x, weight) + residual
-
-
-def _gate_in_torch(x: Tensor, norm: Norm, gates: Tensor, values: Tensor) -> Tensor:
-    gate, value = _norm_in_torch(x, norm, [gates, values]).chunk(2, -1)
-    return functional.silu(gate) * value
 
 
 def _place(place: Callable[[list[PlacementBlock]], None], blocks: list[PlacementBlock]) -> Tensor:
@@ -247,12 +196,8 @@ def _never(*_: Tensor) -> bool:  # a mock object would take as long as the timed
     return False
 
 
-def other_tiles(tile: Tile | Strip) -> list[Tile] | list[Strip]:
-    """Return the tiles or strips to try instead of the chosen one."""
-    if isinstance(tile, Strip):
-        deep, wide = STRIPS
-        more = (replace(deep, stages=6), replace(deep, warps=2), Strip(16, 512, stages=3), replace(wide, stages=6))
-        return [strip for strip in (*STRIPS, *more, Strip(32, 256), Strip(64, 64)) if strip != tile]
+def other_tiles(tile: Tile) -> list[Tile]:
+    """Return the tiles to try instead of the chosen one."""
     low = replace(LARGE_TILE, keys=64)
     tall = (LARGE_TILE, replace(LARGE_TILE, stages=3), low, replace(low, stages=3), replace(low, warps=4), Tile(64, 64))
     wider = replace(tile, keys=2 * tile.keys)
@@ -283,11 +228,9 @@ def _measure(case: KernelCase, ceilings: Ceilings, *, tiles: bool) -> dict[str, 
     return {**row, "tiles": [_with_tile(case.kernel, tile) for tile in tried]}
 
 
-def _with_tile(call: Callable[..., object], tile: Tile | Strip) -> dict[str, Any]:
-    """Return the device's time of a call with a tile or strip, or the reason why it cannot run."""
+def _with_tile(call: Callable[..., object], tile: Tile) -> dict[str, Any]:
+    """Return the device's time of a call with a tile, or the reason why it cannot run."""
     with ExitStack() as patches:
-        if isinstance(tile, Strip):
-            call = partial(call, strip=tile)
         for module, function in ((sparse_attention, sparse_attention.attention_tile), (context_score, default_tile)):
             patches.enter_context(mock.patch.object(module, function.__name__, return_value=tile))
         try:

@@ -60,25 +60,17 @@ def rotate_heads(
     sin,
     cos_upper,
     sin_upper,
-    norm,
-    eps,
-    offset,
     N_HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    NORMED: tl.constexpr,
 ):
-    """Rotate one row's heads, normalised before if so asked; channel i is turned with channel i + HALF."""
+    """Rotate one row's heads; channel i is turned with channel i + HALF."""
     head, dim = tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_HALF)
     inside = (head < N_HEADS)[:, None] & (dim < HALF)[None, :]
     at = head[:, None].to(tl.int64) * x_head + dim[None, :]
     lower = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     upper = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    if NORMED:
-        scale = tl.rsqrt((tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1)) / (2 * HALF) + eps)[:, None]
-        lower *= scale * (tl.load(norm + dim, mask=dim < HALF, other=0.0).to(tl.float32) + offset)[None, :]
-        upper *= scale * (tl.load(norm + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32) + offset)[None, :]
     to = out + head[:, None] * (2 * HALF) + dim[None, :]
     tl.store(to, (lower * cos[None, :] - upper * sin[None, :]).to(out.dtype.element_ty), mask=inside)
     turned = upper * cos_upper[None, :] + lower * sin_upper[None, :]
@@ -93,13 +85,7 @@ def rotate(
     sin,
     query_out,
     key_out,
-    query_norm,
-    key_norm,
     n_rows,
-    query_eps,
-    query_offset,
-    key_eps,
-    key_offset,
     query_request,
     query_head,
     query_row,
@@ -114,7 +100,6 @@ def rotate(
     BLOCK_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    NORMED: tl.constexpr,
 ):
     """Rotate the queries and keys of one row of one request."""
     row, request = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -133,14 +118,10 @@ def rotate(
         lower_sin,
         upper_cos,
         upper_sin,
-        query_norm,
-        query_eps,
-        query_offset,
         HEADS,
         BLOCK_HEADS,
         HALF,
         BLOCK_HALF,
-        NORMED,
     )
     rotate_heads(
         key + request * key_request + row * key_row,
@@ -150,34 +131,26 @@ def rotate(
         lower_sin,
         upper_cos,
         upper_sin,
-        key_norm,
-        key_eps,
-        key_offset,
         KV_HEADS,
         BLOCK_KV_HEADS,
         HALF,
         BLOCK_HALF,
-        NORMED,
     )
 
 
 @triton.jit
-def activated(gate, GELU: tl.constexpr):
-    """Return what an activation makes of gates: GELU by tanh, or SiLU."""
-    if GELU:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # twice what tanh is taken of
-        opened = gate * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
-    else:
-        opened = gate / (1.0 + tl.exp(-gate))
-    return opened
-
-
-@triton.jit(do_not_specialize=["n"])
 def gate(gates, values, out, n, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """Multiply values by what an activation makes of gates."""
+    """Multiply values by what an activation makes of gates: GELU by tanh, or SiLU.
+
+    Triton compiles two variants: that `n` is a multiple of 16 lets programs load and store 128 bits at a time.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wide = tl.load(gates + at, mask=at < n, other=0.0).to(tl.float32)
-    opened = activated(wide, GELU)
+    if GELU:
+        inner = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # twice what tanh is taken of
+        opened = wide * (1.0 - 1.0 / (tl.exp(inner) + 1.0))
+    else:
+        opened = wide / (1.0 + tl.exp(-wide))
     value = tl.load(values + at, mask=at < n, other=0.0).to(tl.float32)
     tl.store(out + at, (opened * value).to(out.dtype.element_ty), mask=at < n)
 
@@ -205,9 +178,7 @@ def normalized(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
-def rotated(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, norms: tuple[Norm, Norm] | None = None
-) -> tuple[Tensor, Tensor]:
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries and keys turned by their positions' angles (Su et al., RoFormer, arXiv 2104.09864).
 
     Args:
@@ -215,7 +186,6 @@ def rotated(
         key: `[B, Hkv, R, D]`.
         cos: `[B, R, D]` or `[1, R, D]`.
         sin: the same.
-        norms: by which to normalise the heads of queries and of keys before, or None.
 
     Returns:
         Both, laid out as `[B, R, H, D]`.
@@ -227,7 +197,6 @@ def rotated(
         for n, x in ((heads, query), (kv_heads, key))
     ]
     cos, sin = cos.contiguous(), sin.contiguous()
-    by = norms or (Norm(query, 0.0),) * 2
     with on_device(query.device):
         rotate[(n_rows, requests)](
             query,
@@ -235,9 +204,7 @@ def rotated(
             cos,
             sin,
             *outs,
-            *(norm.weight for norm in by),
             n_rows,
-            *(number for norm in by for number in (norm.eps, norm.offset)),
             *query.stride()[:3],
             *key.stride()[:3],
             0 if len(cos) == 1 else cos.stride(0),
@@ -248,7 +215,6 @@ def rotated(
             BLOCK_KV_HEADS=triton.next_power_of_2(kv_heads),
             HALF=dim // 2,
             BLOCK_HALF=triton.next_power_of_2(dim // 2),
-            NORMED=norms is not None,
         )
     return outs[0].transpose(1, 2), outs[1].transpose(1, 2)
 

@@ -1,16 +1,16 @@
 """Decode steps as CUDA graphs.
 
 A recorded step reads its tokens, positions and buffer addresses from its own tensors, so that one graph serves any
-requests of any length, up to a number of requests. Only `compile` records steps. It records the fastest view of the
-model and compares each recorded step with the original before it is used. A step without a recording, or whose
-recording gave another result, is launched kernel by kernel.
+requests of any length, up to a number of requests. Only `compile` records steps. It records the first view of the
+model whose steps are correct: each recorded step is compared with the original before it is used. A step without a
+recording, or whose recording gave another result, is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +31,11 @@ from qcfuse_rag.runtime.graphs.recorder import (
 )
 from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.device_timer import DeviceTimestamp
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 REQUESTS = (1, 2, 4, 8)
 CHECKED_POSITIONS = (5, 6, 200)
 """Positions at which a recorded step is checked: it must not depend on the position at which it was recorded."""
-TIMED_STEPS = 10
-"""Consecutive steps that are timed together to find the fastest view."""
-TIMED_ROUNDS = 3
-"""Repetitions of that timing; the shortest counts."""
 
 LOG = logging.getLogger(__name__)
 
@@ -72,11 +67,11 @@ class DecodeRunner:
     Args:
         lm: the model.
         recorder: records the steps; None makes a `CudaRecorder` for each recording.
-        candidate_views: returns the views of a model to choose the fastest from, by name; None uses the model itself.
+        candidate_views: returns the views of a model to record, in order of preference: the first view whose steps are
+            correct is used. None uses the model itself.
 
     Attributes:
         model: the view of the model whose steps are recorded; without recordings the model itself.
-        seconds: seconds of a recorded step by name of the view and number of requests, if there were several views.
         refusal: why no steps are recorded, or None if they are.
     """
 
@@ -84,14 +79,13 @@ class DecodeRunner:
         self,
         lm: LanguageModel,
         recorder: Recorder | None = None,
-        candidate_views: Callable[[PreTrainedModel], Mapping[str, PreTrainedModel]] | None = None,
+        candidate_views: Callable[[PreTrainedModel], Iterable[PreTrainedModel]] | None = None,
     ) -> None:
         self._lm, self._fixed_recorder, self._recorder = lm, recorder, recorder
-        self._candidate_views = candidate_views or (lambda model: {"model": model})
+        self._candidate_views = candidate_views or (lambda model: [model])
         self._graphs: dict[int, StepGraph] = {}
         self.model = lm.model
         self._lock = threading.Lock()
-        self.seconds: dict[str, dict[int, float]] = {}
         self.refusal: str | None = "they are recorded by `compile`"
 
     @torch.inference_mode()
@@ -114,7 +108,7 @@ class DecodeRunner:
         self._graphs, self.refusal = {}, missing_kernels(self._lm)
         if self.refusal is not None:
             return
-        for model in self._views_by_speed(requests):
+        for model in self._candidate_views(self._lm.model):
             self.refusal = self._record(model, requests)
             if self.refusal is None:
                 return
@@ -123,29 +117,8 @@ class DecodeRunner:
         self._graphs, self.model, self._recorder = {}, self._lm.model, None
         LOG.warning("decode steps are launched kernel by kernel: %s", self.refusal)
 
-    def _views_by_speed(self, requests: Sequence[int]) -> list[PreTrainedModel]:
-        """Return the views whose steps are correct, by their time for the fewest and the most requests.
-
-        The list is empty if a failed recording has broken the recorder.
-        """
-        views, self.seconds = self._candidate_views(self._lm.model), {}
-        if len(views) == 1 or not requests:
-            return list(views.values())
-        for name, view in views.items():
-            self.refusal = self._record(view, sorted({min(requests), max(requests)}), timed_as=name)
-            if self._is_broken:
-                return []
-        LOG.info("seconds a step, by view of the model and number of requests: %s", self.seconds)
-        return [views[name] for name in sorted(self.seconds, key=lambda name: sum(self.seconds[name].values()))]
-
-    def _record(self, model: PreTrainedModel, requests: Sequence[int], *, timed_as: str | None = None) -> str | None:
-        """Record and check steps of a view of the model; return why they cannot be used, or None if they can.
-
-        Args:
-            model: the view.
-            requests: the numbers of requests to record steps for.
-            timed_as: the name under which to keep the times of correct steps; None does not time them.
-        """
+    def _record(self, model: PreTrainedModel, requests: Sequence[int]) -> str | None:
+        """Record and check steps of a view of the model; return why they cannot be used, or None if they can."""
         self.model, self._recorder = model, self._fixed_recorder  # frees an earlier recorder with all its graphs
         graphs: dict[int, StepGraph] = {}
 
@@ -154,42 +127,13 @@ class DecodeRunner:
             graphs.update({count: self._record_step(count, recorder) for count in requests})
             return [bound for graph in graphs.values() for bound in self._check(graph)]
 
-        def time() -> list[ErrorBound]:
-            self.seconds[str(timed_as)] = {count: self._time_step(graph) for count, graph in graphs.items()}
-            return []
-
-        self._graphs = {}
         refusal = recording_refusal(record)
-        if refusal is None and timed_as is not None:
-            refusal = recording_refusal(time)
-        if refusal is None:
-            self._graphs = graphs
+        self._graphs = graphs if refusal is None else {}
         return refusal
 
     @property
     def _is_broken(self) -> bool:
         return self._recorder is not None and self._recorder.broken is not None
-
-    @torch.inference_mode()
-    def _time_step(self, graph: StepGraph) -> float:
-        """Return the seconds that a recorded step takes on the device."""
-        assert self._recorder is not None
-        lm, count = self._lm, graph.inputs.shape[1]
-        last = min(CHECKED_POSITIONS[-1], lm.window.tokens - 1)
-        buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in range(count)]
-        for tensor in (tensor for buffer in buffers for tensor in (*buffer.keys, *buffer.values)):
-            tensor.zero_()
-        self._replay(graph, [0] * count, [last] * count, buffers)
-        rounds = []
-        with self._recorder.exclusive():
-            for _ in range(TIMED_ROUNDS):
-                begun = DeviceTimestamp.on(lm.device)
-                for _ in range(TIMED_STEPS):
-                    graph.replay()
-                ended = DeviceTimestamp.on(lm.device)
-                ended.wait()
-                rounds.append(begun.seconds_until(ended) / TIMED_STEPS)
-        return min(rounds)
 
     @torch.inference_mode()
     def _record_step(self, requests: int, recorder: Recorder) -> StepGraph:

@@ -48,19 +48,6 @@ def test_queries_and_keys_are_rotated(angles_of: int, dtype: torch.dtype) -> Non
         assert found.stride() == expected.stride()
 
 
-@torch.inference_mode()
-@every_dtype
-@pytest.mark.parametrize("scale", [0.003, 1.0, 50.0])
-def test_heads_are_normalised_before(scale: float, dtype: torch.dtype) -> None:
-    heads = [scale * random(2, 5, count, 24, dtype=dtype).transpose(1, 2) for count in (9, 3)]
-    norms = Norm(random(24, dtype=dtype), 1e-5), Norm(random(24, dtype=dtype), 1e-4, 1.0)
-    angles = torch.randn(1, 5, 24, device=DEVICE)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    normed = [normalized(one, norm) for one, norm in zip(heads, norms, strict=True)]
-    for found, expected in zip(rotated(*heads, cos, sin, norms), rotated(*normed, cos, sin), strict=True):
-        assert_close(found, expected)
-
-
 @every_dtype
 def test_gates_are_opened(dtype: torch.dtype) -> None:
     gates, values = 8 * random(3, 7, 333, dtype=dtype), random(3, 7, 333, dtype=dtype)

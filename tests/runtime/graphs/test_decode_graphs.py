@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import LanguageModel, MemoryStore, SamplingParams, Scheduler, make_method
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_step
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
 from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.recorder import Recorder
-from qcfuse_rag.runtime.model_views import ModuleProxy
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
 from tests.support.engines import make_engine
 from tests.support.families import build_model
 from tests.support.passages import PASSAGES, QUESTION
-from tests.support.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering, leanest_alone
+from tests.support.recorders import DEVICE, Breaking, CountingRecorder, Failing, Nonsense, Remembering
 
 pytest.importorskip("triton")
 
@@ -38,7 +37,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seams.steps_have_kernels(monkeypatch, lambda *_: True)
     seams.recorder_has_kernels(monkeypatch, lambda *_: True)
     seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
-    seams.decode_trial_steps(monkeypatch, 1)
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LanguageModel:
@@ -64,7 +62,7 @@ def copies(buffers: list[KVBuffer]) -> list[KVBuffer]:
 def test_a_recorded_step_is_the_step(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
     """For as many requests as it was recorded for and for fewer, at any position, in any buffers."""
     lm, recorder = model_of(family, tokenizer), CountingRecorder()
-    steps = DecodeRunner(lm, recorder, leanest_alone)
+    steps = DecodeRunner(lm, recorder, leanest_first)
     steps.compile(requests=(1, 3) if family == "llama" else (3,))
     assert steps.refusal is None
     for positions in ([40], [70, 0], [50, 3, 20]):
@@ -165,64 +163,15 @@ def test_without_kernels_nothing_is_recorded(
 def test_a_view_with_other_results_is_not_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm = model_of("llama", tokenizer)
     other = LanguageModel.wrap(build_model("llama", seed=1, num_hidden_layers=2).to(DEVICE), tokenizer)
-    steps = DecodeRunner(lm, CountingRecorder(), lambda model: {"other": other.model, "model": model})
+    steps = DecodeRunner(lm, CountingRecorder(), lambda model: [other.model, model])
     steps.compile(requests=(1,))
     assert steps.refusal is None
     assert steps.model is lm.model
-
-
-class Slow(ModuleProxy):
-    """Computes everything four times."""
-
-    def forward(self, **kwargs: Any) -> Any:
-        for _ in range(3):
-            self.inner(**kwargs)
-        return self.inner(**kwargs)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_steps_of_the_fastest_view_are_recorded(
-    reverse: bool, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm, recorder = model_of("llama", tokenizer, layers=1), CountingRecorder()
-    views = {"slow": Slow(lm.model), "model": lm.model}
-    offered = dict(sorted(views.items(), reverse=reverse))
-    seams.decode_trial_lengths(monkeypatch, (5,))
-    seams.decode_trial_rounds(monkeypatch, 1)
-    steps = DecodeRunner(lm, recorder, lambda model: offered)
-    steps.compile(requests=(1, 2))
-    assert steps.refusal is None
-    assert steps.model is lm.model
-    assert recorder.recorded == 2 * 2 + 2, (
-        "the fewest and the most requests of each view, and all numbers of the fastest"
-    )
-    assert steps.seconds.keys() == {"slow", "model"}
-    for count in (1, 2):
-        assert steps.seconds["slow"][count] > steps.seconds["model"][count] > 0
-    [buffer] = random_buffers(lm, [8])
-    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
-
-
-def test_a_view_that_cannot_be_timed_is_not_recorded(
-    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm = model_of("llama", tokenizer)
-
-    def no_room(*_: object) -> float:
-        raise torch.OutOfMemoryError("no room")
-
-    steps = DecodeRunner(lm, CountingRecorder(), lambda model: {"view": model, "model": model})
-    monkeypatch.setattr(steps, "_time_step", no_room)
-    steps.compile(requests=(1,))
-    assert "no room" in str(steps.refusal)
-    assert steps.model is lm.model
-    [buffer] = random_buffers(lm, [8])
-    assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
 
 
 def test_after_a_recording_that_failed_half_way_nothing_is_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
     lm, recorder = model_of("llama", tokenizer), Breaking()
-    steps = DecodeRunner(lm, recorder, lambda model: {"view": model, "model": model})
+    steps = DecodeRunner(lm, recorder, lambda model: [model, model])
     steps.compile(requests=(1, 2))
     assert recorder.asked == 1
     assert "it ended half way" in str(steps.refusal)

@@ -27,7 +27,6 @@ from triton.runtime.jit import JITFunction
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.fused_layers.pointwise import ACTIVATIONS, Norm, gated, normalized, rotated
-from qcfuse_rag.runtime.fused_layers.product import STRIPS, gate_projected, projected
 from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
@@ -89,16 +88,9 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         for channels in (dim, 8192):
             yield name, dim, partial(normalized, torch.zeros(40, channels, dtype=dtype), Norm(query[0, 0, 0], 1e-6))
-        for norms in (None, (Norm(query[0, 0, 0], 1e-6),) * 2):
-            yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0], norms)
+        yield name, dim, partial(rotated, query, key[:, :, :40], query[:, 0], query[:, 0])
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)
-        x, weight = torch.zeros(2, 4 * dim, dtype=dtype), torch.zeros(512, 4 * dim, dtype=dtype)
-        norm = Norm(weight[0], 1e-6)
-        for strip in STRIPS if (name, dim) == ("bf16", 128) else ():  # independent of heads; float32 may not fit
-            yield name, dim, partial(projected, x, [weight] * 3, [weight[:, 0]] * 3, norm=norm, strip=strip)
-            yield name, dim, partial(projected, x, [weight], residual=weight[:2, :1].expand(2, 512), strip=strip)
-            yield name, dim, partial(gate_projected, x, weight, weight, "silu", norm=norm, strip=strip)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
         for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
             for turned, over in ((rope, 0), (None, 2)):

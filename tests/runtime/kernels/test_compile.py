@@ -19,7 +19,7 @@ SHARED_BYTES = {4: 99 << 10, 8: 227 << 10}
 SPILLED_BYTES = 512
 """With more, a program spends its time on spilled registers."""
 KERNELS = {"attend", "append", "combine", "denominators", "weights_of_keys", "place"}
-KERNELS |= {"normalize", "rotate", "gate", "project", "project_gated"}
+KERNELS |= {"normalize", "rotate", "gate"}
 
 
 @pytest.mark.slow
