@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.decode_step import forward_plan, forward_step
+from qcfuse_rag.runtime.graphs.layer_comparison import LayerComparison, LayerTrace, SamplePrompt
 from qcfuse_rag.runtime.graphs.recorder import (
-    LOOSE,
-    STRICT,
+    REPLAYED,
     CudaRecorder,
     ErrorBound,
     Recorder,
@@ -31,6 +31,8 @@ from qcfuse_rag.runtime.graphs.recorder import (
 )
 from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.runtime.model_views import model_view
+from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
 REQUESTS = (1, 2, 4, 8)
@@ -125,7 +127,9 @@ class DecodeRunner:
         def record() -> list[ErrorBound]:
             recorder = self._recorder = self._fixed_recorder or CudaRecorder(self._lm.device)
             graphs.update({count: self._record_step(count, recorder) for count in requests})
-            return [bound for graph in graphs.values() for bound in self._check(graph)]
+            length = min(max(CHECKED_POSITIONS) + 1, self._lm.window.tokens)
+            samples = [SamplePrompt.of(self._lm, length, seed) for seed in range(max(requests, default=0))]
+            return [bound for graph in graphs.values() for bound in self._check(graph, samples)]
 
         refusal = recording_refusal(record)
         self._graphs = graphs if refusal is None else {}
@@ -162,26 +166,30 @@ class DecodeRunner:
             return record_stream(logits)
 
     @torch.inference_mode()
-    def _check(self, graph: StepGraph) -> list[ErrorBound]:
-        """Compare a recorded step with the original step over random keys and values.
+    def _check(self, graph: StepGraph, samples: Sequence[SamplePrompt]) -> list[ErrorBound]:
+        """Compare a recorded step with the step launched kernel by kernel, and that with the model's own layers.
 
-        Requests have different lengths. If the step is for several requests, one check leaves a request out.
+        Requests have different prompts and lengths. If the step is for several requests, one check leaves a request
+        out.
         """
         lm, bounds, size = self._lm, [], graph.inputs.shape[1]
-        generator = torch.Generator(lm.device).manual_seed(0)
         for round_, last in enumerate(min(position, lm.window.tokens - 1) for position in CHECKED_POSITIONS):
             positions = [max(0, last - 3 * request) for request in range(max(1, size - round_ % 2))]
-            buffers = [KVBuffer.allocate(lm.shapes, last + 1, dtype=lm.dtype, device=lm.device) for _ in positions]
-            for buffer in buffers:
-                for tensor in (*buffer.keys, *buffer.values):
-                    tensor.normal_(generator=generator)
-            step = ([1 + request for request in range(len(positions))], positions, buffers)
-            replayed = self._replay(graph, *step)
+            prompts = samples[: len(positions)]
+            tokens = [int(prompt.ids[position]) for prompt, position in zip(prompts, positions, strict=True)]
+            buffers = [
+                prompt.without(torch.tensor([position], device=lm.device), last + 1)
+                for prompt, position in zip(prompts, positions, strict=True)
+            ]
+            replayed = self._replay(graph, tokens, positions, buffers)
             if replayed is None:
                 raise RuntimeError("buffers are not aligned")
-            launched = forward_plan(self.model, graph.inputs[0], graph.plan)[: len(positions)]
-            bounds += [
-                ErrorBound.of(replayed, launched, STRICT),
-                ErrorBound.of(replayed, forward_step(lm, *step), LOOSE[lm.dtype]),
-            ]
+            trace, inputs = LayerTrace(), graph.inputs[:, : len(positions)]
+            view = model_view(self.model, self.model.get_decoder(), lm.n_layers, trace)
+            launched = forward_plan(view, graph.inputs[0], graph.plan)[: len(positions)]
+            comparison = LayerComparison(trace)
+            own = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, comparison)
+            plan = StepPlan(buffers, inputs[1][:, None], tuple(positions), lm.sliding)
+            expected = forward_plan(own, inputs[0], plan)
+            bounds += [ErrorBound.of(replayed, launched, REPLAYED[lm.dtype]), *comparison.bounds(launched, expected)]
         return bounds

@@ -16,7 +16,7 @@ from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.graphs.recorder import Recorder
 from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.model_views import ViewCache, decoder_view
+from qcfuse_rag.runtime.model_views import LayerRunner, ViewCache, decoder_view, model_view
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
@@ -111,9 +111,10 @@ class LayerGraphs:
         replay.check_complete(depth)
         return True
 
-    def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> Tensor:
+    def launched(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer, layer_runner: LayerRunner) -> Tensor:
         """Compute what `logits` does with the same kernels launched one by one, to check the recording."""
-        logits: Tensor = self._model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
+        model = model_view(self._model, self._model.get_decoder(), self._lm.n_layers, layer_runner)
+        logits: Tensor = model(**self._inputs(ids, plan, buffer), logits_to_keep=1).logits
         return logits[0, -1].float()
 
     @property
@@ -122,11 +123,14 @@ class LayerGraphs:
         return self._layers[-1].snapshot.query
 
     def _inputs(self, ids: Tensor, plan: RowsPlan, buffer: KVBuffer) -> dict[str, Any]:
-        """Bind the recorded layers to a request and return the arguments of its model."""
+        """Bind the recorded layers to a request and return the arguments of its model.
+
+        If there are fewer rows than were recorded, the first one is computed several times: it sees the fewest keys.
+        """
         if not self._request.bind([buffer]):
             raise GraphMismatch
         repeats = self.n_rows - len(ids)
-        ids, rows = (torch.cat([tensor, tensor[-1:].expand(repeats)])[None] for tensor in (ids, plan.rows))
+        ids, rows = (torch.cat([tensor[:1].expand(repeats), tensor])[None] for tensor in (ids, plan.rows))
         self._plan.rows.copy_(rows)
         return planned_inputs(ids, self._plan.rows, self._plan.cache(), self._plan)
 
@@ -223,7 +227,7 @@ class _LayerReplay:
         self._ran += 1
         observe, snapshot = self._plan.observe, recorded.snapshot
         if observe is not None:
-            query = snapshot.query[:, :, : len(self._plan.rows)]
+            query = snapshot.query[:, :, -len(self._plan.rows) :]
             key = self._buffer.keys[layer][:, :, : self._plan.length]
             observe(layer, query, key, snapshot.params)
         return self._hidden[1 - layer % 2]

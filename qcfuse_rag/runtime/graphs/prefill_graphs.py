@@ -2,7 +2,7 @@
 
 Each layer is a graph, because a pass waits between layers for data from its store, and a probe reads the queries of
 each layer. A recorded layer reads the positions of its rows and the address of the request's buffer from its own
-tensors, so that one graph serves any request of any length. With fewer rows than were recorded, the last row is
+tensors, so that one graph serves any request of any length. With fewer rows than were recorded, the first row is
 computed several times. Only `compile` records passes. It compares each recorded pass with the original before it is
 used. A pass without a recording, or whose recording gave another result, is launched kernel by kernel.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.buffer import KVBuffer
-from qcfuse_rag.runtime.forward import forward_hidden, forward_rows
+from qcfuse_rag.runtime.forward import forward_hidden, forward_rows, model_inputs
+from qcfuse_rag.runtime.graphs.layer_comparison import LayerComparison, LayerTrace, SamplePrompt
 from qcfuse_rag.runtime.graphs.layer_graphs import GraphMismatch, LayerGraphs
 from qcfuse_rag.runtime.graphs.recorder import (
-    LOOSE,
-    STRICT,
+    REPLAYED,
     CudaRecorder,
     ErrorBound,
     Recorder,
@@ -35,7 +35,7 @@ from qcfuse_rag.runtime.graphs.recorder import (
 from qcfuse_rag.runtime.kv_table import RebindableKVTable
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.layer_hooks import HookedPass
-from qcfuse_rag.runtime.model_views import ViewCache
+from qcfuse_rag.runtime.model_views import ViewCache, model_view
 from qcfuse_rag.runtime.rows import RowsPlan
 
 ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
@@ -130,12 +130,15 @@ class PrefillRunner:
         memory: dict[object, Tensor] = {}
         refusals: dict[int, str] = {}
         # The largest number first: the others use a part of its memory.
-        for size in sorted({size for size in rows if size < lm.window.tokens}, reverse=True):
+        sizes = sorted({size for size in rows if size < lm.window.tokens}, reverse=True)
+        samples: list[SamplePrompt] = []
+        for size in sizes:
 
             def record(size: int = size) -> list[ErrorBound]:
                 recorder = self._recorder = self._recorder or CudaRecorder(lm.device)
                 graphs[size] = LayerGraphs(lm, model, size, recorder, request, views, memory)
-                return self._check(graphs[size])
+                samples[:] = samples or [SamplePrompt.of(lm, min(2 * sizes[0], lm.window.tokens))]
+                return self._check(graphs[size], samples[0])
 
             refusal = recording_refusal(record)
             if refusal is not None:
@@ -166,10 +169,11 @@ class PrefillRunner:
         return result
 
     @torch.inference_mode()
-    def _check(self, graphs: LayerGraphs) -> list[ErrorBound]:
-        """Compare a recorded pass with the original over random keys and values that arrive layer by layer.
+    def _check(self, graphs: LayerGraphs, sample: SamplePrompt) -> list[ErrorBound]:
+        """Compare a recorded pass with the same kernels launched one by one, and these with the model's own layers.
 
-        One check has the recorded number of rows, the other has fewer rows of a longer prompt.
+        Stored keys and values arrive layer by layer. One check has the recorded number of rows, the other has fewer
+        rows of a longer prompt.
         """
         lm, size, bounds = self._lm, graphs.n_rows, []
         generator = torch.Generator(lm.device).manual_seed(size)
@@ -177,28 +181,32 @@ class PrefillRunner:
             length = min(length, lm.window.tokens)
             others = torch.randperm(length - 1, generator=generator, device=lm.device)[: n_rows - 1].sort().values
             rows = torch.cat([others, torch.tensor([length - 1], device=lm.device)])
-            ids = torch.arange(len(rows), device=lm.device) % lm.model.get_input_embeddings().num_embeddings
-            buffers = [KVBuffer.allocate(lm.shapes, length, dtype=lm.dtype, device=lm.device) for _ in range(2)]
-            replayed, launched = buffers
+            ids, plan = sample.ids[rows], RowsPlan.of(rows, lm.sliding)
+            launched, replayed = sample.without(rows, length), sample.without(rows, length)
             for tensor in (*replayed.keys, *replayed.values):
                 tensor.fill_(torch.nan)
-            for tensor in (*launched.keys, *launched.values):
-                tensor.normal_(generator=generator)
 
             def wait_for_layer(layer: int, replayed: KVBuffer = replayed, launched: KVBuffer = launched) -> None:
                 replayed.keys[layer].copy_(launched.keys[layer])
                 replayed.values[layer].copy_(launched.values[layer])
 
-            plan = RowsPlan.of(rows, lm.sliding)
             loading = replace(replayed, wait_for_layer=wait_for_layer)
             logits = self._exclusively(lambda: graphs.logits(ids, plan, loading))  # noqa: B023
             if logits is None:
                 raise RuntimeError("a pass differs from its recording")
-            query = graphs.last_query.clone()
-            bounds.append(ErrorBound.of(logits, graphs.launched(ids, plan, launched), STRICT))
-            bounds.append(ErrorBound.of(query, graphs.last_query, STRICT))
-            for side in ("keys", "values"):
-                result, expected = (getattr(buffer, side)[-1][:, :, rows] for buffer in buffers)
-                bounds.append(ErrorBound.of(result, expected, STRICT))
-            bounds.append(ErrorBound.of(logits, forward_rows(lm, ids, plan, launched), LOOSE[lm.dtype]))
+            query, trace = graphs.last_query.clone(), LayerTrace()
+            launched_logits = graphs.launched(ids, plan, launched, trace)
+            bounds += [
+                ErrorBound.of(result, expected, REPLAYED[lm.dtype])
+                for result, expected in (
+                    (logits, launched_logits),
+                    (query, graphs.last_query),
+                    (replayed.keys[-1][:, :, rows], launched.keys[-1][:, :, rows]),
+                    (replayed.values[-1][:, :, rows], launched.values[-1][:, :, rows]),
+                )
+            ]
+            comparison = LayerComparison(trace)
+            own = model_view(lm.model, lm.model.get_decoder(), lm.n_layers, comparison)
+            expected = own(**model_inputs(ids, plan, launched), logits_to_keep=1).logits[0, -1].float()
+            bounds += comparison.bounds(launched_logits, expected)
         return bounds

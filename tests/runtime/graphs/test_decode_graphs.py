@@ -177,3 +177,12 @@ def test_after_a_recording_that_failed_half_way_nothing_is_recorded(tokenizer: P
     assert "it ended half way" in str(steps.refusal)
     [buffer] = random_buffers(lm, [8])
     assert torch.equal(steps([1], [4], [buffer]), forward_step(lm, [1], [4], copies([buffer])))
+
+
+def test_steps_that_do_not_write_their_keys_are_not_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.KERNELS["append"](monkeypatch, lambda *_: None)
+    steps = DecodeRunner(model_of("llama", tokenizer), CountingRecorder())
+    steps.compile(requests=(1,))
+    assert "are off by nan" in str(steps.refusal)

@@ -434,3 +434,12 @@ def test_a_view_with_other_results_is_not_recorded(tokenizer: PreTrainedTokenize
     passes.compile(rows=(8,))
     assert passes.refusal is None
     assert next(offered, None) is None, "both were tried"
+
+
+def test_passes_that_do_not_write_their_keys_are_not_recorded(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seams.KERNELS["append"](monkeypatch, lambda *_: None)
+    passes = PrefillRunner(model_of("llama", tokenizer), CountingRecorder())
+    passes.compile(rows=(8,))
+    assert "are off by nan" in str(passes.refusal)
