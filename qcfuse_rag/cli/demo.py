@@ -52,6 +52,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
                     device=options.device,
                     dtype=options.dtype,
                     weights=options.weight_format,
+                    compiled=False,
                 )
             )
             embed = Embedder(options.embedder or default_embedder())

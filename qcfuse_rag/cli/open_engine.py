@@ -30,6 +30,7 @@ def open_engine(
             dtype=options.dtype,
             weights=options.weight_format,
             verdict="ignore",
+            compiled=False,
         )
     change = None if settings is None else settings.change_of_model(engine.lm.fingerprint)
     if change is not None:

@@ -27,7 +27,7 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's callers wait in the queue: they do not handle refusals."""
 
-LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype", "weights")
+LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype", "weights", "compiled")
 """The settings that an engine is loaded by, besides the model."""
 
 ENGINE_SETTINGS = ("model", "model_name", *LOAD_SETTINGS)
@@ -188,6 +188,7 @@ def load_engine(
     device: str | None,
     dtype: str | None,
     weights: str,
+    compiled: bool | None,
 ) -> FusionEngine:
     """Load an engine by the settings of frameworks' objects; see `FusionEngine.load` and `choose_method`.
 
@@ -201,6 +202,7 @@ def load_engine(
         device: such as `cpu`; None is a GPU if there is one.
         dtype: such as `bfloat16`.
         weights: `model`, `int8` or `auto`.
+        compiled: compile kernels and record CUDA graphs now; None does so on a GPU.
     """
     return FusionEngine.load(
         model,
@@ -210,6 +212,7 @@ def load_engine(
         device=device,
         dtype=dtype,
         weights=weights,
+        compiled=compiled,
     )
 
 

@@ -35,10 +35,10 @@ def run_first_passes(runner: ModelRunner, prompts: PromptBuilder) -> None:
     """Warm a passage, fuse prompts of it and decode two tokens, so that kernels are compiled and libraries initialised.
 
     Args:
-        runner: runs the passes, over a store of its own.
+        runner: runs the passes, over a store of its own with the same number format.
         prompts: gives the system prefix and the tokens of the passage.
     """
-    lm, store, text = runner.lm, MemoryStore(), prompts.chunk_ids(PRIMER)
+    lm, store, text = runner.lm, MemoryStore(numbers=runner.store.numbers), prompts.chunk_ids(PRIMER)
     runner = runner.with_store(store)
     prefix_ids, passage = prompts.prefix_ids or text[:1], text[:TOKENS]
     WarmJob(PrefillTarget(lm, store, prefix_ids), [passage], bases=(FRAMED,)).run()

@@ -49,6 +49,9 @@ class EngineSettings(BaseModel):
         default="model",
         description="model: in the dtype; int8: rounded, on CPUs; auto: int8 where a CPU is fast at it.",
     )
+    compiled: bool | None = Field(
+        default=None, description="Compile kernels and record CUDA graphs when the model is loaded; None: on a GPU."
+    )
 
     def model_post_init(self, context: Any) -> None:
         """Prepare to load the model on first use."""

@@ -67,7 +67,8 @@ class ModelRunner:
         self._runs_kernels()
 
     def with_store(self, store: KVStore) -> ModelRunner:
-        """Return a runner of the same model over another store; recorded passes and the pool are shared."""
+        """Return a runner of the same model over another store; recorded passes, link and pool are shared."""
+        self.open_transfer()  # makes the link, if there is to be one
         runner = copy.copy(self)
         runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills)
         return runner

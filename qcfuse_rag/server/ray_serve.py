@@ -128,6 +128,7 @@ class EngineReplica:
             weights=replica.weights,
             verdict="ignore",
             load_limit_s=deployment.load_limit_s,
+            compiled=False,
         )
         engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))

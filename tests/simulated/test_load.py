@@ -1,0 +1,81 @@
+"""Whoever loads an engine on a CUDA device gets it compiled: from Python, and through LlamaIndex and LangChain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.engine.first_passes import run_first_passes
+from qcfuse_rag.runtime.loading.host_to_device import TransferLink
+from tests.simulated.cuda import moved
+from tests.simulated.device import Device
+from tests.support.engines import make_engine
+from tests.support.families import build_model
+
+
+def from_python(**settings: Any) -> FusionEngine:
+    return FusionEngine.load("M", check=False, verdict="ignore", **settings)
+
+
+def from_langchain(**settings: Any) -> FusionEngine:
+    return pytest.importorskip("langchain_qcfuse").ChatQCFuse(model="M", **settings).engine  # type: ignore[no-any-return]
+
+
+def from_llama_index(**settings: Any) -> FusionEngine:
+    package = pytest.importorskip("llama_index.llms.qcfuse")
+    return package.QCFuseLLM(model="M", **settings).engine  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::qcfuse_rag.errors.UnverifiedMethod")
+@pytest.mark.parametrize("load", [from_python, from_langchain, from_llama_index])
+def test_an_engine_is_compiled_before_its_first_request(
+    load: Callable[..., FusionEngine],
+    device: Device,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models, compiled = [build_model("llama"), moved(build_model("llama"), device)], list[str]()
+    monkeypatch.setattr(LanguageModel, "load", lambda *_, **__: LanguageModel.wrap(models.pop(), tokenizer))
+    monkeypatch.setattr(FusionEngine, "compile", lambda engine: compiled.append(engine.lm.device.type))
+    monkeypatch.setattr("qcfuse_rag.engine.engine.check_exact", lambda lm: None)
+    load().close()
+    load().close()
+    assert compiled == ["cuda"], "not on a CPU"
+    models = [build_model("llama"), moved(build_model("llama"), device)]
+    load(compiled=False).close()
+    load(compiled=True).close()
+    assert compiled == ["cuda", "cpu"]
+
+
+def test_the_first_passes_make_the_link_and_compile_for_the_stores_format(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locked memory, its stream, and the kernel for a format of stored numbers wait for no question."""
+    from qcfuse_rag.runtime.kernels import placement  # needs Triton
+
+    links, formats = list[object](), set[object]()
+    make_link, place = TransferLink.__init__, placement.place_blocks
+
+    def linked(link: TransferLink, *args: Any) -> None:
+        links.append(link)
+        make_link(link, *args)
+
+    def placed(blocks: Any, *rest: Any) -> None:
+        formats.update(block.stored.dtype for block in blocks)
+        place(blocks, *rest)
+
+    monkeypatch.setattr(TransferLink, "__init__", linked)
+    monkeypatch.setattr(placement, "place_blocks", placed)
+    monkeypatch.setattr("qcfuse_rag.engine.first_passes._prompt_shapes", lambda lm: [(2, 8, 0.1)])
+    engine = make_engine(
+        LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore(numbers="int8")
+    )
+    run_first_passes(engine.runner, engine.prompts)
+    assert len(links) == 1
+    assert [str(dtype) for dtype in formats] == ["torch.int8"]
+    engine.runner.open_transfer()
+    assert len(links) == 1, "a request uses the link that is there"
