@@ -13,7 +13,7 @@ from qcfuse_rag.cli.console import ERR, print_line, print_note
 from qcfuse_rag.cli.library_session import LibraryAnswer, LibrarySession, open_session
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
-from qcfuse_rag.prompts.template import Turn
+from qcfuse_rag.prompts.template import Message
 
 with suppress(ImportError):  # gives `input` line editing and, for this session only, the questions by arrow keys
     import readline  # noqa: F401
@@ -38,7 +38,7 @@ class Conversation:
 
     session: LibrarySession
     max_new_tokens: int
-    history: list[Turn] = field(default_factory=list)
+    history: list[Message] = field(default_factory=list)
     last: LibraryAnswer | None = None
 
     def ask(self, question: str) -> None:

@@ -17,7 +17,7 @@ from qcfuse_rag.generation.decode import Generation, TextStream
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
-from qcfuse_rag.prompts.template import Turn
+from qcfuse_rag.prompts.template import Message
 from qcfuse_rag.retrieval.index import PassageIndex
 
 if TYPE_CHECKING:  # needs the extra `cli`
@@ -26,16 +26,17 @@ if TYPE_CHECKING:  # needs the extra `cli`
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LibraryAnswer:
-    """An answer over a library: the retrieved passages, best first, and the stream of its text."""
+    """An answer over a library: the retrieved passages, best first, with short names, and the stream of its text."""
 
     passages: list[RetrievedPassage]
+    names: list[str]
     prompt: Prompt
     stream: TextStream
 
     @property
     def sources(self) -> list[str]:
-        """The names of the retrieved documents, best first."""
-        return list(dict.fromkeys(passage.source for passage in self.passages))
+        """The short names of the retrieved documents, best first."""
+        return list(dict.fromkeys(self.names))
 
     def to_dict(self, question: str) -> dict[str, Any]:
         """Wait for the answer and return it with its documents as JSON-compatible data, each fact once."""
@@ -60,16 +61,18 @@ class LibrarySession:
     retriever: Retriever
     options: AskOptions
 
-    def answer(self, question: str, *, history: Sequence[Turn] = (), max_new_tokens: int) -> LibraryAnswer:
-        """Retrieve passages for a question, prefill the prompt, and return the answer as a stream.
+    def answer(self, question: str, *, history: Sequence[Message] = (), max_new_tokens: int) -> LibraryAnswer:
+        """Retrieve passages for a question after earlier turns, prefill the prompt, and return the answer as a stream.
 
         Raises:
             PromptTooLong: if history, passages and answer exceed the model's context window.
         """
-        passages = self.retriever.retrieve(question, self.options.top_k)
+        asked = [text for role, text in history if role == "user"]
+        passages = self.retriever.retrieve(question, self.options.top_k, after=asked[-1] if asked else None)
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
         params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.options.fidelity.value)
-        return LibraryAnswer(passages, prompt, self.engine.stream(prompt, params))
+        names = self.retriever.short_names(passages)
+        return LibraryAnswer(passages, names, prompt, self.engine.stream(prompt, params))
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""
@@ -81,7 +84,9 @@ class LibrarySession:
             generation.report,
             None if scores is None else scores.mean,
             answer=generation.text,
-            origins=[PassageOrigin(passage.source, passage.title) for passage in answer.passages],
+            origins=[
+                PassageOrigin(name, passage.title) for name, passage in zip(answer.names, answer.passages, strict=True)
+            ],
         )
         path.touch(mode=0o600)
         path.write_text(page, "utf-8")

@@ -67,11 +67,11 @@ class PassageIndex:
         rows = {passage.text: row for row, passage in enumerate(self.passages)}
         return self.embeddings[[rows[text] for text in texts]]
 
-    def search(self, query: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
-        """Return row and cosine similarity of the `k` passages nearest to a query embedding `[D]`, best first."""
+    def search(self, queries: NDArray[np.float32], k: int) -> list[tuple[int, float]]:
+        """Return row and cosine similarity of the `k` passages nearest to any query embedding `[Q, D]`, best first."""
         if not self.passages:
             return []
-        similarity = self.embeddings @ query
+        similarity = (self.embeddings @ queries.T).max(axis=1)
         return [(int(row), float(similarity[row])) for row in np.argsort(-similarity, kind="stable")[:k]]
 
     def save(self, folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from qcfuse_rag.retrieval.embedder import Embedder
 from qcfuse_rag.retrieval.index import PassageIndex, embedder_source
@@ -12,6 +14,9 @@ from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 
 HEADING = re.compile(r"^ {0,3}#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 """Matches a Markdown heading."""
+
+QUERY_CHARACTERS = 20_000
+"""Characters of a question that are embedded; embedding models read some 500 tokens, but tokenise the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,30 @@ class Retriever:
         self._log = RetrievalLog(folder)
         self._embed = Embedder(embedder_source(self.index.embedder))
 
-    def retrieve(self, question: str, count: int) -> list[RetrievedPassage]:
-        """Return the `count` passages nearest to a question, best first."""
-        found = self.index.search(self._embed([question])[0], count)
+    def retrieve(self, question: str, count: int, *, after: str | None = None) -> list[RetrievedPassage]:
+        """Return the `count` passages nearest to a question, best first.
+
+        A follow-up such as "and for how long?" may not say what it is about. So both the question and the question
+        behind the earlier one are searched for; a passage counts by the nearer of the two.
+
+        Args:
+            question: the question.
+            count: number of passages.
+            after: the earlier question of a conversation; None for a question by itself.
+        """
+        queries = [question] if after is None else [question, f"{after} {question}"]
+        found = self.index.search(self._embed([query[:QUERY_CHARACTERS] for query in queries]), count)
         self._log.note(self.index.passages[row].text for row, _ in found)
         return [self._describe(row, score) for row, score in found]
+
+    def short_names(self, passages: Iterable[RetrievedPassage]) -> list[str]:
+        """Return the name of each passage's document for people: without the folder that the library's files share."""
+        paths = {path for each in self.index.passages if (path := PurePath(each.source)).is_absolute()}
+        shared = os.path.commonpath(path.parent for path in paths) if paths else ""
+        return [
+            str(path.relative_to(shared)) if (path := PurePath(passage.source)) in paths else passage.source
+            for passage in passages
+        ]
 
     def _describe(self, row: int, score: float) -> RetrievedPassage:
         passage = self.index.passages[row]
