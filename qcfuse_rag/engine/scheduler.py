@@ -2,7 +2,9 @@
 
 Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the running batch as soon as it is prefilled and
 leaves when it ends. Between two prefills, and between two parts of a long one (Agrawal et al., Sarathi-Serve, OSDI
-2024), there are some decode steps, so new questions slow the running answers without stopping them.
+2024), there are some decode steps, so new questions slow the running answers without stopping them. While a short
+question waits for its first token there is one step: a burst of questions is prefilled soon, and steps of more answers
+together take less time for each.
 
 A part takes some tenths of a second. The next part is that of the request that has waited longest for the time that it
 is predicted to need (highest response ratio next, Brinch Hansen 1971), so a short question overtakes a long prompt.
@@ -38,7 +40,8 @@ class SchedulerSettings:
     Attributes:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
-        steps: decode steps between two prefills, or two parts of one, while answers are running.
+        steps: decode steps between two prefills, or two parts of one, while answers are running; one while a request
+            that needs one part could begin.
         rows: most rows of a prefill, or of healing, to compute between decode steps; methods with a layer hook compute
             all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
@@ -175,7 +178,7 @@ class Scheduler:
             if request is not None:
                 self._compute_part(request)
             request = None  # keep no reference to a finished request
-            for _ in range(self._settings.steps):
+            for _ in range(1 if self._short_waits() else self._settings.steps):
                 self._step()
                 if not self._active:
                     break
@@ -209,6 +212,14 @@ class Scheduler:
         tokens = sum(other.tokens for other in begun) + request.tokens
         kv_bytes = tokens * self._engine.lm.kv_bytes_per_token
         return len(begun) < self._settings.active and kv_bytes <= self._settings.kv_bytes
+
+    def _short_waits(self) -> bool:
+        """Return whether a request that needs one part could begin."""
+        with self._changed:
+            return any(
+                not request.begun and request.rows_left <= self._first_part_rows and self._has_room(request)
+                for request in self._queue
+            )
 
     def _begin(self, request: RequestHandle) -> None:
         """Prepare the prefill of a request; nothing is computed yet."""

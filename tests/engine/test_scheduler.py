@@ -243,8 +243,15 @@ def test_what_cannot_fit_is_refused_at_once(engine: FusionEngine, scheduler: Sch
         scheduler.submit(engine.prompt(QUESTION, PASSAGES), SamplingParams(max_new_tokens=100_000))
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps"),
+    [
+        (512, 1),  # all are short: their first tokens come before further tokens of others
+        (2, 3),  # all need several parts
+    ],
+)
 def test_requests_are_taken_in_turn_with_steps_between_them(
-    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, rows: int, steps: int
 ) -> None:
     """A burst of questions slows the first answer, and does not stop it."""
     events: list[str] = []
@@ -253,7 +260,7 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 
     def noted(prompt: Prompt, **rest: Any) -> Any:
         events.append(f"prefill {given.index(prompt)}")
-        return (yield from prefill(prompt, **rest))
+        return (yield from prefill(prompt, **{**rest, "part_rows": lambda: 512}))
 
     def stepped(*rest: Any) -> Any:
         events.append("step")
@@ -261,14 +268,15 @@ def test_requests_are_taken_in_turn_with_steps_between_them(
 
     monkeypatch.setattr(engine, "prefill_in_parts", noted)
     monkeypatch.setattr(step_graph, "forward_step", stepped)
-    with Scheduler(engine, SchedulerSettings(active=8, steps=3)) as scheduler:
+    with Scheduler(engine, SchedulerSettings(active=8, steps=3, rows=rows)) as scheduler:
         with scheduler._changed:  # so that none is taken before all are there
             answers = [scheduler.submit(prompt, SamplingParams(max_new_tokens=30)) for prompt in given]
         for answer in answers:
             answer.result(20)
     assert [one for one in events if one != "step"] == [f"prefill {index}" for index in range(4)]
     places = [place for place, one in enumerate(events) if one != "step"]
-    assert [b - a for a, b in pairwise(places)] == [4, 4, 4]
+    assert [b - a - 1 for a, b in pairwise(places)] == [steps] * 3
+    assert len(events) > places[-1] + 3, "and goes on when all have begun"
 
 
 @pytest.mark.parametrize("method", ["full", "qcfuse", "cacheblend"])
