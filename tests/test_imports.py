@@ -32,7 +32,8 @@ def test_the_core_imports_no_framework() -> None:
 @pytest.mark.parametrize("command", ["stats", "sources"])
 def test_looking_after_a_store_does_not_wait_for_models_to_be_imported(command: str, tmp_path: Path) -> None:
     qcfuse_rag.DiskStore(tmp_path / "kv").close()
-    program = f"import sys; from qcfuse_rag.cli.app import app; sys.argv[1:] = ['store', '{command}', '--store', '{tmp_path}']"
+    arguments = ["store", command, "--store", str(tmp_path)]
+    program = f"import sys; from qcfuse_rag.cli.app import app; sys.argv[1:] = {arguments}"
     loaded = modules_after(f"{program}\ntry: app()\nexcept SystemExit as end: assert not end.code")
     assert "typer" in loaded
     assert loaded & {"transformers", "sentence_transformers"} == set()

@@ -20,6 +20,7 @@ class WeightsChoice(StrEnum):
     """Formats of a model's weights."""
 
     MODEL = "model"
+    FLOAT16 = "float16"
     INT8 = "int8"
     AUTO = "auto"
 
@@ -31,7 +32,7 @@ Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by de
 Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU float32 by default.")]
 Weights = Annotated[
     WeightsChoice | None,
-    Option(help="Format of weights: model (default), int8 (on CPUs), or auto: int8 on a CPU that is fast at it."),
+    Option(help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: float16 on a CPU that can."),
 ]
 Tenant = Annotated[
     str | None,

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
 from qcfuse_rag.generation.sampling import Fidelity
-from qcfuse_rag.models.int8_linear import WeightFormat
+from qcfuse_rag.models.weight_formats import WeightFormat
 
 
 class EngineSettings(BaseModel):
@@ -47,7 +47,7 @@ class EngineSettings(BaseModel):
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
     weights: WeightFormat = Field(
         default="model",
-        description="model: in the dtype; int8: rounded, on CPUs; auto: int8 where a CPU is fast at it.",
+        description="model: in the dtype; float16 or int8: rounded, on CPUs; auto: float16 on a CPU that can.",
     )
     compiled: bool | None = Field(
         default=None, description="Compile kernels and record CUDA graphs when the model is loaded; None: on a GPU."

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from qcfuse_rag.models.int8_linear import weight_format
 from qcfuse_rag.models.rope import LayerRope
+from qcfuse_rag.models.weight_formats import weight_format
 
 if TYPE_CHECKING:  # a store imports fingerprints and is opened without a model; transformers imports slowly
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +31,7 @@ class Fingerprint:
         tokenizer: hash of the tokenizer's rules and vocabulary.
         rope: hash of the measured rotation of each layer.
         dtype: dtype of computed keys and values, such as `bfloat16`.
-        weight_format: `model`, or `int8` for weights rounded at load; see `models.int8_linear`.
+        weight_format: `model`, or that of weights rounded at load; see `models.weight_formats`.
     """
 
     weights: str

@@ -29,8 +29,8 @@ from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from qcfuse_rag.models.int8_checkpoint import TENSORS_FILE, save_int8
-from qcfuse_rag.models.int8_linear import weight_format
+from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE, save_packed
+from qcfuse_rag.models.weight_formats import weight_format
 
 LOG = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ class GgufConversion:
         return (self.folder / SOURCE_FILE).is_file()
 
     @property
-    def holds_int8(self) -> bool:
-        """Return whether the weights of a complete conversion are in int8."""
+    def is_packed(self) -> bool:
+        """Return whether the weights of a complete conversion are in float16 or int8."""
         return (self.folder / TENSORS_FILE).is_file()
 
     def restore_config(self, model: PreTrainedModel) -> None:
@@ -100,7 +100,7 @@ class GgufConversion:
             model.config.quantization_config.gguf_file = self.gguf.name
 
     def save(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Keep a model loaded from the GGUF file, in the dtype or rounded to int8.
+        """Keep a model loaded from the GGUF file, in the dtype or rounded.
 
         Whatever prevents that is logged and ignored.
         """
@@ -137,10 +137,11 @@ def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         del config.quantization_config
     model.hf_quantizer = None
     try:
-        if weight_format(model) == "int8":
-            save_int8(model, folder)
-        else:
+        weights = weight_format(model)
+        if weights == "model":
             model.save_pretrained(folder)
+        else:
+            save_packed(model, folder, weights)
     finally:
         if quantization is not None:
             config.quantization_config = quantization

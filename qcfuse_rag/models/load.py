@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
-from qcfuse_rag.models.int8_checkpoint import load_int8
-from qcfuse_rag.models.int8_linear import choose_weight_format, quantize_linears, weight_format
+from qcfuse_rag.models.packed_checkpoint import load_packed
+from qcfuse_rag.models.weight_formats import HeldFormat, choose_weight_format, round_weights, weight_format
 
 LOG = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ def load_pretrained(
         name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
         dtype: such as `bfloat16`; None is float32 on a CPU and the checkpoint's own on a GPU.
-        weights: `model` keeps the weights in the dtype; `int8` rounds those of linear layers, on CPUs; `auto` does so
-            on a CPU with instructions for it, if the model allows.
+        weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
+            a CPU that can, if the model allows.
 
     Raises:
         ModelNotFound: if the model cannot be read or fetched completely.
         UnsupportedModel: if the tokenizer has no fast (Rust) version, or the model is an adapter alone, is no text
             decoder, or brings its own code, which is never run.
-        QCFuseError: if the device does not exist, or does not compute with int8 weights.
+        QCFuseError: if the device does not exist, or does not compute with such weights.
         ValueError: if there is no such dtype or format of weights.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,11 +54,11 @@ def load_pretrained(
     source, options = _source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
-    loaded = _load_conversion(conversion, torch_dtype) if conversion and conversion.exists else None
+    loaded = _load_conversion(conversion, torch_dtype, format_here) if conversion and conversion.exists else None
     model, tokenizer = loaded or _load_source(name, torch_dtype)
     if format_here != weight_format(model):
         try:
-            quantize_linears(model)
+            round_weights(model, format_here)
             _return_freed_memory()
         except UnsupportedModel as error:
             if weights != "auto":
@@ -116,12 +116,14 @@ def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{name!r} asks for {value:,} by {field}; at most {MAX_LAYERS:,} are built")
 
 
-def _load_conversion(conversion: GgufConversion, dtype: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+def _load_conversion(
+    conversion: GgufConversion, dtype: Any, weights: HeldFormat
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
     """Load a converted GGUF model; one that cannot be read is deleted, and None is returned."""
     try:
-        if conversion.holds_int8:
+        if conversion.is_packed:
             tokenizer = CONVERTED_TOKENIZER.from_pretrained(conversion.folder)
-            model = load_int8(conversion.folder)
+            model = load_packed(conversion.folder, weights)
         else:
             model, tokenizer = _load_source(str(conversion.folder), dtype, CONVERTED_TOKENIZER)
         conversion.restore_config(model)

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.models import gguf_cache
 from qcfuse_rag.models.gguf_cache import CACHED_GGUF_FUNCTIONS, SWITCH, cached_gguf_header
-from qcfuse_rag.models.int8_checkpoint import TENSORS_FILE
-from qcfuse_rag.models.int8_linear import weight_format
 from qcfuse_rag.models.load import load_pretrained
+from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE
+from qcfuse_rag.models.weight_formats import weight_format
 from qcfuse_rag.runtime.language_model import LanguageModel
 from tests.support.passages import QUESTION
 

@@ -37,7 +37,7 @@ def open_with_secret(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("qcfuse_rag.engine.engine.LanguageModel.load", lambda *_, **__: lm)
         monkeypatch.setattr("qcfuse_rag.engine.engine.require_verdict", lambda *_: None)
         monkeypatch.setattr(FusionEngine, "__init__", lambda engine, lm, store, **_: setattr(engine, "store", store))
-        return FusionEngine.load("M", store=str(folder), check=False, verdict="ignore").store
+        return FusionEngine.load("M", store=str(folder), check=False, compiled=False, verdict="ignore").store
 
     if request.param in ("environment", "engine"):
         monkeypatch.setenv("QCFUSE_SECRET", SECRET.decode())
@@ -295,21 +295,21 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 COMMANDS = [
-    "store stats {library}",
-    "store stats {library}/kv",
-    "store health {library}",
-    "store fsck {library}",
-    "store gc {library}",
-    "store rebuild {library}",
-    "store clear {library} --yes",
-    "store sources {library}",
-    "store sources {library} --tenant acme",
-    "store lookup {library} doc",
-    "store forget {library} doc",
-    "store pin {library} {address}",
-    "store compress {library}",
-    "store move {library} --to file://{library}/bucket",
-    "store move {library} --from file://{library}/bucket",
+    "store stats --store {library}",
+    "store stats --store {library}/kv",
+    "store health --store {library}",
+    "store fsck --store {library}",
+    "store gc --store {library}",
+    "store rebuild --store {library}",
+    "store clear --yes --store {library}",
+    "store sources --store {library}",
+    "store sources --tenant acme --store {library}",
+    "store lookup doc --store {library}",
+    "store forget doc --store {library}",
+    "store pin {address} --store {library}",
+    "store compress --store {library}",
+    "store move --to file://{library}/bucket --store {library}",
+    "store move --from file://{library}/bucket --store {library}",
     "warm run {library}/../document.md --store {library}",
     "warm run {library}/../document.md --store {library} --encrypt",
     "warm run {library}/../document.md --store {library} --tenant acme",

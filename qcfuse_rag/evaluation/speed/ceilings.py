@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from qcfuse_rag.models.int8_linear import Int8Linear
+from qcfuse_rag.models.packed_linear import PackedLinear
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -110,9 +110,11 @@ def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> N
 
 
 def _layer_weights(lm: LanguageModel) -> list[Tensor]:
-    outside = {id(lm.model.get_input_embeddings().weight), id(_output_weight(lm))}
-    rounded = [buffer for module in lm.model.modules() if isinstance(module, Int8Linear) for buffer in module.buffers()]
-    return [weight for weight in (*lm.model.parameters(), *rounded) if id(weight) not in outside]
+    output = lm.model.get_output_embeddings()
+    outside = {id(module.weight) for module in (lm.model.get_input_embeddings(), output)}
+    plain = [weight for weight in lm.model.parameters() if id(weight) not in outside]
+    rounded = [module for module in lm.model.modules() if isinstance(module, PackedLinear) and module is not output]
+    return [*plain, *(tensor for module in rounded for tensor in (module.weight, *module.buffers()))]
 
 
 def _output_weight(lm: LanguageModel) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in int8 beside the model's own: seconds, bytes, divergence, and how much a row depends on its pass."""
+"""Rounded weights beside the model's own: seconds, bytes, divergence, and how much a row depends on its pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.evaluation.speed.ceilings import take_turns
 from qcfuse_rag.evaluation.studies.runner import StudyResult, load_model
-from qcfuse_rag.models.int8_linear import quantize_linears
+from qcfuse_rag.models.weight_formats import LINEARS, round_weights
 
 CONTEXT = 256
 """Tokens in front of the rows that are timed, where these are fewer than a prompt."""
@@ -26,18 +26,20 @@ ALONE = 12
 
 
 def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, rounds: int = 6) -> StudyResult:
-    """Compare int8 weights with the model's own in transformers' forward, in turns; medians after a warm-up round.
+    """Compare rounded weights with the model's own in transformers' forward, in turns; medians after a warm-up round.
 
     KL is that of full prefill to the model's own weights, the mean over all tokens of documents of the demonstration.
     The last column is the largest difference between logits of the last rows of a text, computed with the text and
     behind its stored keys, in standard deviations of the logits.
     """
     lm = load_model(model)
-    rounded = copy.deepcopy(lm.model, {id(weight): weight for weight in lm.model.parameters()})  # shares the rest
-    quantize_linears(rounded)
+    sides: dict[str, PreTrainedModel] = {"model": lm.model}
+    for weights in LINEARS:
+        sides[weights] = copy.deepcopy(lm.model, {id(weight): weight for weight in lm.model.parameters()})
+        round_weights(sides[weights], weights)
     with stock_attention(lm):
-        rounded.set_attn_implementation(lm.stock_attention)
-        sides: dict[str, PreTrainedModel] = {"model": lm.model, "int8": rounded}
+        for module in sides.values():
+            module.set_attn_implementation(lm.stock_attention)
         seconds = {
             count: {
                 side: median(times)
@@ -50,13 +52,16 @@ def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, 
         ids = [torch.tensor([lm.tokenizer(text)["input_ids"][:384]]) for text in list(corpus().values())[:texts]]
         logits = {side: [_logits(module, text) for text in ids] for side, module in sides.items()}
         apart = {side: max(_apart(module, text) for text in ids) for side, module in sides.items()}
-    divergences = torch.cat([_divergence(*pair) for pair in zip(*logits.values(), strict=True)])
+    divergences = {
+        side: torch.cat([_divergence(*pair) for pair in zip(logits["model"], of_side, strict=True)])
+        for side, of_side in logits.items()
+    }
     result = {
         side: {
-            "bytes": sum(t.nbytes for t in (*module.parameters(), *module.buffers())),
+            "bytes": sum({t.data_ptr(): t.nbytes for t in module.state_dict().values()}.values()),
             "seconds": {count: by_side[side] for count, by_side in seconds.items()},
-            "kl": 0.0 if side == "model" else float(divergences.mean()),
-            "kl_p99": 0.0 if side == "model" else float(divergences.quantile(0.99)),
+            "kl": float(divergences[side].mean()),
+            "kl_p99": float(divergences[side].quantile(0.99)),
             "apart": apart[side],
         }
         for side, module in sides.items()
@@ -66,7 +71,7 @@ def weights(model: str | None = None, rows: str = "1024,108,1", texts: int = 4, 
     for side, row in result.items():
         times = (f"{s * 1e3:.1f} ms ({seconds[count]['model'] / s:.2f})" for count, s in row["seconds"].items())
         table.add_row(
-            side, f"{row['bytes'] / 1e6:.0f}", *times, f"{row['kl']:.4f}", f"{row['kl_p99']:.3f}", f"{row['apart']:.1e}"
+            side, f"{row['bytes'] / 1e6:.0f}", *times, f"{row['kl']:.1e}", f"{row['kl_p99']:.1e}", f"{row['apart']:.1e}"
         )
     return StudyResult({"model": lm.name, "sides": result}, [table, f"{torch.get_num_threads()} threads"])
 

@@ -1,0 +1,130 @@
+"""Formats of weights on CPUs: choose a format, round a loaded model to it, and tell which format a model has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models.float16_linear import Float16Linear
+from qcfuse_rag.models.int8_linear import Int8Linear, round_to_int8
+from qcfuse_rag.models.packed_linear import PackedLinear
+
+if TYPE_CHECKING:  # fingerprints, and so stores, import this without a model; transformers imports slowly
+    from transformers import PreTrainedModel
+
+WeightFormat = Literal["model", "float16", "int8", "auto"]
+"""`model`: as loaded, in the model's dtype; `float16`: see `Float16Linear`; `int8`: see `Int8Linear`; `auto`: float16
+on a CPU that can."""
+HeldFormat = Literal["model", "float16", "int8"]
+"""A format that a loaded model can have."""
+LINEARS: dict[HeldFormat, type[PackedLinear]] = {"float16": Float16Linear, "int8": Int8Linear}
+PRODUCTS = ("linear_dynamic_fp16", "linear_with_input_q_dq_qweight_dq_output_fp32")
+"""The products of torch that the formats use."""
+
+
+class RoundedEmbedding(nn.Module):
+    """Embeddings whose weights are kept in float16, or in int8 with a scale for each token.
+
+    Args:
+        weight: `[vocabulary, hidden]` float16 or int8.
+        scale: `[vocabulary]` float32, or None.
+        dtype: dtype of the embeddings to return.
+    """
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def __init__(self, weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.dtype = dtype
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the `[.., hidden]` embeddings of `[..]` token ids."""
+        rows = self.weight[ids]
+        return (rows if self.scale is None else rows * self.scale[ids, None]).to(self.dtype)
+
+
+def choose_weight_format(weights: str, device: str) -> HeldFormat:
+    """Return the format of weights on a device.
+
+    Raises:
+        ValueError: if there is no such format.
+        QCFuseError: if a format is asked for where it cannot be computed.
+    """
+    if weights not in get_args(WeightFormat):
+        raise ValueError(f"weights must be {', '.join(get_args(WeightFormat))}, got {weights!r}")
+    on_cpu = torch.device(device).type == "cpu"
+    if weights == "model" or (weights == "auto" and not (on_cpu and _has_fbgemm())):
+        return "model"
+    if not on_cpu:
+        raise QCFuseError(f"weights in {weights} are for CPUs; on {device} load the model with weights='model'")
+    if not _has_fbgemm():
+        raise QCFuseError(
+            f"weights in {weights} need torch's FBGEMM: an x86 processor with AVX2, and "
+            "torch.backends.quantized.engine at its default; load the model with weights='model'"
+        )
+    return "int8" if weights == "int8" else "float16"
+
+
+def round_weights(model: PreTrainedModel, weights: HeldFormat) -> None:
+    """Replace linear layers and embeddings of a model, one at a time, in place.
+
+    Norms stay as they are, and so do embeddings whose class does more than look up.
+
+    Raises:
+        UnsupportedModel: if layers have weights outside of linear layers, such as experts, or weights too large for
+            float16; the model is unchanged then.
+    """
+    layers = model.get_decoder().get_submodule("layers")
+    linears = {name: module for name, module in layers.named_modules() if type(module) is nn.Linear}
+    _refuse_other_weights(model, layers, {f"{name}.weight" for name in linears})
+    if weights == "float16":
+        _refuse_large_weights(model)
+    for name in list(linears):
+        parent, _, child = name.rpartition(".")
+        setattr(layers.get_submodule(parent), child, LINEARS[weights](linears.pop(name)))
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(output) is nn.Linear:
+        model.set_output_embeddings(LINEARS[weights](output))
+    if type(embeddings) is nn.Embedding:  # a subclass does more, such as scaling
+        table = embeddings.weight.detach()
+        numbers, scale = round_to_int8(table) if weights == "int8" else (table.half(), None)
+        model.set_input_embeddings(RoundedEmbedding(numbers, scale, table.dtype))
+
+
+def weight_format(model: nn.Module) -> HeldFormat:
+    """Return the format of a loaded model's weights."""
+    for module in model.modules():
+        for weights, linear in LINEARS.items():
+            if isinstance(module, linear):
+                return weights
+    return "model"
+
+
+def _refuse_other_weights(model: PreTrainedModel, layers: nn.Module, covered: set[str]) -> None:
+    for name, parameter in layers.named_parameters():
+        if parameter.dim() > 1 and name not in covered:
+            raise UnsupportedModel(
+                f"weights in float16 and int8 are those of plain linear layers, and {type(model).__name__} has others, "
+                f"such as layers.{name}; load it with weights='model'"
+            )
+
+
+def _refuse_large_weights(model: PreTrainedModel) -> None:
+    largest = torch.finfo(torch.float16).max
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.abs().amax() > largest:
+            raise UnsupportedModel(f"{name} has weights above {largest:,.0f}; load the model with weights='model'")
+
+
+def _has_fbgemm() -> bool:
+    """Return whether this torch has the products of the formats."""
+    return torch.backends.quantized.engine in ("x86", "fbgemm") and all(
+        hasattr(torch.ops.quantized, product) for product in PRODUCTS
+    )
