@@ -17,6 +17,7 @@ from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.ingestion.target import PrefillTarget
 from qcfuse_rag.ingestion.warm_job import WarmJob
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
+from qcfuse_rag.runtime.attention.dense import chosen_backends
 from qcfuse_rag.runtime.attention.dispatch import ATTENTION_NAME
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -112,7 +113,8 @@ def stock_attention(lm: LanguageModel) -> Iterator[None]:
     """Switch the model to transformers' attention, for comparisons."""
     lm.model.set_attn_implementation(lm.stock_attention)
     try:
-        yield
+        with chosen_backends(lm.device):
+            yield
     finally:
         lm.model.set_attn_implementation(ATTENTION_NAME)
 

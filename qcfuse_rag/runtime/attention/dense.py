@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
 FLASH_MIN_CAPABILITY = (8, 0)
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""What torch may attend by on a GPU. Since 2.11 it prefers cuDNN on Hopper and Blackwell, which builds a plan for each
+new number of rows and keys: 23 to 440 ms each (modelscope/FunASR#3704). Passages and prompts differ in length, and each
+step of decoding has one key more. On a B200 cuDNN also gave wrong results (pytorch#193893)."""
 
 
 def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
@@ -41,7 +48,18 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) 
         out: Tensor = flash_attn_func(*by_token, softmax_scale=scaling, causal=True)
         return out.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
-    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return torch_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attend by `torch.nn.functional.scaled_dot_product_attention`, by one of `BACKENDS` on a GPU."""
+    with chosen_backends(query.device):
+        return functional.scaled_dot_product_attention(query, key, value, **options)
+
+
+def chosen_backends(device: torch.device) -> AbstractContextManager[object]:
+    """Let torch attend by one of `BACKENDS` inside the context if the device is a GPU."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 def _flash_supports(device: torch.device, dtype: torch.dtype) -> bool:

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.runtime.attention.cpu_blocks import attend_in_blocks, attention_blocks_of, supports_cpu_blocks
-from qcfuse_rag.runtime.attention.dense import causal_attention
+from qcfuse_rag.runtime.attention.dense import causal_attention, chosen_backends, torch_attention
 from qcfuse_rag.runtime.attention.row_blocks import ROWS_PER_BLOCK, RowBlock, row_blocks_of
 from qcfuse_rag.runtime.kernels.support import supports_kernels
 from qcfuse_rag.runtime.reference_attention import explicit_attention
@@ -85,7 +84,8 @@ def rows_attention(
                 "cannot know which keys a row sees"
             )
         if softcap is None and s_aux is None:
-            out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            with chosen_backends(query.device):
+                out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             return out, None
         mask = _causal(query, key) if attention_mask is None else attention_mask[..., : key.shape[2]]
         return explicit_attention(query, key, value, mask, scaling, softcap, s_aux).transpose(1, 2).contiguous(), None
@@ -177,7 +177,7 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
     kv_heads, keys = key.shape[1:3]
     if block.mask is None:  # every row sees every key: a group's query heads become rows and share one read of the keys
         folded = query.reshape(batch, kv_heads, -1, dim)
-        out = functional.scaled_dot_product_attention(folded, key, value, scale=scaling)
+        out = torch_attention(folded, key, value, scale=scaling)
         return out.reshape(batch, heads, rows, value.shape[-1])
     groups = heads // kv_heads
     # Fused kernels accept no mask together with grouped heads. So key heads become the batch, and keys are expanded
@@ -187,9 +187,7 @@ def _fast_attention(query: Tensor, key: Tensor, value: Tensor, block: RowBlock, 
         side.reshape(batch * kv_heads, 1, keys, side.shape[3]).expand(-1, groups, -1, -1) for side in (key, value)
     )
     mask = block.additive(query.dtype)
-    out = functional.scaled_dot_product_attention(
-        grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling
-    )
+    out = torch_attention(grouped_query, shared_key, shared_value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, heads, rows, value.shape[-1])
 
 
