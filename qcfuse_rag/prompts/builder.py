@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
@@ -77,7 +77,7 @@ class PromptBuilder:
         Tokens that share a character outside ASCII each have the whole character.
         """
         chunk = self.template.format_chunk(text)
-        return tuple(self._without_special.encode(chunk, add_special_tokens=False).offsets)
+        return tuple(_encoding(self._without_special, chunk).offsets)
 
     def build(
         self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
@@ -128,7 +128,7 @@ class PromptBuilder:
         for piece_start, text, is_special in rendered.pieces():
             core = self._with_special if is_special else self._without_special
             started = piece_start > 0 or text.startswith(self.tokenizer.bos_token or "\0")
-            encoding = core.encode(text, add_special_tokens=begin and not started)
+            encoding = _encoding(core, text, add_special_tokens=begin and not started)
             ids += encoding.ids
             offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
         return tuple(ids), offsets
@@ -237,7 +237,7 @@ class PromptBuilder:
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise a segment without special tokens: a passage cannot end a turn."""
-        return tuple(self._without_special.encode(text, add_special_tokens=False).ids)
+        return tuple(_encoding(self._without_special, text).ids)
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -260,6 +260,12 @@ def _as_mapping(turn: Turn) -> Mapping[str, Any]:
 def _is_system_text(turn: Turn) -> bool:
     message = _as_mapping(turn)
     return message["role"] == "system" and isinstance(message.get("content"), str)
+
+
+def _encoding(core: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
+    (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encoding
 
 
 def _private_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from qcfuse_rag.errors import QCFuseError
@@ -24,20 +23,14 @@ from qcfuse_rag.server.auth_middleware import AuthMiddleware, RequestLimits
 from qcfuse_rag.server.backend import Backend, Event
 from qcfuse_rag.server.documents import add_document_routes
 from qcfuse_rag.server.error_responses import error_body, error_response
+from qcfuse_rag.server.json_body import JsonBodies
 from qcfuse_rag.server.request import ChatRequest
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
-
 DISCONNECT_POLL_S = 0.2
 """Seconds between two checks whether a waiting client is still connected."""
-
-JSON_CONTENT = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
-
-MAX_PARSING = 2
-"""Requests whose bodies are parsed at a time; other requests wait as bytes."""
 
 LOG = logging.getLogger(__name__)
 
@@ -67,12 +60,15 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        gc.collect()
+        gc.freeze()  # else every full collection walks model and libraries: a third of a second without health checks
         yield
+        gc.unfreeze()
         await asyncio.to_thread(on_shutdown)
 
     app = FastAPI(title="qcfuse-rag", lifespan=lifespan, docs_url=None, redoc_url=None)
 
-    parsers = CapacityLimiter(MAX_PARSING)
+    bodies = JsonBodies()
     app.add_middleware(AuthMiddleware, token=token, limits=limits, hosts=hosts)
 
     @app.exception_handler(HTTPException)
@@ -114,25 +110,18 @@ def make_app(
         async def exposition() -> Response:
             return Response(metrics(), media_type="text/plain; version=0.0.4")
 
-    async def read_body(request: Request, kind: type[BodyT]) -> BodyT:
-        # Parsing a megabyte takes milliseconds, in which the event loop could not answer health checks.
-        # A web page can send other types of content to this machine without asking.
-        if not JSON_CONTENT.match(request.headers.get("content-type", "")):
-            raise HTTPException(400, "the body has to be JSON, with the header Content-Type: application/json")
-        return await to_thread.run_sync(parse_body, await request.body(), kind, limiter=parsers)
-
-    add_document_routes(app, editable, read_body=read_body, most=limits.documents)
+    add_document_routes(app, editable, read_body=bodies.read, most=limits.documents)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        chat_request = await read_body(request, ChatRequest)
+        chat_request = await bodies.read(request, ChatRequest)
         if chat_request.model and chat_request.model != backend.name:
             return error_response(404, f"no model {chat_request.model!r} here; there is {backend.name!r}")
         count = len(chat_request.given_documents or ())
         if count > limits.documents:
             return error_response(400, f"{count} documents, and at most {limits.documents} are allowed")
         try:
-            await to_thread.run_sync(chat_request.refuse_unsupported, limiter=parsers)
+            await to_thread.run_sync(chat_request.refuse_unsupported, limiter=bodies.threads)
         except QCFuseError as error:
             return error_response(400, str(error))
         events = backend.answer(chat_request)
@@ -148,23 +137,6 @@ def make_app(
         return await json_response(first, events, header, request)
 
     return app
-
-
-def parse_body(body: bytes, kind: type[BodyT]) -> BodyT:
-    """Parse the body of a request as JSON of a type; raise the errors that FastAPI itself raises.
-
-    Raises:
-        RequestValidationError: if the body is not JSON or has fields of wrong types.
-    """
-    try:
-        return kind.model_validate(json.loads(body))
-    except json.JSONDecodeError as error:
-        detail = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
-        raise RequestValidationError([detail]) from error
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_input=False)) from error
-    except (RecursionError, ValueError) as error:  # nested too deeply, numbers too long, or not UTF-8
-        raise HTTPException(400, f"the body cannot be read: {error}") from error
 
 
 async def first_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:

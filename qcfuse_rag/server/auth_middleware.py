@@ -1,10 +1,10 @@
-"""Check a request's token or host name, and limit the size of its body, before the application reads it."""
+"""Check a request's token or host name, and limit the bytes of bodies, before the application reads them."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -24,13 +24,25 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Host names of the local machine. By DNS rebinding, a web page in a browser can point any other name here as well."""
 
 
+UNCOUNTED_BYTES = 64 << 10
+"""Bytes of every body that are not counted in `RequestLimits.all_bodies_bytes`, so that short requests always pass."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one request: its body, its documents, and the seconds until its body has arrived."""
+    """Limits of requests.
+
+    Attributes:
+        body_bytes: of one body.
+        documents: of one request.
+        body_s: seconds until a body has arrived.
+        all_bodies_bytes: of the bodies of all requests that are read, waiting or answered; a further one gets 429.
+    """
 
     body_bytes: int = 8 << 20
     documents: int = 256
     body_s: float = 60.0
+    all_bodies_bytes: int = 64 << 20
 
 
 class AuthMiddleware:
@@ -41,6 +53,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, token: str | None, limits: RequestLimits, hosts: Collection[str] | None) -> None:
         self._app, self._token, self._limits, self._hosts = app, token, limits, hosts
+        self._counted_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -48,7 +61,11 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         refusal = self._check_headers(scope)
-        await (refusal or self._app)(scope, self._limited(receive), send)
+        limited, forget_body = self._limited(receive)
+        try:
+            await (refusal or self._app)(scope, limited, send)
+        finally:
+            forget_body()
 
     def _check_headers(self, scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
@@ -77,29 +94,41 @@ class AuthMiddleware:
         names = ", ".join(dict.fromkeys(self._hosts))
         return error_response(421, f"without a token this server answers only as {names}; set QCFUSE_TOKEN on it")
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Return a `receive` that limits the size of the body and the time until it is complete."""
-        limit, deadline = self._limits.body_bytes, asyncio.get_running_loop().time() + self._limits.body_s
-        received, complete = 0, False
+    def _limited(self, receive: Receive) -> tuple[Receive, Callable[[], None]]:
+        """Limit the size of a body and the time until it is complete.
+
+        Returns:
+            The limited `receive`, and what to call when the body is not held any more.
+        """
+        limits, deadline = self._limits, asyncio.get_running_loop().time() + self._limits.body_s
+        received, counted, complete = 0, 0, False
 
         async def limited() -> Message:
-            nonlocal received, complete
+            nonlocal received, counted, complete
             if complete:  # the next message is the client's disconnect, whenever it comes
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError as error:
-                raise HTTPException(408, f"the body did not arrive within {self._limits.body_s:g} s") from error
+                raise HTTPException(408, f"the body did not arrive within {limits.body_s:g} s") from error
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
-            if received > limit:
+            if received > limits.body_bytes:
                 raise HTTPException(
-                    413, f"the body has at least {received} bytes, and this server reads at most {limit}"
+                    413, f"the body has at least {received} bytes, and this server reads at most {limits.body_bytes}"
                 )
+            more = max(0, received - UNCOUNTED_BYTES) - counted
+            if self._counted_bytes + more > limits.all_bodies_bytes:
+                raise HTTPException(429, "other requests have long bodies already; ask again later")
+            counted += more
+            self._counted_bytes += more
             return message
 
-        return limited
+        def forget_body() -> None:
+            self._counted_bytes -= counted
+
+        return limited, forget_body
 
 
 def host_of(headers: dict[bytes, bytes]) -> str | None:

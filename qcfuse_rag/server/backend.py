@@ -165,10 +165,12 @@ class EngineBackend:
     async def _submit(self, request: ChatRequest, passages: Passages) -> tuple[ResponseFormat, RequestHandle]:
         """Prepare and queue a request; return its response format and its coming answer, and fill in its passages."""
         try:
-            response_format = request.to_response_format()
             sampling = request.sampling(self._most_tokens, self._fidelity)
+            response_format = ResponseFormat()
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
+                nonlocal response_format
+                response_format = request.to_response_format()
                 self._find_passages(request, passages)
                 prompt = request.prompt(engine, passages.texts)
                 remaining = max(1, engine.lm.window.tokens - len(prompt))
@@ -177,7 +179,8 @@ class EngineBackend:
                     limit = min(remaining, limit)
                 return prompt, response_format.sampling(replace(sampling, max_new_tokens=limit), engine.lm.tokenizer)
 
-            return response_format, await self._queue(prepare)
+            answer = await self._queue(prepare)
+            return response_format, answer
         except RecursionError as error:
             raise QCFuseError("something in the body is nested too deeply") from error
 

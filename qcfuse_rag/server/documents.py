@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.server.error_responses import error_body, error_response
+from qcfuse_rag.server.request import FailFastList
 
 if TYPE_CHECKING:  # needs the extra `cli`
     from qcfuse_rag.server.library import ServedLibrary
@@ -32,7 +33,7 @@ class Document(BaseModel):
 class AddRequest(BaseModel):
     """The body of a request to add documents; a stream tells the progress."""
 
-    documents: list[Document] = Field(min_length=1)
+    documents: FailFastList[Document] = Field(min_length=1)
     stream: bool | None = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,6 +17,10 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
 from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
+
+T = TypeVar("T")
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which only the first error is reported: a report on each of its elements takes longer than parsing."""
 
 DEFAULT_TOKENS = 1024
 """Length limit of an answer whose request sets none; the context window may limit it further."""
@@ -122,8 +126,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[EarlierCall] | None = None
+    content: str | FailFastList[TextPart] | None = None
+    tool_calls: FailFastList[EarlierCall] | None = None
 
     @property
     def text(self) -> str:
@@ -163,8 +167,8 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
 
     model: str | None = None
-    messages: list[ChatMessage] = Field(min_length=1)
-    documents: list[str] | Literal["library"] | None = None
+    messages: FailFastList[ChatMessage] = Field(min_length=1)
+    documents: FailFastList[str] | Literal["library"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1, strict=True)
@@ -172,8 +176,8 @@ class ChatRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    tools: list[ToolSpec] | None = None
+    stop: str | FailFastList[str] | None = None
+    tools: FailFastList[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 import time
 from typing import Any
 
@@ -376,3 +377,23 @@ def test_a_prompt_must_end_in_text_to_compute() -> None:
         Prompt((Segment(Role.HEAD, (1,), ""), Segment(Role.CHUNK, (2,), "")))
     with pytest.raises(ValueError, match="only the first segment"):
         Prompt((Segment(Role.CHUNK, (1,), ""), Segment(Role.HEAD, (2,), ""), Segment(Role.TEXT, (3,), "")))
+
+
+@pytest.mark.parametrize("how", ["passage", "offsets", "conversation"])
+def test_other_threads_run_while_a_long_text_is_tokenised(builder: PromptBuilder, how: str) -> None:
+    """The server answers health checks meanwhile."""
+    text = "ferry boat " * 60_000
+    tokenise = {
+        "passage": lambda: builder.chunk_ids(text),
+        "offsets": lambda: builder.chunk_offsets(text),
+        "conversation": lambda: builder.encode_whole(RenderedText(text), begin=False),
+    }[how]
+    tokenise()
+    thread = threading.Thread(target=tokenise)
+    thread.start()
+    longest, began = 0.0, time.perf_counter()
+    last = began
+    while thread.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    assert longest < (last - began) / 2

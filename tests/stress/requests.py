@@ -11,6 +11,7 @@ from tests.support.passages import PASSAGES, QUESTION
 
 PATH = "/v1/chat/completions"
 MOST_CHARACTERS = 1_000_000
+MOST_BODY_BYTES = 8 << 20
 MOST_LEVELS = 8
 
 TOOL = {
@@ -171,6 +172,42 @@ CHANGES: dict[Callable[[random.Random, dict[str, Any]], object], int] = {
     lambda rng, body: body.pop(rng.choice(list(body)), None): 8,
 }
 """Ways to change a body, with weights."""
+
+
+def _filled(start: str, unit: str, end: str) -> Callable[[], bytes]:
+    """Return what makes a body of the largest size that is read, filled with units."""
+    count = (MOST_BODY_BYTES - len(start) - len(end)) // len(unit.encode())
+    return lambda: f"{start}{unit * count}{end}".encode()
+
+
+MESSAGE = '{"messages": [{"role": "user", "content": "x"}], '
+HEAVY_BODIES: dict[str, Callable[[], bytes]] = {
+    "text": _filled(MESSAGE + '"user": "', "abc ", '"}'),
+    "escapes": _filled(MESSAGE + '"user": "', "\\u00e9", '"}'),
+    "long question": _filled('{"messages": [{"role": "user", "content": "', "\U0001f680", '"}]}'),
+    "spaces": _filled(MESSAGE, " ", '"user": ""}'),
+    "numbers of no field": _filled(MESSAGE + '"x": [', "0.5,", "1]}"),
+    "lists of no field": _filled(MESSAGE + '"x": [', "[],", "1]}"),
+    "digits": _filled(MESSAGE + '"seed": ', "1", "}"),
+    "messages": _filled('{"messages": [', '{"role":"user","content":"x"},', '{"role":"user","content":"x"}]}'),
+    "numbers as messages": _filled('{"messages": [', "1,", "1]}"),
+    "numbers as parts": _filled('{"messages": [{"role": "user", "content": [', "1,", "1]}]}"),
+    "numbers as documents": _filled(MESSAGE + '"documents": [', "1,", "1]}"),
+    "numbers as stops": _filled(MESSAGE + '"stop": [', "1,", "1]}"),
+    "tools": _filled(MESSAGE + '"tools": [', '{"function":{"name":"f"}},', '{"function":{"name":"f"}}]}'),
+    "choices of a schema": _filled(
+        MESSAGE + '"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [', '"a",', '"a"]}}}}'
+    ),
+    "no end": _filled("", '{"a":[', ""),
+    "quotes of no string": _filled(MESSAGE, '\\"', ""),
+}
+"""What makes bodies of the largest size that is read, by what they are full of."""
+
+
+def whole_request(body: bytes) -> bytes:
+    """Return a request with this body, as bytes."""
+    lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 def _damaged(rng: random.Random, text: bytes) -> bytes:

@@ -1,0 +1,136 @@
+"""Bodies are counted before they are parsed, and no list of errors is longer than its parsing."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import UNCOUNTED_BYTES, RequestLimits
+from qcfuse_rag.server.documents import AddRequest
+from qcfuse_rag.server.json_body import MAX_TOKENS, count_tokens, parse_body
+from qcfuse_rag.server.request import ChatRequest
+from tests.server.test_refusals import PATH, FixedBackend
+from tests.support.serving import ASKED, JSON, ask, client, error
+
+CHARACTERS = 'a"\\,[]{}:\n\t\u20ac\U0001f680'
+
+
+def some_text(rng: random.Random) -> str:
+    return "".join(rng.choices(CHARACTERS, k=rng.randrange(8)))
+
+
+def some_value(rng: random.Random, levels: int) -> Any:
+    kind = rng.randrange(6 if levels else 4)
+    if kind < 4:
+        return (some_text(rng), rng.random(), rng.randrange(9), None)[kind]
+    if kind == 4:
+        return [some_value(rng, levels - 1) for _ in range(rng.randrange(5))]
+    return {some_text(rng): some_value(rng, levels - 1) for _ in range(rng.randrange(5))}
+
+
+def slow_count(value: Any) -> int:
+    """Count value by value."""
+    if isinstance(value, str):
+        return 1
+    if not isinstance(value, dict | list):
+        return 0
+    inside = [*value, *value.values()] if isinstance(value, dict) else value
+    return 1 + max(0, len(value) - 1) + sum(map(slow_count, inside))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_count_is_that_of_the_values(seed: int) -> None:
+    rng = random.Random(seed)
+    value = some_value(rng, 4)
+    body = json.dumps(value, ensure_ascii=seed % 2 == 0, indent=seed % 3 or None).encode()
+    assert count_tokens(body) == slow_count(value)
+
+
+def test_what_text_contains_does_not_count() -> None:
+    body = {**ASKED, "messages": [{"role": "user", "content": '[{"a", \\"b\\"}]' * 2 * MAX_TOKENS}]}
+    assert parse_body(json.dumps(body).encode(), ChatRequest).messages[0].text.startswith('[{"a"')
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_as_many_values_as_allowed_are_read_and_no_more(encoding: str) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "x": [0]}
+    body["x"] *= 1 + MAX_TOKENS - slow_count(body)  # type: ignore[operator]
+    assert parse_body(json.dumps(body).encode(encoding), ChatRequest)
+    body["x"].append(0)  # type: ignore[attr-defined]
+    with pytest.raises(HTTPException, match=r"has 50,001 strings, commas and opening brackets.*at most 50,000"):
+        parse_body(json.dumps(body).encode(encoding), ChatRequest)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_no_other_encoding_hides_values(encoding: str) -> None:
+    """In UTF-16 the bytes of a quotation mark may be half a character."""
+    body = '{"messages": [{"role": "user", "content": "\u2200"}], "x": [' + "1," * MAX_TOKENS + "1]}"
+    with pytest.raises((HTTPException, RequestValidationError)):
+        parse_body(body.encode(encoding), ChatRequest)
+
+
+MANY_WRONG: list[Any] = [3] * 20_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": MANY_WRONG}),
+        (ChatRequest, {"messages": [{"role": "user", "content": MANY_WRONG}]}),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": MANY_WRONG}]}),
+        (ChatRequest, {"messages": [{"role": "user"}], "documents": MANY_WRONG}),
+        (ChatRequest, {"messages": [{"role": "user"}], "stop": MANY_WRONG}),
+        (ChatRequest, {"messages": [{"role": "user"}], "tools": MANY_WRONG}),
+        (AddRequest, {"documents": MANY_WRONG}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_error(kind: type[ChatRequest | AddRequest], body: dict[str, Any]) -> None:
+    with pytest.raises(RequestValidationError) as refused:
+        parse_body(json.dumps(body).encode(), kind)
+    assert 1 <= len(refused.value.errors()) <= 3  # one for each type that the field may have
+
+
+async def test_bodies_that_are_held_together_are_bounded() -> None:
+    """Short ones pass; the bytes of an answered or refused one count no more."""
+    limits = RequestLimits(all_bodies_bytes=100_000)
+    long = json.dumps({**ASKED, "user": "x" * (UNCOUNTED_BYTES + 60_000)}).encode()
+    go_on = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield long[:-1]
+        await go_on.wait()
+        yield long[-1:]
+
+    async def post(http: httpx.AsyncClient, body: bytes | AsyncIterator[bytes]) -> httpx.Response:
+        return await http.post(PATH, content=body, headers=JSON)
+
+    async with client(make_app(FixedBackend(), limits=limits)) as http:
+        for _ in range(3):
+            go_on.clear()
+            first = asyncio.create_task(post(http, slowly()))
+            await asyncio.sleep(0.05)
+            second = await post(http, long)
+            assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+            assert "other requests have long bodies already" in error(second)
+            assert (await ask(http)).status_code == 200
+            go_on.set()
+            assert (await first).status_code == 200
+            assert (await post(http, long)).status_code == 200
+
+
+async def test_what_was_loaded_is_not_collected_again_while_serving() -> None:
+    app = make_app(FixedBackend())
+    before = gc.get_freeze_count()
+    async with app.router.lifespan_context(app):
+        assert gc.get_freeze_count() > before + 10_000
+    assert gc.get_freeze_count() <= before
