@@ -39,6 +39,16 @@ class PrefillEstimate:
         return self.prompt_tokens - self.stored_tokens + self.selected_tokens
 
 
+def predict_fused_s(estimate: PrefillEstimate, costs: Costs) -> float:
+    """Predict the seconds of a fused prefill."""
+    return costs.fused_s(
+        stored_tokens=estimate.stored_tokens,
+        probe_rows=estimate.probe_rows,
+        probe_share=estimate.probe_share,
+        rows=estimate.rows,
+    )
+
+
 class Guard(Protocol):
     """Decides whether a prompt is computed in full instead of fused."""
 
@@ -72,11 +82,7 @@ class BreakEven:
     def refusal(self, estimate: PrefillEstimate, costs: Costs) -> str | None:
         """Compare the predicted times."""
         full_s = costs.full_pass_s(estimate.prompt_tokens)
-        fused_s = (
-            costs.loading_s(estimate.stored_tokens)
-            + costs.partial_pass_s(estimate.probe_rows, estimate.probe_share)
-            + costs.partial_pass_s(estimate.rows)
-        )
+        fused_s = predict_fused_s(estimate, costs)
         if fused_s < self.margin * full_s:
             return None
         saved = f"less than {1 - self.margin:.0%} would be saved" if fused_s < full_s else "nothing would be saved"

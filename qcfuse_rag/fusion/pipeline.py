@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.estimate import estimate_prefill
+from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
@@ -94,7 +95,8 @@ def prefill_in_parts(
     check_window(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
     wait_budget = WaitBudget(runner.load_limit_s)
-    refusal = _guard_refusal(runner, prompt, method, wait_budget)
+    decision = _ask_guard(runner, prompt, method, wait_budget)
+    refusal = decision.refusal
     attempt = PrefillAttempt(
         runner, method if refusal is None else method.as_full_prefill, shared or SharedPrefix(), part_rows, wait_budget
     )
@@ -102,7 +104,7 @@ def prefill_in_parts(
     while True:  # every turn does without at least one chunk more
         fused = FusedPrompt.empty(runner, prompt, len(prompt) + answer_tokens)
         try:
-            return (yield from attempt.run(fused, refused, started, refusal))
+            return (yield from attempt.run(fused, refused, started, decision))
         except LateMissError as late:
             for start in late.corrupt:
                 runner.store.discard(fused.keys[start], late.misses[start].reason)
@@ -126,21 +128,37 @@ def check_window(lm: LanguageModel, prompt: Prompt, answer_tokens: int) -> None:
         )
 
 
-def _guard_refusal(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> str | None:
-    """Return why the method's guard refuses to fuse; None if it does not, or if there is no guard."""
+@dataclass(frozen=True, slots=True)
+class GuardDecision:
+    """The answer of a method's guard.
+
+    Attributes:
+        refusal: why nothing is fused, or None.
+        predicted_s: seconds to the first token that are predicted for what is done; None if no guard was asked.
+    """
+
+    refusal: str | None = None
+    predicted_s: float | None = None
+
+
+def _ask_guard(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> GuardDecision:
+    """Ask the method's guard, if there is one, whether to fuse."""
     if method.guard is None or method.base is None:
-        return None
+        return GuardDecision()
     try:
         estimate = wait_budget.call(lambda: estimate_prefill(runner.lm, runner.store, prompt, method))
         # With no passage stored, fusing is full prefill that also reports the misses.
         if not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
-            return None
-        refusal = method.guard.refusal(estimate, call_with_timeout(wait_budget.left_s, runner.costs))
-        if refusal is None or not estimate.absent:
-            return refusal
-        return f"{refusal}; {estimate.absent} of {estimate.passages} passages are absent"
+            return GuardDecision()
+        costs = call_with_timeout(wait_budget.left_s, runner.costs)
     except TimeoutError as error:
-        return f"everything is computed: the store gave {error}"
+        return GuardDecision(f"everything is computed: the store gave {error}")
+    refusal = method.guard.refusal(estimate, costs)
+    if refusal is None:
+        return GuardDecision(None, predict_fused_s(estimate, costs))
+    if estimate.absent:
+        refusal = f"{refusal}; {estimate.absent} of {estimate.passages} passages are absent"
+    return GuardDecision(refusal, costs.full_pass_s(estimate.prompt_tokens))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,7 +180,7 @@ class PrefillAttempt:
     wait_budget: WaitBudget
 
     def run(
-        self, fused: FusedPrompt, refused: Mapping[int, Miss], started: float, refusal: str | None
+        self, fused: FusedPrompt, refused: Mapping[int, Miss], started: float, decision: GuardDecision
     ) -> Parts[Prefilled]:
         """Fuse, in parts.
 
@@ -170,7 +188,7 @@ class PrefillAttempt:
             fused: the prompt with nothing placed.
             refused: chunks not to look up, by their positions, and why.
             started: `time.perf_counter()` when the request began.
-            refusal: why the method's guard refused to fuse, for the report; or None.
+            decision: the answer of the method's guard, for the report.
 
         Raises:
             LateMissError: if chunks that were found cannot be read while the pass runs.
@@ -209,7 +227,7 @@ class PrefillAttempt:
             check_selection(positions, candidates, fused.known, limit)
         except ValueError as error:
             raise ValueError(f"method {method.name!r} {error}") from None
-        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), refusal)
+        report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
         return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens)
 
@@ -256,7 +274,7 @@ def _report(
     method: Method,
     recomputed: list[int],
     timings: Timings,
-    refusal: str | None,
+    decision: GuardDecision,
 ) -> FusionReport:
     prompt, unstored, recomputed_tokens = fused.prompt, int((~fused.known).sum()), len(recomputed)
     candidate_tokens = sum(len(placed.span) for placed in recomputable_chunks(fused))
@@ -274,7 +292,10 @@ def _report(
         lookups=tuple(fused.lookups),
         bytes_loaded=fused.bytes_loaded,
         timings=timings,
-        fallback=refusal or describe_misses(fused.lookups) or (prompt.note if method.base is not None else None),
+        fallback=decision.refusal
+        or describe_misses(fused.lookups)
+        or (prompt.note if method.base is not None else None),
+        predicted_s=decision.predicted_s,
     )
 
 

@@ -82,6 +82,8 @@ class FusionReport:
         bytes_loaded: bytes read from the store.
         timings: seconds by stage.
         fallback: why the request fell back to full prefill of some or all passages, or None.
+        predicted_s: seconds to the first token that the costs of the method's guard predict for what was done, to be
+            compared with `timings.ttft_s`; None without a guard, and if it was not asked.
     """
 
     method: str
@@ -98,6 +100,7 @@ class FusionReport:
     bytes_loaded: int
     timings: Timings
     fallback: str | None
+    predicted_s: float | None = None
 
     @property
     def work(self) -> float:

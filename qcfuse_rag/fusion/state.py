@@ -131,7 +131,7 @@ class FusedPrompt:
             pending += [] if placed is None else [LoadingChunk(segment.span.start, placed.chunk)]
         if not pending:
             return
-        transfer = self.runner.open_transfer()
+        transfer = self.runner.transfers.open()
         self.loader = LayerLoader(
             self.loading_buffer, self.lm.ropes, pending, transfer=transfer, wait_budget=wait_budget
         )

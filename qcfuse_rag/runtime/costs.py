@@ -11,33 +11,39 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from qcfuse_rag.errors import CorruptEntry, QCFuseError
+from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.placement import copy_chunk
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpener
+from qcfuse_rag.runtime.loading.layer_loader import LateMissError, LayerLoader, LoadingChunk
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.rows import RowsPlan
 from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
+from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.prefill_base import BASES, BLIND
 from qcfuse_rag.store.regular_file import read_text
 
 SIZES = {"cpu": (16, 16, 128), "cuda": (16, 1024, 4096)}
 """Rows of the timed passes, by device: a small pass, which mostly launches kernels and reads weights, and two passes
 whose difference is the cost of more rows. On a GPU some hundred rows take as long as a few, hence the larger sizes."""
+
+LOADS, PASSAGES_PER_LOAD = 3, 4
+"""Loads that are timed, and passages of each if the store has so many; the median of the loads counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +55,18 @@ class Costs:
     Attributes:
         pass_s: the fixed cost of a pass.
         row_s: the cost of each row.
-        load_s: the cost of loading a token from the store.
+        load_s: the cost of loading a token from the store, by the path that requests take.
         recorded_pass_s: the fixed cost of a pass over some rows of a prompt if such passes are recorded as CUDA
             graphs; else None.
+        loads_aside: whether loading takes no time from passes: on a GPU a link copies while the device computes. On a
+            CPU the thread that computes also places what was read.
     """
 
     pass_s: float
     row_s: float
     load_s: float = 0.0
     recorded_pass_s: float | None = None
+    loads_aside: bool = False
 
     def full_pass_s(self, rows: int) -> float:
         """Predict the seconds of a pass over a whole prompt."""
@@ -68,9 +77,20 @@ class Costs:
         pass_s = self.pass_s if self.recorded_pass_s is None else self.recorded_pass_s
         return share * (pass_s + rows * self.row_s) if rows else 0.0
 
-    def loading_s(self, tokens: int) -> float:
-        """Predict the seconds of loading some tokens."""
-        return tokens * self.load_s
+    def fused_s(self, *, stored_tokens: int, probe_rows: int, probe_share: float, rows: int) -> float:
+        """Predict the seconds of a fused prefill.
+
+        Args:
+            stored_tokens: tokens to load.
+            probe_rows: rows that a probe computes before rows are chosen; 0 without a probe.
+            probe_share: share of the layers that it runs.
+            rows: rows to recompute.
+        """
+        load_s, probe_s = stored_tokens * self.load_s, self.partial_pass_s(probe_rows, probe_share)
+        rows_s = self.partial_pass_s(rows)
+        if not self.loads_aside:
+            return load_s + probe_s + rows_s
+        return max(load_s, probe_s) + rows_s if probe_rows else max(load_s, rows_s)
 
 
 class MeasuredCosts:
@@ -85,10 +105,17 @@ class MeasuredCosts:
         lm: the model.
         store: the store.
         passes: runs the model's passes; once they are recorded, costs are measured again and kept in a separate file.
+        transfers: opens the transfers by which requests load.
     """
 
-    def __init__(self, lm: LanguageModel, store: KVStore, passes: PrefillRunner | None = None) -> None:
-        self._lm, self._store = lm, store
+    def __init__(
+        self,
+        lm: LanguageModel,
+        store: KVStore,
+        passes: PrefillRunner | None = None,
+        transfers: TransferOpener | None = None,
+    ) -> None:
+        self._lm, self._store, self._transfers = lm, store, transfers or TransferOpener(lm)
         self._passes = passes or PrefillRunner(lm)
         self._costs: Costs | None = None
         self._recorded = False
@@ -104,7 +131,9 @@ class MeasuredCosts:
                 path = None if self._store.folder is None else costs_path(self._store.folder, self._lm, recorded)
                 self._costs = (path and read_costs(path)) or self._costs or measure_passes(self._lm, self._passes)
                 if not self._costs.load_s:
-                    self._costs = replace(self._costs, load_s=measure_loading(self._lm, self._store) or 0.0)
+                    load_s = measure_loading(self._lm, self._store, self._transfers) or 0.0
+                    aside = self._transfers.open() is not None
+                    self._costs = replace(self._costs, load_s=load_s, loads_aside=aside)
                     if path is not None and self._costs.load_s:
                         save_costs(self._costs, path)
                         self._costs = read_costs(path) or self._costs  # another process may have saved its own first
@@ -153,39 +182,76 @@ def _partial_prefill_once(lm: LanguageModel, passes: PrefillRunner, tokens: int)
 
 
 @torch.inference_mode()
-def measure_loading(lm: LanguageModel, store: KVStore, *, samples: int = 3) -> float | None:
+def measure_loading(lm: LanguageModel, store: KVStore, transfers: TransferOpener | None = None) -> float | None:
     """Return the median seconds of loading a token, over some stored passages; None if none can be read.
 
-    In a tiered store, the farthest tier on this machine is measured, whatever is in memory at the moment; a remote is
-    not asked for its entries. An error of the store is no error here.
+    Passages are loaded as a request loads them, some at a time. In a tiered store, the farthest tier on this machine is
+    measured, whatever is in memory at the moment, unless a nearer tier holds as many entries; a remote is not asked for
+    its entries. An error of the store is no error here.
+
+    Args:
+        lm: the model.
+        store: the store, which is not changed.
+        transfers: opens the transfers by which requests load.
     """
-    local_tiers = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
-    measured_store = store if store.prefix else local_tiers[-1]
+    transfers = transfers or TransferOpener(lm)
     try:
-        times = list(islice(_loading_times(lm, measured_store), samples))
+        chunks = list(islice(_stored_passages(lm, _measured_tier(store)), LOADS * PASSAGES_PER_LOAD))
+        size = max(1, len(chunks) // LOADS)
+        loads = [chunks[start : start + size] for start in range(0, len(chunks), size)][:LOADS]
+        times = [seconds for load in loads if (seconds := _load_once(lm, load, transfers.open())) is not None]
     except (QCFuseError, RuntimeError, KeyError, *INDEX_FAILURES):
         return None
     return median(times) if times else None
 
 
-def _loading_times(lm: LanguageModel, store: KVStore) -> Iterator[float]:
-    """Yield the seconds per token of loading each stored passage of the model.
+def _measured_tier(store: KVStore) -> KVStore:
+    """Return the nearest tier on this machine that holds as many entries as the farthest one."""
+    tiers = [tier for tier in store.tiers if tier.folder is not None] or store.tiers[:1]
+    if store.prefix:
+        return store
+    before = store.tiers[: store.tiers.index(tiers[-1])]
+    entries = tiers[-1].stats()[0].entries
+    return next((tier for tier in before if tier.stats()[0].entries >= entries), tiers[-1])
 
-    System prefixes are left out because they are short, and captured entries because no request loads them. Each
-    passage is read once and copied to the model's device: what the operating system has cached is read as fast as it
-    will be the next time. The store is not changed.
+
+def _stored_passages(lm: LanguageModel, store: KVStore) -> Iterator[ChunkKV]:
+    """Yield stored passages of the model.
+
+    System prefixes are left out because they are short, and captured entries because no request loads them.
     """
     bases = [name for name in BASES if name != BLIND.name]
     for entry in store.entries():
         opened = store.open(entry.address)
-        if not isinstance(opened, tuple):
-            continue
-        key, chunk = opened
-        if key.fingerprint != lm.fingerprint or key.base.split("+")[0] not in bases:
-            continue
-        buffer = KVBuffer.allocate(lm.shapes, chunk.n_tokens, dtype=lm.dtype, device=lm.device)
-        with suppress(CorruptEntry, OSError):  # a damaged entry is skipped
-            yield timed(lm, partial(copy_chunk, buffer, 0, chunk, ropes=lm.ropes)) / chunk.n_tokens
+        if isinstance(opened, tuple):
+            key, chunk = opened
+            if key.fingerprint == lm.fingerprint and key.base.split("+")[0] in bases:
+                yield chunk
+
+
+def _load_once(lm: LanguageModel, chunks: Sequence[ChunkKV], transfer: HostToDevice | None) -> float | None:
+    """Return the seconds per token of loading passages one behind the other; None if none can be read.
+
+    Each is read once: what the operating system has cached is read as fast as it will be the next time. Those that
+    cannot be read are left out, and the others loaded again.
+    """
+    ends = list(accumulate(chunk.n_tokens for chunk in chunks))
+    starts = [0, *ends[:-1]]
+    buffer = KVBuffer.allocate(lm.shapes, ends[-1], dtype=lm.dtype, device=lm.device)
+
+    def load() -> None:
+        loading = [LoadingChunk(start, chunk) for start, chunk in zip(starts, chunks, strict=True)]
+        loader = LayerLoader(buffer, lm.ropes, loading, transfer=transfer, wait_budget=WaitBudget(None))
+        try:
+            loader.wait()
+        finally:
+            loader.stop()
+
+    try:
+        return timed(lm, load) / ends[-1]
+    except LateMissError as late:
+        readable = [chunk for start, chunk in zip(starts, chunks, strict=True) if start not in late.misses]
+        return _load_once(lm, readable, transfer) if readable else None
 
 
 def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
@@ -212,12 +278,13 @@ def costs_path(folder: Path, lm: LanguageModel, recorded: bool = False) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """Read a file of `save_costs`; None if it does not exist or is damaged."""
+    """Read a file of `save_costs`; None if it does not exist, is damaged, or is of a version that loaded otherwise."""
     try:
         data = json.loads(read_text(path))
         recorded_pass_s = data.get("recorded_pass_s")
         numbers = {name: float(data[name]) for name in ("pass_s", "row_s", "load_s")}
-        return Costs(**numbers, recorded_pass_s=None if recorded_pass_s is None else float(recorded_pass_s))
+        recorded_pass_s = None if recorded_pass_s is None else float(recorded_pass_s)
+        return Costs(**numbers, recorded_pass_s=recorded_pass_s, loads_aside=bool(data["loads_aside"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

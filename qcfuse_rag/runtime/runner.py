@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 from qcfuse_rag.runtime.buffer import SPARE_BYTES, BufferPool, KVBuffer
 from qcfuse_rag.runtime.costs import MeasuredCosts
@@ -12,7 +11,7 @@ from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
+from qcfuse_rag.runtime.loading.host_to_device import TransferOpener
 from qcfuse_rag.runtime.step_costs import MeasuredStepCosts
 from qcfuse_rag.store.backends.base import KVStore
 
@@ -39,6 +38,7 @@ class ModelRunner:
         costs: the measured costs of passes and loading, which a method's guard uses.
         step_costs: the measured costs of decode steps with further rows, which healing uses.
         pool: provides buffers in host memory, or None.
+        transfers: opens transfers of stored chunks to the model's device.
 
     Raises:
         ValueError: if `load_limit_s` is not positive.
@@ -59,18 +59,16 @@ class ModelRunner:
         self.load_limit_s, self.overlap = load_limit_s, overlap
         self.prefills = PrefillRunner(lm, candidate_views=leanest_first)
         self.decodes = DecodeRunner(lm, candidate_views=leanest_first)
-        self.costs = MeasuredCosts(lm, store, self.prefills)
+        self.transfers = TransferOpener(lm)
+        self.costs = MeasuredCosts(lm, store, self.prefills, self.transfers)
         self.step_costs = MeasuredStepCosts(lm, self.prefills, self.decodes)
         self.pool = BufferPool(spare_bytes) if spare_bytes else None
-        self._link: TransferLink | None = None
-        self._link_lock = threading.Lock()
-        self._runs_kernels()
+        kernels_available(lm.device, lm.dtype, lm.widest_head)
 
     def with_store(self, store: KVStore) -> ModelRunner:
         """Return a runner of the same model over another store; recorded passes, link and pool are shared."""
-        self.open_transfer()  # makes the link, if there is to be one
         runner = copy.copy(self)
-        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills)
+        runner.store, runner.costs = store, MeasuredCosts(self.lm, store, self.prefills, self.transfers)
         return runner
 
     def allocate(self, capacity: int) -> KVBuffer:
@@ -82,14 +80,6 @@ class ModelRunner:
         lm = self.lm
         return KVBuffer.allocate(lm.shapes, capacity, dtype=lm.dtype, device=lm.device, pool=self.pool)
 
-    def open_transfer(self) -> HostToDevice | None:
-        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
-        if not self._runs_kernels():
-            return None
-        with self._link_lock:
-            self._link = self._link or TransferLink(self.lm.device)
-        return HostToDevice(self._link)
-
     def compile(self) -> None:
         """Record passes and decode steps as CUDA graphs if there is a GPU; this takes memory and seconds.
 
@@ -97,6 +87,3 @@ class ModelRunner:
         """
         self.prefills.compile()
         self.decodes.compile()
-
-    def _runs_kernels(self) -> bool:
-        return kernels_available(self.lm.device, self.lm.dtype, self.lm.widest_head)

@@ -11,16 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, make_method
+from qcfuse_rag import DiskStore, FusionEngine, LanguageModel, MemoryStore, TieredStore, make_method
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.fusion.estimate import estimate_prefill
-from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate
+from qcfuse_rag.fusion.guard import BreakEven, PrefillEstimate, predict_fused_s
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import prefill
 from qcfuse_rag.runtime.costs import Costs, measure_loading, measure_passes, read_costs
-from qcfuse_rag.store.backends.base import EntryInfo
+from qcfuse_rag.store.backends.base import EntryInfo, Miss
+from qcfuse_rag.store.chunk import ChunkKV
+from qcfuse_rag.store.key import ChunkKey
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.support import seams
+from tests.support.damage import damaged
 from tests.support.engines import make_engine
 from tests.support.passages import PASSAGES, QUESTION
 from tests.support.runners import loading_first
@@ -157,6 +160,68 @@ def test_recorded_passes_are_predicted_by_what_they_take() -> None:
     assert BreakEven().refusal(ahead, recorded) is None
     assert recorded.full_pass_s(1000) == costs.full_pass_s(1000)
     assert recorded.partial_pass_s(0) == 0
+
+
+def test_loading_beside_passes_is_not_added_to_their_time() -> None:
+    """The link of a GPU copies while a probe runs; rows wait for both."""
+    costs = Costs(pass_s=0.1, row_s=0.001, load_s=0.0005, recorded_pass_s=0.01)
+    ahead = PrefillEstimate(1000, stored_tokens=900, selected_tokens=90, probe_rows=32, probe_share=1.0)
+    loading, probe, rows = 0.45, 0.01 + 0.032, 0.01 + 0.19
+    assert predict_fused_s(ahead, costs) == pytest.approx(loading + probe + rows)
+    beside = replace(costs, loads_aside=True)
+    assert predict_fused_s(ahead, beside) == pytest.approx(loading + rows)
+    assert predict_fused_s(ahead, replace(beside, load_s=1e-6)) == pytest.approx(probe + rows)
+    assert predict_fused_s(replace(ahead, probe_rows=0), beside) == pytest.approx(loading)
+    assert BreakEven().refusal(ahead, replace(costs, load_s=0.0009)) is not None
+    assert BreakEven().refusal(ahead, replace(beside, load_s=0.0008)) is None
+
+
+def test_reports_name_the_prediction_for_what_was_done(engine: FusionEngine) -> None:
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    prompt, never = engine.prompt(QUESTION, PASSAGES), BreakEven(margin=1e-9)
+    ahead = estimate_prefill(engine.lm, engine.store, prompt, guarded())
+    runner = loading_first(engine.lm, engine.store, costs=lambda: FAST)
+    fused = prefill(runner, prompt, replace(guarded(), guard=BreakEven(margin=1e9))).report
+    assert fused.predicted_s == predict_fused_s(ahead, FAST)
+    full = prefill(runner, prompt, replace(guarded(), guard=never)).report
+    assert full.predicted_s == FAST.full_pass_s(len(prompt))
+    assert full.to_dict()["predicted_s"] == full.predicted_s
+    assert prefill(runner, prompt, replace(guarded(), guard=None)).report.predicted_s is None
+
+
+def test_loading_is_timed_from_the_tier_that_holds_everything(
+    llama: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = list[str]()
+    for kind in (MemoryStore, DiskStore):
+        own = kind.open
+        monkeypatch.setattr(kind, "open", lambda store, at, own=own: (opened.append(store.kind), own(store, at))[1])
+    with DiskStore(tmp_path) as far:
+        make_engine(llama, far).warm(PASSAGES, bases=(FRAMED,))
+        near = MemoryStore()
+        store = TieredStore(near, far)
+        assert measure_loading(llama, store) is not None
+        assert set(opened) == {far.kind}, "memory is empty"
+        make_engine(llama, store).warm(PASSAGES, bases=(FRAMED,))
+        for entry in far.entries():
+            found = far.open(entry.address)
+            assert isinstance(found, tuple)
+            near.put(*found)
+        opened.clear()
+        assert measure_loading(llama, store) is not None
+        assert set(opened) == {near.kind}
+
+
+def test_a_damaged_passage_is_left_out_of_the_timing(llama: LanguageModel) -> None:
+    class Damaged(MemoryStore):
+        def open(self, address: str) -> tuple[ChunkKey, ChunkKV] | Miss:
+            opened = super().open(address)
+            first = address == next(iter(self.entries())).address
+            return (opened[0], damaged(opened[1], "key.1")) if first and isinstance(opened, tuple) else opened
+
+    store = Damaged()
+    make_engine(llama, store).warm(PASSAGES, bases=(FRAMED,))
+    assert measure_loading(llama, store) is not None
 
 
 def test_a_margin_must_be_above_zero() -> None:

@@ -81,7 +81,7 @@ def _replaced(device: Device) -> Iterator[tuple[Any, str, Any]]:
     for name, value in {
         "CUDAGraph": lambda: Graph(device),
         "Event": _event_of(device),
-        "Stream": lambda *args: device.new_stream(),
+        "Stream": lambda *args, **kwargs: device.new_stream(),
         "_lazy_init": lambda: None,
         "current_device": lambda: 0,
         "current_stream": lambda *args: device.stream,

@@ -11,10 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.runtime.loading.host_to_device import TransferLink
+from qcfuse_rag.store.prefill_base import FRAMED
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.support.engines import make_engine
 from tests.support.families import build_model
+from tests.support.passages import PASSAGES
 
 
 def from_python(**settings: Any) -> FusionEngine:
@@ -74,8 +76,29 @@ def test_the_first_passes_make_the_link_and_compile_for_the_stores_format(
     engine = make_engine(
         LanguageModel.wrap(moved(build_model("llama"), device), tokenizer), MemoryStore(numbers="int8")
     )
+    formats.clear()  # of the comparison of kernels with their references
     run_first_passes(engine.runner, engine.prompts)
     assert len(links) == 1
     assert [str(dtype) for dtype in formats] == ["torch.int8"]
-    engine.runner.open_transfer()
+    engine.runner.transfers.open()
     assert len(links) == 1, "a request uses the link that is there"
+
+
+def test_loading_is_timed_by_the_path_that_requests_take(
+    device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the link and by the placement kernel: copies that the host waits for would take ten times as long."""
+
+    def copied(*_: Any, **__: Any) -> None:
+        raise AssertionError("no request on a GPU copies so")
+
+    monkeypatch.setattr("qcfuse_rag.runtime.loading.layer_loader.copy_layer", copied)
+    lm = LanguageModel.wrap(moved(build_model("llama", num_hidden_layers=2), device), tokenizer)
+    engine = make_engine(lm, MemoryStore(numbers="int8"))
+    engine.warm(PASSAGES, bases=(FRAMED,))
+    monkeypatch.setattr("qcfuse_rag.runtime.placement.copy_layer", copied)
+    launched = device.launched["place"]
+    costs = engine.runner.costs()
+    assert costs.load_s > 0
+    assert costs.loads_aside
+    assert device.launched["place"] > launched

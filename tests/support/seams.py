@@ -51,11 +51,12 @@ reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")
 hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
 bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
 ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
-transfer = _seam("qcfuse_rag.runtime.runner.ModelRunner.open_transfer")
+transfer = _seam("qcfuse_rag.runtime.loading.host_to_device.TransferOpener.open")
 
 steps_have_kernels = _seam("qcfuse_rag.runtime.decode_step.kernels_available")
 engine_has_kernels = _seam(
     "qcfuse_rag.runtime.kernels.support.kernels_available",
+    "qcfuse_rag.runtime.loading.host_to_device.kernels_available",
     "qcfuse_rag.runtime.runner.kernels_available",
     *steps_have_kernels.names,
 )

@@ -11,10 +11,15 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from qcfuse_rag.runtime.kernels.support import kernels_available
+
+if TYPE_CHECKING:
+    from qcfuse_rag.runtime.language_model import LanguageModel
 
 RING_BYTES = 64 << 20
 ALIGNMENT = 256
@@ -73,8 +78,32 @@ class TransferLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.ring = PinnedRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True))
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Of high priority: torch hands those out of another pool than the streams of graphs, whose workspaces are freed
+        # with them.
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.lock = threading.Lock()
+
+
+class TransferOpener:
+    """Opens the transfers of an engine's requests. All use one link, which the first of them makes.
+
+    Args:
+        lm: the model.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm = lm
+        self._link: TransferLink | None = None
+        self._lock = threading.Lock()
+
+    def open(self) -> HostToDevice | None:
+        """Return the transfer of one request's chunks to the model's device; None if placement copies them itself."""
+        lm = self._lm
+        if not kernels_available(lm.device, lm.dtype, lm.widest_head):
+            return None
+        with self._lock:
+            self._link = self._link or TransferLink(lm.device)
+        return HostToDevice(self._link)
 
 
 class HostToDevice:

@@ -45,7 +45,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seams.engine_has_kernels(monkeypatch, lambda *_: True)
     seams.placement_support(monkeypatch, lambda *_: True)
     if DEVICE.type == "cpu":
-        seams.transfer(monkeypatch, lambda runner: Nearby())
+        seams.transfer(monkeypatch, lambda transfers: Nearby())
     for name, kernel in seams.KERNELS.items():
         kernel(monkeypatch, counted(name, kernel.original))
     return called

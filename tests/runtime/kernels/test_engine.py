@@ -49,7 +49,7 @@ def test_the_engine_answers_alike_with_and_without_kernels(
     with_kernels.clear()
     followed = forward_step(lm, [7], [len(prompt)], [with_kernels_result.buffer])
     assert set(with_kernels) == {"by table", "append"}
-    seams.transfer(monkeypatch, lambda runner: None)
+    seams.transfer(monkeypatch, lambda transfers: None)
     seams.engine_has_kernels(monkeypatch, lambda *_: False)
     with_kernels.clear()
     without_kernel_result = engine.prefill(prompt, method=method, answer_tokens=4)
@@ -70,7 +70,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     """First one layer, then as many as were placed before; a layer that has not arrived is never waited for early."""
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
-    seams.transfer(monkeypatch, lambda runner: Nearby(at_once=at_once))
+    seams.transfer(monkeypatch, lambda transfers: Nearby(at_once=at_once))
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(FRAMED)
