@@ -14,7 +14,7 @@ from typer import Option
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import OUT, duration, print_json, print_line, progress_bar, size, status
-from qcfuse_rag.cli.options import Json, ModelOptions, expand_options
+from qcfuse_rag.cli.options import Json, ModelOptions, WeightsChoice, expand_options
 from qcfuse_rag.errors import QCFuseError
 
 if TYPE_CHECKING:
@@ -124,6 +124,39 @@ def bench_speed(
         print_line(f"written: {', '.join(str(out.with_suffix(ending)) for ending in endings)}")
         if no_picture:
             print_line(f"no picture: {no_picture}")
+
+
+@bench_app.command("peer")
+def bench_peer(
+    model: Annotated[Path | None, Option(help="GGUF file of the model; by default SmolLM2-135M.")] = None,
+    context: Annotated[
+        int, Option(min=64, help="Tokens of the passages, which are documents of the demonstration.")
+    ] = 2048,
+    methods: Annotated[str, Option(help="Methods beside full prefill, with commas.")] = "auto",
+    ratios: Annotated[str, Option(help="Shares to recompute, with commas.")] = "0.05",
+    answers: Annotated[str, Option(help="Lengths of the answers in tokens, with commas.")] = "32,128,512",
+    weights: Annotated[WeightsChoice, Option(help="Format of this engine's weights.")] = WeightsChoice.AUTO,
+    repeats: Repeats = 3,
+    as_json: Json = False,
+) -> None:
+    """Compare whole answers on a CPU with llama.cpp, on the same GGUF file, tokens and threads."""
+    from qcfuse_rag.evaluation.quality.configurations import configurations, split_names
+    from qcfuse_rag.evaluation.speed.peer import PeerOptions, compare_peer, peer_table
+
+    options = PeerOptions(
+        gguf=model or Path(default_model()),
+        methods=tuple(configurations(split_names(methods), _shares(ratios))),
+        context=context,
+        answers=tuple(map(int, split_names(answers))),
+        repeats=repeats,
+        weights=weights.value,
+    )
+    with progress_bar("answering", "lengths") as advance:
+        result = compare_peer(options, advance)
+    if as_json:
+        print_json(result)
+    else:
+        OUT.print(peer_table(result))
 
 
 @bench_app.command("quality")

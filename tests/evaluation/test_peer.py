@@ -1,0 +1,62 @@
+"""`qcfuse bench peer`: the same tokens on both sides, and answers of the lengths asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, QCFuseError, SamplingParams
+from qcfuse_rag.evaluation.quality.configurations import configurations
+from qcfuse_rag.evaluation.speed import peer
+from qcfuse_rag.evaluation.speed.peer import PeerOptions, compare_peer
+from qcfuse_rag.generation.stop_criteria import end_tokens
+from tests.support.cli import Run
+
+OTHER_SIDES = {
+    "llama.cpp, nothing kept",
+    "llama.cpp, after the same order",
+    "llama.cpp, after another order",
+    "llama.cpp, after another order, cache reuse",
+}
+
+
+@pytest.mark.real
+def test_all_sides_answer(run: Run) -> None:
+    pytest.importorskip("xllamacpp")
+    result = run.json("bench", "peer", "--context", 64, "--answers", "3", "--repeats", 1)
+    assert 64 < result["prompt_tokens"] < 192
+    assert "float16 weights" in result["about"]["dtype"]
+    assert {row["side"] for row in result["rows"]} == {"full", "auto"} | OTHER_SIDES
+    for row in result["rows"]:
+        assert row["first_token_s"] > 0
+        assert list(row["answer_s"]) == ["3"]
+
+
+@pytest.mark.real
+def test_prompts_have_the_length_asked_for_and_share_what_their_names_say(smollm2: LanguageModel) -> None:
+    texts, prompts = peer._prompts(FusionEngine(smollm2, MemoryStore()), 700)
+    sizes = [len(smollm2.tokenizer(text)["input_ids"]) for text in texts]
+    assert abs(sum(sizes) - 700) < 5
+    shared = _shared(prompts.measured, prompts.same_order)
+    assert 700 < shared < len(prompts.measured)
+    assert _shared(prompts.measured, prompts.other_order) < shared - sum(sizes[1:])
+
+
+def test_end_tokens_are_never_chosen(llama: LanguageModel) -> None:
+    sampler = peer._EndlessSampler(SamplingParams(), llama)
+    logits = torch.zeros(llama.model.config.vocab_size)
+    logits[7] = 1
+    for token in end_tokens(llama):
+        logits[token] = 9
+    assert sampler(logits) == 7
+
+
+def test_another_file_than_gguf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(QCFuseError, match="needs a GGUF file"):
+        compare_peer(PeerOptions(gguf=tmp_path / "model.safetensors", methods=tuple(configurations(()))))
+
+
+def _shared(first: peer.Ids, second: peer.Ids) -> int:
+    return next(i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
