@@ -68,12 +68,12 @@ def wipe(folder: Path, also: Iterable[Path] = ()) -> WipeReport:
     Raises:
         StoreError: if there is no store in the folder, a program uses it, or a file cannot be wiped.
     """
-    if not (folder / "objects").is_dir():
-        raise StoreError(f"there is no store in {folder}")
-    if _is_used(folder):
-        raise StoreError(f"a program uses the store in {folder}; stop it, then wipe")
     report = WipeReport()
     try:
+        if not (folder / "objects").is_dir():
+            raise StoreError(f"there is no store in {folder}")
+        if _is_used(folder):
+            raise StoreError(f"a program uses the store in {folder}; stop it, then wipe")
         for name, own in FOLDERS.items():
             _wipe_folder(folder / name, own, report)
         _wipe_files([path for path in folder.iterdir() if FILES.fullmatch(path.name)], report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ class DiskStore(KVStore):
         try:
             self.files.create()
         except OSError as error:
-            if not self.files.objects.is_dir():
+            if not os.path.isdir(self.files.objects):
                 raise StoreError(f"cannot open a store in {self.folder}: {error}") from error
             self._problems.append(f"cannot be written: {error}")
         given = {"limit_bytes": limit_bytes, "numbers": numbers, "eviction": eviction, "ttl_s": ttl_s}

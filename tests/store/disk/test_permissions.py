@@ -1,0 +1,136 @@
+"""Files and folders that the user may not read, write or enter, in every place of a store.
+
+Root may do all that, so the work runs in a process that has given up this privilege.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from qcfuse_rag import DiskStore
+from qcfuse_rag.errors import StoreError
+from qcfuse_rag.store.backends.base import Miss
+from qcfuse_rag.store.documents.sources import Sources
+from qcfuse_rag.store.maintenance import fsck
+from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
+from qcfuse_rag.store.wipe import wipe
+from tests.store.disk.folders import KEY, file_of, put
+from tests.store.disk.planted import NAME, OPERATIONS, SHARD
+from tests.support.privileges import under_permissions
+
+PLACES = {
+    "the store": ".",
+    "objects": "objects",
+    "a folder of entries": f"objects/{SHARD}",
+    "an entry": f"objects/{SHARD}/{NAME}",
+    "tmp": "tmp",
+    "quarantine": "quarantine",
+    "settings": "store.json",
+    "index": "index",
+    "the index": "index/cache.db",
+    "documents": "sources.db",
+}
+NOTHING, READ = 0o000, 0o555
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Return a store with two entries, one of them with a source, and one in quarantine."""
+    folder = tmp_path / "kept"
+    with DiskStore(folder) as store, closing(Sources(store)) as sources:
+        put(store, 0, 1, 2)
+        store.discard(example_key(2), "looks odd")
+        sources.replace("kept", [KEY, example_key(1)])
+    return folder
+
+
+def test_permissions_are_obeyed_here(tmp_path: Path) -> None:
+    """Or nothing below would be a test."""
+    (tmp_path / "file").touch(0o000)
+    tmp_path.chmod(0o500)
+    assert "PermissionError" in under_permissions((tmp_path / "file").read_bytes)
+    assert "PermissionError" in under_permissions((tmp_path / "new").touch)
+    tmp_path.chmod(0o700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened_before", [False, True], ids=["opened after", "opened before"])
+@pytest.mark.parametrize("mode", [NOTHING, READ], ids=["nothing allowed", "reading allowed"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_every_operation_works_or_says_what_it_may_not(
+    kept: Path, tmp_path: Path, place: str, mode: int, opened_before: bool
+) -> None:
+    operations = {**OPERATIONS, "wipe": lambda store: wipe(store.folder)}
+    for name in operations:
+        shutil.copytree(kept, tmp_path / name)
+
+    def attempt(folder: Path, operation: Callable[[DiskStore], object]) -> None:
+        if not opened_before:
+            (folder / place).chmod(mode)
+        with DiskStore(folder) as store:
+            if opened_before:
+                (folder / place).chmod(mode)
+            operation(store)
+
+    def attempt_all() -> None:
+        for name, operation in operations.items():
+            try:
+                attempt(tmp_path / name, operation)
+            except StoreError:
+                continue
+            except Exception as error:
+                error.add_note(f"while: {name}")
+                raise
+
+    assert under_permissions(attempt_all) == ""
+    for name in operations:
+        if (tmp_path / name / place).exists():
+            (tmp_path / name / place).chmod(0o700)  # so that pytest can remove it
+
+
+def test_an_entry_that_may_not_be_read_is_a_miss_with_the_reason_and_stays(kept: Path) -> None:
+    with DiskStore(kept) as store:
+        path = file_of(store)
+    path.chmod(NOTHING)
+
+    def look() -> None:
+        with DiskStore(kept) as store:
+            found = store.get(KEY)
+            assert isinstance(found, Miss)
+            assert "Permission denied" in found.reason
+            assert_same(store.get(example_key(1)), example_chunk(1))
+            report = fsck(store)
+            assert [address for address, _ in report.unread] == [KEY.address], report
+            assert (report.damaged, report.sound) == ([], 1)
+
+    assert under_permissions(look) == ""
+    path.chmod(0o600)
+    with DiskStore(kept) as store:
+        assert_same(store.get(KEY), example_chunk())
+
+
+def test_a_store_that_may_only_be_read_answers_and_says_that_it_keeps_nothing(kept: Path) -> None:
+    folders = [kept, *(path for path in kept.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o500)
+
+    def look() -> None:
+        with DiskStore(kept) as store:
+            assert_same(store.get(KEY), example_chunk())
+            with pytest.raises(StoreError, match=r"Permission denied|cannot be opened|readonly"):
+                put(store, 3)
+
+    assert under_permissions(look) == ""
+    for folder in folders:
+        folder.chmod(0o700)
