@@ -38,8 +38,12 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
         raise UnsupportedModel(
             "an adapter is attached, which the fingerprint of stored caches does not cover; merge it first"
         )
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        raise UnsupportedModel("the model is spread over several devices; load it on one")
+    sharding = _sharding(model)
+    if sharding is not None:
+        raise UnsupportedModel(
+            f"the model is spread over several devices by {sharding}; load it whole on one device, such as "
+            "device='cuda:0', and run one engine for each device"
+        )
     if model.config.is_encoder_decoder:
         raise UnsupportedModel("encoder-decoder models have no chunk caches to reuse; use a decoder-only model")
     kinds = {kind for kind, _ in _layers(config)}
@@ -71,6 +75,21 @@ def refuse_unsupported(model: PreTrainedModel) -> ContextWindow:
             original = _rope_parameter(config, "original_max_position_embeddings") or outside
             return ContextWindow(int(original), "longrope changes its frequencies beyond this length")
     return ContextWindow(window, "the model's own limit")
+
+
+def _sharding(model: PreTrainedModel) -> str | None:
+    """Return what spreads a model's layers or weights over several devices, or None if nothing does."""
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "its device_map"
+    wrappers = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    if wrappers & {"FSDPModule", "FullyShardedDataParallel"}:
+        return "FSDP"
+    for weight in model.parameters():
+        if hasattr(weight, "ds_id"):
+            return "DeepSpeed"
+        if hasattr(weight, "device_mesh"):
+            return "tensor parallelism (tp_plan)"
+    return None
 
 
 def refuse_mismatched_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch import Tensor
 
+from qcfuse_rag.errors import UnsupportedModel
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.models.weight_formats import weight_format
 
@@ -91,10 +94,26 @@ def fingerprint_model(
 def _hash_weights(model: PreTrainedModel) -> str:
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
-    for name, tensor in sorted(model.state_dict().items()):
+    weights = (part for name, tensor in sorted(model.state_dict().items()) for part in _plain_parts(name, tensor))
+    for name, tensor in weights:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        try:
+            state.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        except NotImplementedError as error:
+            raise UnsupportedModel(
+                f"{name} is a {type(tensor).__name__}, whose numbers cannot be read to tell the model from others"
+            ) from error
     return state.hexdigest()
+
+
+def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight; of one that consists of others, as torchao's, those."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    parts, _ = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from _plain_parts(f"{name}.{part}", getattr(tensor, part))
 
 
 def _config_json(config: dict[str, Any]) -> bytes:

@@ -66,7 +66,10 @@ def load_pretrained(
             LOG.info("weights stay as they are: %s", error)
     if conversion and not loaded:
         conversion.save(model, tokenizer)
-    return model.to(device).eval(), tokenizer
+    try:
+        return model.to(device).eval(), tokenizer
+    except ValueError as error:  # packed weights that stay on the device that packed them
+        raise UnsupportedModel(f"{name!r} cannot be moved to {device}: {_first_line(error)}") from error
 
 
 def _load_source(

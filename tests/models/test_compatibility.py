@@ -38,6 +38,42 @@ def test_dynamic_rope_is_refused() -> None:
         refuse_unsupported(build_model("llama", rope_parameters=rope))
 
 
+@pytest.mark.parametrize("by", ["its device_map", "FSDP", "DeepSpeed", "tensor parallelism"])
+def test_a_model_over_several_devices_is_refused(by: str, tmp_path: Path) -> None:
+    """Whoever spread it: its weights are not whole anywhere, and stored caches would be parts."""
+    model = build_model("llama")
+    layer = model.model.layers[0]
+    if by == "its device_map":
+        model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    elif by == "FSDP":  # `fully_shard` gives modules such a class
+        from torch.distributed.fsdp import FSDPModule
+
+        layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})
+    elif by == "DeepSpeed":  # ZeRO 3 numbers the weights it has taken
+        layer.mlp.up_proj.weight.ds_id = 7
+    else:
+        from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+        try:
+            whole = layer.mlp.up_proj.weight.data
+            sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)))
+            layer.mlp.up_proj.weight = torch.nn.Parameter(sharded, requires_grad=False)
+        finally:
+            torch.distributed.destroy_process_group()
+    with pytest.raises(UnsupportedModel, match=f"over several devices by {by}.* load it whole on one device"):
+        refuse_unsupported(model)
+
+
+def test_weights_that_cannot_be_moved_are_refused_by_name(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(*_: object) -> None:
+        raise ValueError("`.to` is not supported for `8-bit` bitsandbytes models\nand more")
+
+    monkeypatch.setattr(torch.nn.Module, "to", moved)
+    with pytest.raises(UnsupportedModel, match=r"cannot be moved to cpu: `\.to` is not supported for `8-bit`"):
+        LanguageModel.load(model_folder, device="cpu")
+
+
 def test_longrope_is_held_to_the_length_below_its_switch() -> None:
     rope = {
         "rope_type": "longrope",

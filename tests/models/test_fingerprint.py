@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import LanguageModel
-from qcfuse_rag.models.fingerprint import Fingerprint
+from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.fingerprint import Fingerprint, fingerprint_model
 from qcfuse_rag.store.prefill_base import BLIND, FRAMED
 from tests.support.families import build_model, build_tokenizer
 
@@ -59,3 +62,29 @@ def test_keys_tell_bases_frames_and_chunks_apart(tokenizer: PreTrainedTokenizerF
     assert len(addresses) == 6
     assert all(len(address) == 32 for address in addresses)
     assert copy.deepcopy(keys[0]).address == keys[0].address
+
+
+def test_weights_that_consist_of_others_are_read_in_parts(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As torchao's do, whose numbers cannot be viewed as bytes."""
+
+    def packed(scale: float) -> Fingerprint:
+        model = build_model("llama")
+        own = model.model.layers[1].mlp.up_proj.weight.data
+        model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(
+            TwoTensor(own, torch.full_like(own, scale)), requires_grad=False
+        )
+        return fingerprint_model(model, tokenizer, ())
+
+    assert packed(0.5) == packed(0.5)
+    assert packed(0.5).differences(packed(0.25).fields()) == ["weights"]
+
+
+def test_weights_that_cannot_be_read_are_refused(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def view(tensor: torch.Tensor, *_: object) -> None:
+        raise NotImplementedError("dispatch: attempting to run aten.view")
+
+    monkeypatch.setattr(torch.Tensor, "view", view)
+    with pytest.raises(UnsupportedModel, match="is a Tensor, whose numbers cannot be read"):
+        fingerprint_model(build_model("llama"), tokenizer, ())
