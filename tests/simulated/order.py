@@ -76,6 +76,10 @@ class Stream:
         self.number, self.clock, self._host = number, Clock(), host
         self._epochs = itertools.count(1)
 
+    @property
+    def cuda_stream(self) -> int:
+        return self.number
+
     def tick(self) -> int:
         """Return the next epoch."""
         with self._host.lock:

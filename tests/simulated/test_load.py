@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.first_passes import run_first_passes
+from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
 from qcfuse_rag.runtime.loading.host_to_device import TransferLink
 from qcfuse_rag.store.prefill_base import FRAMED
 from tests.simulated.cuda import moved
@@ -102,3 +105,17 @@ def test_loading_is_timed_by_the_path_that_requests_take(
     assert costs.load_s > 0
     assert costs.loads_aside
     assert device.launched["place"] > launched
+
+
+def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch hands out 32 in turn; freeing the graphs of one would free what those of the other multiply in."""
+    streams = itertools.cycle([device.new_stream(), device.new_stream()])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(streams))
+    first, second = CudaRecorder(torch.device("cuda", 0)), CudaRecorder(torch.device("cuda", 0))
+    used = {recorder._stream.cuda_stream for recorder in (first, second)}
+    assert len(used) == 2
+    with pytest.raises(RuntimeError, match="streams of cuda:0 are used by recorded graphs"):
+        CudaRecorder(torch.device("cuda", 0))
+    del second
+    third = CudaRecorder(torch.device("cuda", 0))
+    assert {recorder._stream.cuda_stream for recorder in (first, third)} == used

@@ -35,7 +35,8 @@ from qcfuse_rag.runtime.model_views import model_view
 from qcfuse_rag.runtime.step_plan import StepPlan
 from qcfuse_rag.runtime.table_plan import TablePlan
 
-REQUESTS = (1, 2, 4, 8)
+REQUESTS = (1, 2, 4, 8, 16)
+"""Numbers of requests to record; the scheduler decodes up to 16 together."""
 CHECKED_POSITIONS = (5, 6, 200)
 """Positions at which a recorded step is checked: it must not depend on the position at which it was recorded."""
 

@@ -6,7 +6,8 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_re
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
 
+STREAMS = 32
+"""Streams that torch hands out in turn."""
 REPLAYED = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 """Allowed relative error of a recording against the same kernels launched one by one, over all layers: 0, unless a
 library multiplies by another algorithm while it is recorded."""
@@ -43,11 +46,14 @@ class CudaRecorder:
 
     The recorder keeps all its graphs alive: a pool whose graphs are all gone accepts no more, and torch frees the
     workspace of matrix products, which all graphs of a stream share, as soon as one graph is freed (pytorch#193402).
-    Release earlier recorders before creating a new one: it frees their memory.
+    So no two recorders of a process share a stream, although torch hands out the same 32 in turn. Release earlier
+    recorders before creating a new one: it frees their memory.
 
     Args:
         device: a CUDA device.
     """
+
+    _recorders: ClassVar[WeakSet[CudaRecorder]] = WeakSet()
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,8 +63,18 @@ class CudaRecorder:
         with torch.cuda.device(device):
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # not possible while a graph is recorded
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = self._unused_stream()
+            self._recorders.add(self)
             self._pool = torch.cuda.graph_pool_handle()
+
+    def _unused_stream(self) -> torch.cuda.Stream:
+        """Return a stream that no other recorder of this process uses."""
+        used = {recorder._stream.cuda_stream for recorder in self._recorders if recorder._device == self._device}
+        for _ in range(STREAMS):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in used:
+                return stream
+        raise RuntimeError(f"all {STREAMS} streams of {self._device} are used by recorded graphs of other engines")
 
     @torch.inference_mode()
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
@@ -139,7 +155,7 @@ def missing_kernels(lm: LanguageModel) -> str | None:
     try:
         return None if kernels_available(*settings) else f"there are no kernels: {unavailable_reason(*settings)}"
     except torch.OutOfMemoryError:
-        return "there are no kernels: there is no room to try them"
+        return "the kernels cannot be tried: the device is out of memory"
 
 
 def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:

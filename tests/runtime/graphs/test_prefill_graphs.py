@@ -348,7 +348,7 @@ def test_without_memory_to_check_kernels_nothing_is_recorded(
     seams.recorder_refusal(monkeypatch, full)
     passes = PrefillRunner(model_of("llama", tokenizer), AgainAndAgain())
     passes.compile(rows=(4,))
-    assert passes.refusal == "there are no kernels: there is no room to try them"
+    assert passes.refusal == "the kernels cannot be tried: the device is out of memory"
 
 
 def test_recorded_passes_are_timed_once_they_are_recorded(tokenizer: PreTrainedTokenizerFast) -> None:
