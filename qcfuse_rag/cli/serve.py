@@ -54,14 +54,15 @@ def serve_library(library: Path, options: ServeOptions) -> None:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
     name = options.name or served_model_id(options.model or default_model())
-    if options.ray is not None and (options.retrieve or options.editable or options.keep):
-        raise QCFuseError("--retrieve, --editable and --keep need one server; serve without --ray")
+    refused = [f"--{flag}" for flag in ("retrieve", "editable", "keep") if getattr(options, flag)]
+    if options.ray is not None and refused:
+        raise QCFuseError(f"replicas on Ray have no {' and no '.join(refused)}; leave that out, or --ray")
     if (options.retrieve or options.editable) and not _has_passages(library):
         raise QCFuseError(f"no passages in {library}; --retrieve and --editable need a library of `qcfuse warm run`")
     if options.ray is None:
         _serve_in_process(library, method, options, settings, name, token)
     else:
-        _serve_on_ray(library, method, options, name, token)
+        _serve_on_ray(library, method, options, settings, name, token)
 
 
 def served_model_id(model: str) -> str:
@@ -159,7 +160,9 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
     )
 
 
-def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: str, token: str | None) -> None:
+def _serve_on_ray(
+    library: Path, method: Method, options: ServeOptions, settings: LibrarySettings, name: str, token: str | None
+) -> None:
     from qcfuse_rag.cluster.pool import connect
     from qcfuse_rag.cluster.workers import RayWorkers
 
@@ -187,6 +190,7 @@ def _serve_on_ray(library: Path, method: Method, options: ServeOptions, name: st
         replica,
         name,
         method=method,
+        template=settings.template,
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,

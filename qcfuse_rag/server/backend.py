@@ -195,8 +195,10 @@ class EngineBackend:
         if request.documents != "library" and not (self._retrieve and request.documents is None):
             return
         if self._library is None:
-            raise QCFuseError("this server does not retrieve: send passages in `documents`, or serve a library")
-        found = self._library.retrieve_for(request.question)
+            raise QCFuseError(
+                "this server does not retrieve: send passages in `documents`, or serve a library, without Ray"
+            )
+        found = self._library.retrieve_for(*request.questions)
         passages.texts = [passage.text for passage in found]
         passages.sources = [passage.source for passage in found]
         passages.retrieved = [

@@ -49,10 +49,10 @@ class ServedLibrary(Retriever):
         self._changing, self._on_forget = changing, on_forget
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
 
-    def retrieve_for(self, question: str) -> list[RetrievedPassage]:
-        """Return the passages nearest to a question, best first."""
+    def retrieve_for(self, question: str, after: str | None) -> list[RetrievedPassage]:
+        """Return the passages nearest to a question after an earlier one, if there is one; best first."""
         with self._retrieving:
-            return self.retrieve(question, self._count)
+            return self.retrieve(question, self._count, after=after)
 
     def add(self, documents: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Split documents into passages, index and warm them; a document of the same name is replaced.

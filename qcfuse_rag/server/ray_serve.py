@@ -34,6 +34,7 @@ from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.sampling import Fidelity
+from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend, Event
@@ -61,6 +62,7 @@ class EngineDeployment:
         replica: model, store and resources of each replica; `count` is the number of replicas without autoscaling.
         name: the model's name for clients.
         method: decides what to reuse and what to recompute.
+        template: the wording of prompts; None for the default.
         token: that clients send; None admits every client.
         limits: of requests.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
@@ -76,6 +78,7 @@ class EngineDeployment:
     replica: RayWorkers
     name: str
     method: Method | None = None
+    template: PromptTemplate | None = None
     token: str | None = field(default=None, repr=False)
     limits: RequestLimits = field(default_factory=RequestLimits)
     hosts: tuple[str, ...] | None = None
@@ -122,6 +125,7 @@ class EngineReplica:
         engine = FusionEngine.load(
             replica.model,
             store=open_store(**replica.store),
+            template=deployment.template,
             method=deployment.method,
             device=replica.device,
             dtype=replica.dtype,

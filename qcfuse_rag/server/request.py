@@ -245,16 +245,16 @@ class ChatRequest(BaseModel):
         return None if self.documents == "library" else self.documents
 
     @property
-    def question(self) -> str:
-        """The text of the last user message.
+    def questions(self) -> tuple[str, str | None]:
+        """The text of the last user message, and of the user message before it, if there is one.
 
         Raises:
-            QCFuseError: if there is none.
+            QCFuseError: if there is no user message.
         """
-        for message in reversed(self.messages):
-            if message.role == "user":
-                return message.text
-        raise QCFuseError("documents need a user's message that asks about them")
+        texts = [message.text for message in self.messages if message.role == "user"]
+        if not texts:
+            raise QCFuseError("documents need a user's message that asks about them")
+        return texts[-1], texts[-2] if len(texts) > 1 else None
 
     def prompt(self, engine: FusionEngine, passages: Sequence[str] | None) -> Prompt:
         """Return the prompt.
@@ -268,7 +268,7 @@ class ChatRequest(BaseModel):
             InvalidTemplate: if the model's chat template rejects the messages or does not show tools.
         """
         if passages is not None:
-            assert self.question is not None
+            assert self.questions
         turns = [message.turn() for message in self.messages]
         return self.to_response_format().prompt(engine, turns, passages)
 

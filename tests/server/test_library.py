@@ -111,14 +111,26 @@ async def test_a_stream_names_the_documents_first(http: httpx.AsyncClient) -> No
     assert not any("documents" in chunk for chunk in chunks[1:])
 
 
-async def test_the_last_question_is_what_is_retrieved_for(http: httpx.AsyncClient) -> None:
+async def test_a_question_about_something_else_keeps_what_it_finds_by_itself(http: httpx.AsyncClient) -> None:
     turns = [
         {"role": "user", "content": "Who is the captain of the ferry to the island?"},
         {"role": "assistant", "content": "Orla."},
         {"role": "user", "content": "On which day of the week does the council meet?"},
     ]
-    body = (await ask(http, documents="library", messages=turns)).json()
-    assert body["documents"][0]["source"] == "mill.md"
+    scores = []
+    for messages in (turns[2:], turns):
+        body = (await ask(http, documents="library", messages=messages)).json()
+        scores.append({document["source"]: document["score"] for document in body["documents"]}["mill.md"])
+    assert scores[1] >= scores[0] - 1e-5
+
+
+async def test_a_follow_up_is_retrieved_for_behind_the_question_before_it(http: httpx.AsyncClient) -> None:
+    follow_up = {"role": "user", "content": "And when?"}
+    scores = []
+    for turns in ([follow_up], [{"role": "user", "content": "When does the council meet?"}, follow_up]):
+        body = (await ask(http, documents="library", messages=turns)).json()
+        scores.append({document["source"]: document["score"] for document in body["documents"]}.get("mill.md", 0.0))
+    assert scores[1] > scores[0] + 0.1
 
 
 @pytest.mark.parametrize(("documents", "retrieves"), [(None, True), ([], False), (PASSAGES[:1], False)])
@@ -335,7 +347,7 @@ def test_a_store_without_passages_cannot_be_retrieved_from(
 @pytest.mark.parametrize("option", ["--retrieve", "--editable", "--keep"])
 def test_replicas_neither_retrieve_nor_change_documents(run: Run, tmp_path: Path, option: str) -> None:
     code, _, said = run("serve", "--store", tmp_path, "--ray", "auto", option)
-    assert (code, "serve without --ray" in said) == (1, True)
+    assert (code, f"Ray have no {option};" in said) == (1, True)
 
 
 @pytest.mark.slow
