@@ -9,7 +9,7 @@ import pytest
 
 from qcfuse_rag.retrieval.embedder import Embedder
 from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex, embedder_source
-from qcfuse_rag.retrieval.retriever import Retriever
+from qcfuse_rag.retrieval.retriever import QUERY_CHARACTERS, Retriever
 
 TEXTS = {
     "harbour.md": "A remote that does not answer is not asked again for 30 seconds.",
@@ -82,3 +82,21 @@ def test_folders_that_differ_are_shown(embed: Embedder, tmp_path: Path) -> None:
     passages = found.retrieve("What?", 4)
     names = dict(zip((each.source for each in passages), found.short_names(passages), strict=True))
     assert names == dict(zip(sources, ["docs/a.md", "docs/deep/a.md", "notes.txt", "sent by a client"], strict=True))
+
+
+def test_no_question_takes_long_to_embed(
+    retriever: Callable[[str], Retriever], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Embedding models tokenise whole texts before they cut them."""
+    found, embedded = retriever(""), list[int]()
+    embed = found._embed
+    monkeypatch.setattr(
+        found,
+        "_embed",
+        lambda queries: embedded.extend(map(len, queries)) or embed(queries),  # type: ignore[func-returns-value]
+    )
+    question = "Who owns the old mill? "
+    for after in (None, REMOTE, question * 100_000):
+        [passage] = found.retrieve(question * 400_000, 1, after=after)
+        assert passage.source == "mill.md"
+    assert max(embedded) == QUERY_CHARACTERS
