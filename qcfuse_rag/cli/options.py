@@ -133,7 +133,7 @@ class CorpusOptions(ModelOptions):
         int | None, Option(min=1, help="Maximum tokens in one pass; by default 2048 on a CPU, 16384 on a GPU.")
     ] = None
     numbers: Annotated[
-        str | None, Option(help="Number format of stored keys and values: model (default), int8 or fp8.")
+        str | None, Option(help="Number format of stored keys and values: int8 (default of a new store), model or fp8.")
     ] = None
     limit_gb: Annotated[
         float | None, Option(min=0.0, max=1e9, help="Maximum size of the store in GB; 68.7 if never set.")
@@ -242,7 +242,7 @@ class PlanOptions:
     gpu: Annotated[str, Option(help="GPU: a100, l40s, h100, h200, b200, or here to measure this machine.")] = "h200"
     retrieved: Annotated[int, Option(min=1, help="Passages per request.")] = 10
     ratio: Annotated[float, Option(min=0.0, max=1.0, help="Share of their tokens to recompute.")] = 0.15
-    numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.MODEL
+    numbers: Annotated[Numbers, Option(help="Number format of stored keys and values.")] = Numbers.INT8
     reached: Annotated[float, Option(min=0.01, max=1.0, help="Share of a data sheet's rates to assume.")] = 0.5
     caches: Annotated[int, Option(min=1, help="Caches per passage; the default method keeps two.")] = 2
 

@@ -35,7 +35,7 @@ from qcfuse_rag.retrieval.index import DEFAULT_EMBEDDER, PassageIndex
 from qcfuse_rag.retrieval.retrieval_log import RetrievalLog
 from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.remote import url_without_secrets
-from qcfuse_rag.store.factory import open_store
+from qcfuse_rag.store.factory import KEPT_NUMBERS, open_store
 
 MAX_PRINTED_REASONS = 20  # maximum number of lines printed for input that was not read
 
@@ -50,7 +50,7 @@ def plan_warming(library: Path, options: CorpusOptions, *, as_json: bool) -> Non
     if (library / KV_FOLDER).is_dir():
         opened = open_library_store(library, tenant=options.tenant)
     else:
-        opened = open_store(memory_bytes=limit or 64 << 30)
+        opened = open_store(memory_bytes=limit or 64 << 30, numbers=KEPT_NUMBERS)
     with opened as store:
         store.numbers = options.numbers or store.numbers  # changes this open view only, not the settings on disk
         engine = open_engine(store, choose_method(base=options.base), options, settings)

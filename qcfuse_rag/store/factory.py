@@ -9,6 +9,7 @@ from typing import NamedTuple
 from qcfuse_rag.errors import StoreError
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.disk import DiskStore
+from qcfuse_rag.store.backends.disk_settings import read_settings
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.backends.remote import open_remote
 from qcfuse_rag.store.backends.tenant import TenantStore
@@ -20,6 +21,9 @@ from qcfuse_rag.store.entry.encryption import (
     environment_secret,
 )
 from qcfuse_rag.store.quantization import LOSSLESS
+
+KEPT_NUMBERS = "int8"
+"""Default format of entries on disks and servers: a quarter of float32's bytes and half of bfloat16's."""
 
 
 def open_store(
@@ -42,7 +46,8 @@ def open_store(
         folder: of the disk tier; None keeps chunks in memory only, until the process ends.
         disk_bytes: most bytes the folder may take; 64 GiB if never given.
         memory_bytes: most bytes the memory tier may take.
-        numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`.
+        numbers: format of new entries, `model`, `int8` or `fp8`; see `store.quantization`. A new folder or remote gets
+            `int8`, and a store in memory alone the model's own.
         eviction: policy on disk, `cost`, `lru` or `lfu`; see `store.backends.eviction`.
         ttl_s: seconds after which new entries expire.
         secret: encrypts entries and names tenants; random bytes from configuration, never from a request. By default
@@ -65,12 +70,14 @@ def open_store(
     cipher, tenant_secret = _secrets(secret, tenant, encrypt)
     disk: DiskStore | None = None
     if folder is not None:
+        if numbers is None and read_settings(Path(folder).expanduser()) is None:
+            numbers = KEPT_NUMBERS
         disk = DiskStore(
             folder, disk_bytes, numbers=numbers, eviction=eviction, ttl_s=ttl_s, seal=cipher, remote=remote
         )
         numbers, ttl_s = disk.numbers, disk.ttl_s  # the settings kept in the folder hold for the other tiers too
         remote = disk.settings.remote if remote is None else remote
-    numbers = numbers or LOSSLESS
+    numbers = numbers or (KEPT_NUMBERS if remote else LOSSLESS)
     store: KVStore = MemoryStore(memory_bytes, numbers=numbers, ttl_s=ttl_s)
     far: KVStore | None = disk
     if remote:

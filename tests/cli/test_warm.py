@@ -43,9 +43,9 @@ def test_a_plan_says_bytes_and_seconds_and_changes_nothing(
     size = run.json("store", "stats", "--store", tmp_path / "s")["size_bytes"]
     head = 3 / 4
     assert 0.7 * head * size < plan["size_bytes"] < size, "all but the head's entry"
-    narrow = run.json("warm", "plan", *options, "--numbers", "int8", "--limit-gb", 0.000001)
-    assert (narrow["present"], narrow["to_warm"], narrow["left_out"]) == (3, 0, 0)
-    assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["numbers"] == "model"
+    wide = run.json("warm", "plan", *options, "--numbers", "model", "--limit-gb", 0.000001)
+    assert (wide["present"], wide["to_warm"], wide["left_out"]) == (3, 0, 0)
+    assert run.json("store", "stats", "--store", tmp_path / "s")["settings"]["numbers"] == "int8"
     assert "would take" in run.text("warm", "plan", *options)
 
 
