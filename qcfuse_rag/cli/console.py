@@ -119,15 +119,16 @@ def progress_bar(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,} of {task.fields[all]} {task.fields[unit]}, {task.fields[rate]} per second"),
+        TextColumn("{task.completed:,} of {task.fields[all]} {task.fields[unit]}{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=ERR) as progress:
-        task = progress.add_task(title, total=None, unit=unit, all="?", rate="0")
+        task = progress.add_task(title, total=None, unit=unit, all="?", rate="")
+        started = time.monotonic()
 
         def advance(done: int, total: int) -> None:
-            speed = progress.tasks[0].finished_speed or progress.tasks[0].speed or 0.0
-            progress.update(task, completed=done, total=total, all=f"{total:,}", rate=f"{speed:,.3g}")
+            rate = f", {done / max(time.monotonic() - started, 1e-9):,.3g} per second" if done else ""
+            progress.update(task, completed=done, total=total, all=f"{total:,}", rate=rate)
 
         yield advance
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from rich.table import Table
 
 from qcfuse_rag import DiskStore
@@ -102,6 +104,17 @@ def test_ordinary_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -
     text = "Grüße, 漢字, \u0645\u0631\u062d\u0628\u0627, \U0001f469\u200d\U0001f52c\tand a\nline"
     console.print_line(text)
     assert capsys.readouterr().out.split() == text.split()
+
+
+def test_a_bar_shows_the_rate_from_the_first_report_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first report of a job on a CPU comes after seconds, and the second one after seconds more."""
+    clock, terminal = [100.0], Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(console, "ERR", terminal)
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    with console.progress_bar("prefilling", "tokens") as advance:
+        clock[0] += 8
+        advance(2000, 16000)
+    assert "2,000 of 16,000 tokens, 250 per second" in terminal.file.getvalue()
 
 
 def test_without_a_terminal_a_long_run_prints_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
