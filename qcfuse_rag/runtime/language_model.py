@@ -22,6 +22,8 @@ from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.models.rope_probe import measure_rope
 from qcfuse_rag.models.window_probe import measure_windows
 from qcfuse_rag.runtime.attention import dispatch
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.kernels.support import kernels_available
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -140,6 +142,16 @@ class LanguageModel:
     def grammar_vocabulary(self) -> LLTokenizer:
         """The vocabulary for grammars; converted at the first answer that must follow a grammar."""
         return build_grammar_vocabulary(self.model, self.tokenizer)
+
+    @cached_property
+    def fused(self) -> PreTrainedModel:
+        """A view of the model with fused norms, rotations and gates where kernels are used; elsewhere the model.
+
+        All passes run it. It shares the model's weights.
+        """
+        if not kernels_available(self.device, self.dtype, self.widest_head):
+            return self.model
+        return next(iter(leanest_first(self.model)))
 
     @property
     def widest_head(self) -> int:

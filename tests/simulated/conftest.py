@@ -27,7 +27,7 @@ def cached_reason() -> Callable[..., str | None]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None]) -> Iterator[Device]:
-    from qcfuse_rag.runtime.kernels.launch import concurrent_programs, is_hopper
+    from qcfuse_rag.runtime.kernels.launch import concurrent_programs, holds_large_tile
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
     from tests.simulated.cuda import simulated_cuda
 
@@ -35,10 +35,11 @@ def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | N
     seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
     seams.kernel_check_rows(monkeypatch, 8)
     seams.recorded_views(monkeypatch, lambda model: [model])  # without fused views
+    seams.fused_model(monkeypatch, lambda model: [model])
     seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around
     with simulated_cuda() as device:
         yield device
         gc.collect()
         assert not device.broken, "\n".join(device.broken[:3])
-    for cached in (concurrent_programs, is_hopper, supports_large_tile):
+    for cached in (concurrent_programs, holds_large_tile, supports_large_tile):
         cached.cache_clear()

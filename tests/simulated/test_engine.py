@@ -136,6 +136,28 @@ def test_recorded_passes_and_steps_are_replayed(
     assert device.launched["graph"] - graphs == gpu.lm.n_layers + 2, "the layers of a pass, and two steps"
 
 
+@pytest.mark.parametrize("work", ["warming", "full", "rows"])
+def test_passes_use_fused_norms_rotations_and_gates(
+    work: str, device: Device, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only recorded ones: a whole prompt spends a quarter of its time on them by calculation."""
+    seams.fused_model(monkeypatch, leanest_first)
+    cpu, gpu = engines(device, tokenizer, "gemma3-two-ropes", layers=1)
+    assert gpu.lm.fused is not gpu.lm.model
+    assert cpu.lm.fused is cpu.lm.model
+    before = {kernel: device.launched[kernel] for kernel in ("normalize", "rotate", "gate")}
+    prompt = cpu.prompt(QUESTION, PASSAGES[:1])
+    if work == "warming":
+        gpu.store.clear()
+        gpu.warm(PASSAGES[:1], bases=(FRAMED,))
+    elif work == "full":
+        full = make_method("full")
+        assert_same(gpu.prefill(prompt, method=full), cpu.prefill(prompt, method=full))
+    else:
+        assert_same(gpu.prefill(prompt, method=REUSE), cpu.prefill(prompt, method=REUSE))
+    assert all(device.launched[kernel] > count for kernel, count in before.items())
+
+
 def test_requests_share_the_device(device: Device, tokenizer: PreTrainedTokenizerFast) -> None:
     """Prefills, recorded or not, run between decode steps of other requests in the scheduler's thread."""
     cpu, gpu = engines(device, tokenizer, store=MemoryStore(pinned=True))

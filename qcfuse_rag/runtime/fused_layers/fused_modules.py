@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from qcfuse_rag.runtime.fused_layers.likeness import same
@@ -27,6 +28,8 @@ GATED = {"gate_proj", "up_proj", "down_proj"}
 """What transformers' models call the parts of a gated feed-forward network."""
 ROTATION = "apply_rotary_pos_emb"
 """What transformers' models call the function by which their attention rotates."""
+FUSED_NORM = "_fused_rms_norm"
+"""Torch's norm in one kernel, by which newer versions compute `torch.nn.functional.rms_norm`."""
 CAPTURING = "transformers.utils.output_capturing"
 SMALL, LARGE, REPEATS = (0.002, 0.03), (1.0, 30.0), 18
 """Scales of rows to compare with, small where norms add something to a mean square, large where gates may be cut off;
@@ -66,6 +69,8 @@ class LeanNorm(ModuleProxy):
         norm = self.norm
         if kwargs or len(args) != 1 or args[0].shape[-1] != len(norm.weight):
             return self.inner(*args, **kwargs)
+        if not norm.offset and hasattr(torch, FUSED_NORM):
+            return functional.rms_norm(args[0], norm.weight.shape, norm.weight, norm.eps)
         return normalized(args[0], norm)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qcfuse_rag.runtime.kernels.attend import NO_POSITION, exp2_scale, raw_scores
 from qcfuse_rag.runtime.kernels.launch import block_dim, check_extras, check_operands, default_tile, on_device
-from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, check_splits, num_splits
+from qcfuse_rag.runtime.kernels.split_k import FEW_SPLITS, check_splits, num_splits
 
 
 @triton.jit(do_not_specialize=["n_rows", "window"])
@@ -184,7 +184,7 @@ def context_scores(
         softcap: cap on scores, or None.
         window: sliding window in tokens, or None.
         reduce: `mean` or `max` over rows and heads.
-        splits: parts to split the keys into, at most `MAX_SPLITS`; None chooses enough to fill the device.
+        splits: parts to split the keys into, at most `FEW_SPLITS`; None chooses enough to fill the device.
 
     Returns:
         `[T]` float32.
@@ -217,8 +217,8 @@ def context_scores(
     blocks = triton.cdiv(n_rows * group, tile.rows)
     if splits is None:
         seen = n_keys if window is None else min(n_keys, n_rows + window)  # if rows are adjacent
-        splits = num_splits(blocks * kv_heads, seen, key.device)
-    check_splits(splits)
+        splits = num_splits(blocks * kv_heads, seen, key.device, most=FEW_SPLITS)
+    check_splits(splits, FEW_SPLITS)
     logs = torch.empty(splits, n_heads, n_rows, dtype=torch.float32, device=key.device)
     out = torch.empty(kv_heads, n_keys, dtype=torch.float32, device=key.device)
     largest = reduce == "max"
@@ -239,7 +239,7 @@ def context_scores(
             splits,
             *score_settings,
             1.0 if largest else 1 / (n_heads * n_rows),
-            BLOCK_SPLITS=1 if splits == 1 else MAX_SPLITS,
+            BLOCK_SPLITS=1 if splits == 1 else FEW_SPLITS,
             LARGEST=largest,
             **shared,
         )

@@ -20,9 +20,11 @@ def concurrent_programs(device: torch.device) -> int:
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Return whether a device is a GPU of compute capability 9, such as an H100."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def holds_large_tile(device: torch.device) -> bool:
+    """Return whether `LARGE_TILE` fits a device: an NVIDIA GPU for data centres since Hopper, such as H100 and B200."""
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD counts its capabilities otherwise
+        return False
+    return torch.cuda.get_device_capability(device)[0] in LARGE_TILE_CAPABILITIES
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
@@ -63,8 +65,10 @@ class Tile:
     stages: int = 2
 
 
+LARGE_TILE_CAPABILITIES = (9, 10)
+"""Major compute capabilities with 227 KiB of shared memory a program."""
 LARGE_TILE = Tile(128, 128, warps=8)
-"""The tile for enough rows to fill a Hopper GPU, chosen by calculation: at their 989 TFLOP/s an H100's multiprocessors
+"""The tile for enough rows to fill such a GPU, chosen by calculation: at their 989 TFLOP/s an H100's multiprocessors
 would read 15 TB/s of keys and values with 64 rows, and half of that with 128. Twice the keys per iteration halve the
 overhead per iteration. It uses most of a multiprocessor's shared memory."""
 
@@ -77,7 +81,8 @@ def default_tile(dtype: torch.dtype, dim: int, pairs: int) -> Tile:
     """
     is_float32 = dtype == torch.float32
     rows = 16 if is_float32 or pairs <= 16 else 64
-    return Tile(rows, (64 if dim <= 128 else 32) // (2 if is_float32 else 1))
+    warps = 8 if dim > 128 and rows > 16 else 4  # with 4, a thread spills up to 300 bytes on Ampere
+    return Tile(rows, (64 if dim <= 128 else 32) // (2 if is_float32 else 1), warps)
 
 
 def large_tile_fits(dtype: torch.dtype, dim: int) -> bool:

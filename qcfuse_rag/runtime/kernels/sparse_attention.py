@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from qcfuse_rag.models.rope import KVShape
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.attend import attend
 from qcfuse_rag.runtime.kernels.launch import (
     LARGE_TILE,
@@ -23,7 +26,7 @@ from qcfuse_rag.runtime.kernels.launch import (
     check_extras,
     check_operands,
     default_tile,
-    is_hopper,
+    holds_large_tile,
     large_tile_fits,
     min_rows_for_large_tile,
     on_device,
@@ -31,6 +34,7 @@ from qcfuse_rag.runtime.kernels.launch import (
 )
 from qcfuse_rag.runtime.kernels.limits import TOLERANCE, relative_error
 from qcfuse_rag.runtime.kernels.split_k import PartialResults, num_splits
+from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.runtime.reference_attention import explicit_attention
 
 LOG = logging.getLogger(__name__)
@@ -199,7 +203,7 @@ def attention_tile(dtype: torch.dtype, dim: int, pairs: int, kv_heads: int, devi
 
 @cache
 def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Return whether `LARGE_TILE` is used: on a Hopper GPU, if its result there agrees with the reference.
+    """Return whether `LARGE_TILE` is used: where it fits, if its results there agree with the reference.
 
     Args:
         device: the device to check.
@@ -209,7 +213,7 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
     Raises:
         torch.OutOfMemoryError: if there is not enough memory for the check.
     """
-    if not is_hopper(device) or not large_tile_fits(dtype, dim):
+    if not holds_large_tile(device) or not large_tile_fits(dtype, dim):
         return False
     generator, length = torch.Generator(device).manual_seed(0), 5 * LARGE_TILE.keys + 9
     rows = torch.cat([torch.arange(4), torch.arange(length - 2 * LARGE_TILE.rows, length, 2)]).to(device)
@@ -217,13 +221,26 @@ def supports_large_tile(device: torch.device, dtype: torch.dtype, dim: int) -> b
         torch.randn(1, heads, tokens, dim, generator=generator, device=device).to(dtype)
         for heads, tokens in ((8, len(rows)), (2, length), (2, length))
     )
+    sinks = torch.randn(8, generator=generator, device=device)
+    entries = KVTable.of([KVBuffer((key,), (value,))], [KVShape(2, dim, dim)], length).entries[0]
+    kinds: tuple[tuple[dict[str, Any], int], ...] = (
+        ({}, 1),
+        ({"window": LARGE_TILE.rows}, 1),
+        ({"softcap": 20.0, "sinks": sinks}, 2),
+    )
     try:
-        for window in (None, LARGE_TILE.rows):
-            result = sparse_attention(query, key, value, rows, scaling=dim**-0.5, window=window, tile=LARGE_TILE)
-            expected = sparse_attention_reference(query, key, value, rows, scaling=dim**-0.5, window=window)
-            if not relative_error(result, expected) <= TOLERANCE:
-                LOG.warning("attention of many rows uses smaller blocks: larger ones give other results here")
-                return False
+        for special, splits in kinds:
+            settings = {"scaling": dim**-0.5, "softcap": None, "window": None, "sinks": None, **special}
+            expected = sparse_attention_reference(query, key, value, rows, **settings)
+            tiled = {**settings, "splits": splits, "tile": LARGE_TILE}
+            table = TableKV(entries, 2, dim, aligned=True)
+            for result in (
+                sparse_attention(query, key, value, rows, **tiled),
+                launch_attention(query, table, rows[None], length, **tiled),
+            ):
+                if not relative_error(result, expected) <= TOLERANCE:
+                    LOG.warning("attention of many rows uses smaller blocks: larger ones give other results here")
+                    return False
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler may raise anything

@@ -13,11 +13,20 @@ from qcfuse_rag.runtime.kernels.launch import block_dim, concurrent_programs
 
 KEYS_PER_SPLIT = 256
 """Fewest keys that are worth a program."""
-MAX_SPLITS = 32
-"""Most parts that one program combines; it is compiled for this number and masks those that are missing."""
+FEW_SPLITS, MAX_SPLITS = 32, 128
+"""Most parts that one program combines: it is compiled for 32, 64 or 128 and masks those that are missing. With one or
+two key heads, 32 parts would leave most of a large GPU without a program."""
 
 
-def num_splits(programs: int, keys: int, device: torch.device, *, warps: int = 4, uneven: bool = False) -> int:
+def num_splits(
+    programs: int,
+    keys: int,
+    device: torch.device,
+    *,
+    warps: int = 4,
+    uneven: bool = False,
+    most: int = MAX_SPLITS,
+) -> int:
     """Return the number of parts to split keys into, so that programs fill a device.
 
     Args:
@@ -27,16 +36,17 @@ def num_splits(programs: int, keys: int, device: torch.device, *, warps: int = 4
         warps: warps of a program; half as many programs of eight warps run at once.
         uneven: whether some programs have more keys than others. Then twice as many programs are wanted as run at once,
             so that a multiprocessor that finishes early starts another.
+        most: most parts.
     """
     capacity = max(1, 4 * concurrent_programs(device) // warps)
     wanted = round(2 * capacity / programs) if uneven else capacity // programs
-    return max(1, min(wanted, keys // KEYS_PER_SPLIT, MAX_SPLITS))
+    return max(1, min(wanted, keys // KEYS_PER_SPLIT, most))
 
 
-def check_splits(splits: int) -> None:
+def check_splits(splits: int, most: int = MAX_SPLITS) -> None:
     """Raise `ValueError` if the number of parts is out of range."""
-    if not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"keys are split into 1 to {MAX_SPLITS} parts, not {splits}")
+    if not 1 <= splits <= most:
+        raise ValueError(f"keys are split into 1 to {most} parts, not {splits}")
 
 
 @triton.jit(do_not_specialize=["n_pairs", "splits"])
@@ -103,6 +113,7 @@ class PartialResults:
         """Combine the parts into the output if there are several."""
         if self.splits > 1:
             pairs, dim = out.numel() // out.shape[-1], out.shape[-1]
+            block_splits = max(FEW_SPLITS, triton.next_power_of_2(self.splits))
             combine[(pairs,)](
                 self.results,
                 self.maxima,
@@ -112,5 +123,6 @@ class PartialResults:
                 self.splits,
                 VALUE_DIM=dim,
                 BLOCK_VALUE=block_dim(dim),
-                BLOCK_SPLITS=MAX_SPLITS,
+                BLOCK_SPLITS=block_splits,
+                num_warps=4 if block_splits == FEW_SPLITS else 8,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from torch import Tensor
 from qcfuse_rag.models.rope import KVShape, LayerRope
 from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.kernels.limits import DTYPES, FP8_SINCE, MAX_DIM, OLDEST, SWITCH, TOLERANCE, relative_error
+
+LOG = logging.getLogger(__name__)
 
 ROWS, TOKENS, HEADS, KV_HEADS = 40, 300, 8, 2
 
@@ -57,6 +60,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, dim: int) -> st
     if os.environ.get(SWITCH) == "0":
         return f"switched off by {SWITCH}=0"
     if find_spec("triton") is None:
+        LOG.warning("%s computes in torch alone, several times slower: Triton is not installed", device)
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < OLDEST:
         return f"{torch.cuda.get_device_name(device)} is older than compute capability {OLDEST[0]}.{OLDEST[1]}"
@@ -67,9 +71,14 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, dim: int) -> st
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return f"they do not run here ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
-    off = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-    return ", ".join(f"{name} is off by {error:.2g}" for name, error in off.items()) or None
+        message = str(error).splitlines()[0] if str(error) else ""
+        reason = f"they do not run here ({type(error).__name__}: {message})"
+    else:
+        off = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+        reason = ", ".join(f"{name} is off by {error:.2g}" for name, error in off.items())
+    if reason:  # once for each device and dtype, as results are cached
+        LOG.warning("%s computes in torch alone, several times slower; kernels are not used: %s", device, reason)
+    return reason or None
 
 
 def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, float]:
@@ -102,10 +111,12 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     errors = {}
     plain: dict[str, Any] = {"scaling": dim**-0.5}
     special: dict[str, Any] = {**plain, "softcap": 20.0, "window": TOKENS // 2}
+    sinks = {"sinks": random(HEADS)}
     for name, settings, splits in (("", plain, 1), (" split", plain, 2), (" with window and cap", special, 2)):
+        attended = {**settings, **sinks} if splits == 2 else settings
         errors[f"attention{name}"] = relative_error(
-            sparse_attention(query, key, value, rows, **settings, splits=splits),
-            sparse_attention_reference(query, key, value, rows, **settings),
+            sparse_attention(query, key, value, rows, **attended, splits=splits),
+            sparse_attention_reference(query, key, value, rows, **attended),
         )
         errors[f"context score{name}"] = relative_error(
             context_scores(query, key, rows, known, **settings, splits=splits),
@@ -121,7 +132,7 @@ def kernel_errors(device: torch.device, dtype: torch.dtype, dim: int) -> dict[st
     for side, appended in (("keys", fresh), ("values", values)):
         stored_rows = [getattr(buffer, side)[0][0, :, end] for buffer, end in zip(buffers, ends, strict=True)]
         errors[f"append {side}"] = relative_error(torch.stack(stored_rows), appended)
-    cases = (("", plain, ROWS, 1), (" split", special, ROWS, 2), (" of one row", plain, 1, 2))
+    cases = (("", plain, ROWS, 1), (" split", {**special, **sinks}, ROWS, 2), (" of one row", plain, 1, 2))
     for name, settings, n_rows, splits in cases:
         last = ends[:, -n_rows:].contiguous()
         errors[f"attention by table{name}"] = relative_error(

@@ -42,6 +42,7 @@ def append(
     BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     KV_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Write the fresh keys and values of one head, for a block of rows of one request."""
     blocks = tl.cdiv(n_rows, BLOCK_ROWS)
@@ -52,6 +53,8 @@ def append(
     entry = table + request * TABLE_COLUMNS
     keys = tl.load(entry).to(tl.pointer_type(KV_DTYPE)) + head * tl.load(entry + 2)
     values = tl.load(entry + 1).to(tl.pointer_type(KV_DTYPE)) + head * tl.load(entry + 3)
+    if ALIGNED:  # a pointer loaded from a table has no known alignment, and narrow accesses are slow
+        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
     key += request * key_request + head * key_head
     value += request * value_request + head * value_head
     dim, value_dim = tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_VALUE)
@@ -97,6 +100,7 @@ def append_rows(key: Tensor, value: Tensor, table: KVTable, layer: int, rows: Te
             BLOCK_VALUE=block_dim(shape.value_dim),
             BLOCK_ROWS=block_rows,
             KV_DTYPE=triton_type(key.dtype),
+            ALIGNED=table.aligned,
         )
 
 

@@ -17,6 +17,7 @@ from tests.support.recorders import DEVICE
 
 pytest.importorskip("triton")
 
+from qcfuse_rag.runtime.fused_layers import fused_modules
 from qcfuse_rag.runtime.fused_layers.fused_modules import LeanGate, LeanNorm, lean_view, leanest_first
 
 IDS = torch.tensor([[5, 9, 200, 3, 77]], device=DEVICE)
@@ -150,3 +151,25 @@ def test_what_cannot_be_looked_at_is_yielded_as_it_is(monkeypatch: pytest.Monkey
     assert (first is not model, last is model) == (True, True)
     monkeypatch.setattr(nn.Module, "named_parameters", property(lambda self: 1 / 0))
     assert list(leanest_first(model)) == [model]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["where torch has one", "with an older torch"])
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
+def test_norms_are_torchs_own_if_it_has_one_in_one_kernel(
+    family: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those of Gemma, whose weights are differences from 1."""
+    from qcfuse_rag.runtime.fused_layers import pointwise
+
+    called, normalized = list[torch.Size](), pointwise.normalized
+    monkeypatch.setattr(pointwise, "normalized", lambda x, norm: (called.append(x.shape), normalized(x, norm))[1])
+    if not fused:
+        monkeypatch.setattr(fused_modules, "FUSED_NORM", "_there_is_none")
+    elif not hasattr(torch, fused_modules.FUSED_NORM):
+        pytest.skip("this torch has none")
+    model = build_model(family, num_hidden_layers=1).to(DEVICE)
+    view = lean_view(model)
+    called.clear()
+    with torch.inference_mode():
+        assert torch.allclose(view(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert bool(called) == (family == "gemma2-softcap" or not fused)

@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.runtime.kernels.compile 90
 
 Prints a line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared
-memory of a program, and the bytes of stack of a thread, to which registers are spilled. Nothing is run.
+memory of a program, the bytes of stack of a thread, to which registers are spilled, and the bits of its widest and
+narrowest load from and store to global memory. Nothing is run.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from qcfuse_rag.runtime.kernels.context_score import context_scores
 from qcfuse_rag.runtime.kernels.launch import LARGE_TILE, large_tile_fits
 from qcfuse_rag.runtime.kernels.placement import PlacementBlock, place_blocks
 from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
+from qcfuse_rag.runtime.kernels.split_k import MAX_SPLITS, PartialResults
 from qcfuse_rag.runtime.kernels.table_attention import append_rows, table_attention
 from qcfuse_rag.runtime.kv_table import KVTable
 from qcfuse_rag.store.quantization import LOSSLESS, quantize
 
-FP8_SINCE, HOPPER = 89, 90
+FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32", 71, 1, 128), ("fp32", 16, 2, 256))
@@ -79,9 +81,10 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
             several = decode_query.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
             for operands in ((decode_query, table, 0, ends), several):
                 yield name, dim, partial(table_attention, *operands, sinks=sinks, splits=splits, **setting)
-            if architecture == HOPPER and large_tile_fits(dtype, dim):
+            if architecture in LARGE_TILE_ARCHITECTURES and large_tile_fits(dtype, dim):
                 yield name, dim, partial(attending, tile=LARGE_TILE)
                 yield name, dim, partial(table_attention, *several, sinks=sinks, tile=LARGE_TILE, **setting)
+        yield name, dim, partial(PartialResults.of(query, MAX_SPLITS).combine, query)
         for splits in (1, 3):
             yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
@@ -108,6 +111,13 @@ def spilled_bytes(cubin: bytes) -> int:
     return max(map(int, re.findall(r"STACK:(\d+)", usage)))
 
 
+def access_bits(ptx: str, access: str) -> list[int]:
+    """Return the bits of the widest and narrowest accesses (`ld` or `st`) to global memory of a compiled program."""
+    found = re.findall(rf"\b{access}\.global\S*?(?:\.v(\d))?\.b(\d+)\b", ptx)
+    bits = [int(vector or 1) * int(size) for vector, size in found]
+    return [max(bits), min(bits)] if bits else []
+
+
 def main() -> None:
     """Compile and print."""
     architecture = int(sys.argv[1])
@@ -129,7 +139,8 @@ def main() -> None:
             kernel, made = compiled[key]
             case = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
             resources = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
-            print(json.dumps({**case, **resources}), flush=True)
+            bits = {f"{access}_bits": access_bits(made.asm["ptx"], access) for access in ("ld", "st")}
+            print(json.dumps({**case, **resources, **bits}), flush=True)
 
 
 if __name__ == "__main__":

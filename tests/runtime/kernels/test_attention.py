@@ -92,9 +92,9 @@ def test_the_large_tile_is_used_only_where_its_results_are_right(
 ) -> None:
     asked = (DEVICE, torch.float16, 64)
     supports_large_tile = attention.supports_large_tile.__wrapped__
-    monkeypatch.setattr(attention, "is_hopper", lambda device: False)
+    monkeypatch.setattr(attention, "holds_large_tile", lambda device: False)
     assert not supports_large_tile(*asked)
-    monkeypatch.setattr(attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention, "holds_large_tile", lambda device: True)
     attend, tiles = sparse_attention, []
 
     def attending(*args: Any, **kwargs: Any) -> Tensor:

@@ -152,4 +152,4 @@ def test_first_passes_compile_all_kernels_of_other_lengths(
     launched = {(constants["BLOCK_ROWS"], constants["SPLIT"]) for constants in attended if not constants["BY_TABLE"]}
     assert launched == {*all_ways, (launch.LARGE_TILE.rows, False)}
     assert {(constants["BLOCK_ROWS"], constants["BLOCK_SPLITS"] > 1) for constants in scored} == all_ways
-    assert {constants["BLOCK_SPLITS"] for constants in scored} == {1, parts.MAX_SPLITS}
+    assert {constants["BLOCK_SPLITS"] for constants in scored} == {1, parts.FEW_SPLITS}

@@ -9,13 +9,14 @@ pytest.importorskip("triton")
 
 from qcfuse_rag.runtime.kernels import split_k as parts
 from qcfuse_rag.runtime.kernels.context_score import context_scores
-from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention
-from tests.runtime.kernels.operands import operands
+from qcfuse_rag.runtime.kernels.sparse_attention import sparse_attention, sparse_attention_reference
+from tests.runtime.kernels.operands import operands, relative_error
 from tests.support.recorders import DEVICE
 
 
 @pytest.mark.parametrize(
-    ("programs", "keys", "splits"), [(16, 10_240, 16), (1, 100_000, 32), (1, 600, 2), (1, 100, 1), (300, 100_000, 1)]
+    ("programs", "keys", "splits"),
+    [(16, 10_240, 16), (1, 100_000, 128), (2, 32_768, 128), (1, 600, 2), (1, 100, 1), (300, 100_000, 1)],
 )
 def test_keys_are_split_until_programs_fill_the_device(
     programs: int, keys: int, splits: int, monkeypatch: pytest.MonkeyPatch
@@ -37,9 +38,14 @@ def test_more_parts_than_can_be_combined_are_refused() -> None:
     query, key, value, rows = operands(2, 1, [3, 9], 10, 64, 64, torch.float32)
     known = torch.ones(10, dtype=torch.bool, device=DEVICE)
     for splits in (0, parts.MAX_SPLITS + 1):
-        for call in (
-            lambda splits=splits: sparse_attention(query, key, value, rows, scaling=1.0, splits=splits),
-            lambda splits=splits: context_scores(query, key, rows, known, scaling=1.0, splits=splits),
-        ):
-            with pytest.raises(ValueError, match="split into 1 to 32 parts"):
-                call()
+        with pytest.raises(ValueError, match="split into 1 to 128 parts"):
+            sparse_attention(query, key, value, rows, scaling=1.0, splits=splits)
+        with pytest.raises(ValueError, match="split into 1 to 32 parts"):
+            context_scores(query, key, rows, known, scaling=1.0, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [parts.FEW_SPLITS, parts.FEW_SPLITS + 1, parts.MAX_SPLITS])
+def test_many_parts_are_combined(splits: int) -> None:
+    query, key, value, rows = operands(2, 1, [1500, 2100], 2112, 16, 16, torch.float32)
+    result = sparse_attention(query, key, value, rows, scaling=0.3, splits=splits)
+    assert relative_error(result, sparse_attention_reference(query, key, value, rows, scaling=0.3)) < 1e-5

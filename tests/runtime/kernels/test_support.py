@@ -15,7 +15,7 @@ from tests.runtime.kernels.operands import DTYPES
 from tests.support.recorders import DEVICE
 
 
-def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     half = (torch.float16, 64)
     assert unavailable_reason(torch.device("cpu"), *half) == "there are none for cpu"
     device = torch.device("cuda", 7)  # not in the cache
@@ -34,7 +34,11 @@ def test_kernels_are_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(support, "kernel_errors", broken)
-    assert unavailable_reason(device, *half) == "they do not run here (RuntimeError: no such instruction)"
+    caplog.clear()
+    for _ in range(2):
+        assert unavailable_reason(device, *half) == "they do not run here (RuntimeError: no such instruction)"
+    [logged] = caplog.records
+    assert (logged.levelname, "no such instruction" in logged.getMessage()) == ("WARNING", True), "once"
     unavailable_reason.cache_clear()
 
     def full(*_: Any) -> dict[str, float]:
