@@ -195,6 +195,8 @@ def _source(name: str) -> tuple[str, dict[str, Any]]:
 def _gguf_option(folder: Path) -> dict[str, Any]:
     """Return the option that names the only GGUF file of a folder; none for a folder with a saved model."""
     files = sorted(folder.glob("*.gguf"))
+    if not files and not any(folder.glob("*.json")):
+        raise ModelNotFound(f"there is no model in {folder}: it has neither a config.json nor a GGUF file")
     if not files or (folder / "config.json").is_file():
         return {}
     if len(files) > 1:

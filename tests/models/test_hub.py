@@ -75,6 +75,7 @@ def test_a_refused_connection_is_known_at_once(monkeypatch: pytest.MonkeyPatch, 
 def test_no_hub_is_asked_for_a_folder(
     asked: list[str], loaded: list[tuple[str, dict[str, Any]]], tmp_path: Path
 ) -> None:
+    (tmp_path / "config.json").touch()
     load_tokenizer(str(tmp_path))
     assert (asked, loaded) == ([], [(str(tmp_path), {"trust_remote_code": False})])
 
@@ -84,6 +85,12 @@ def test_a_folder_with_one_gguf_file_is_that_file(loaded: list[tuple[str, dict[s
     (tmp_path / "tiny.gguf").touch()
     load_tokenizer(str(tmp_path))
     assert loaded == [(str(tmp_path), {"trust_remote_code": False, "gguf_file": "tiny.gguf"})]
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelNotFound, match=rf"no model in {tmp_path}: it has neither a config\.json nor a GGUF file"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_folder_with_several_gguf_files_names_them(tmp_path: Path) -> None:
