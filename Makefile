@@ -30,7 +30,7 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" $(ARGS)
 
-# Everything, on every family of models: some 20 minutes on 2 cores.
+# Everything, on every family of models, and the first hour in this environment: some 20 minutes on 2 cores.
 test-all: setup
 	$(PYTEST) --families=all $(ARGS)
 

