@@ -62,7 +62,8 @@ class AnswerDecoder:
 
     With `exact`, tokens are first drafted on the fused cache while it is healed, and held back. When the prompt is
     healed, one pass verifies the draft. Its agreeing beginning becomes the answer, which goes on over the exact cache.
-    An answer that is sampled or follows a grammar is not drafted: its first token comes when the prompt is healed.
+    An answer that is sampled, has penalties or follows a grammar is not drafted: its first token comes when the prompt
+    is healed.
 
     Args:
         runner: the model.
@@ -126,7 +127,7 @@ class AnswerDecoder:
     @property
     def verified_upto(self) -> int | None:
         """Number of leading answer tokens known to be full prefill's greedy tokens; None if nothing is verified yet."""
-        if self._healing is None or self.holds_back or self._params.temperature:
+        if self._healing is None or self.holds_back or not self._params.is_greedy:
             return None
         return self._healing.verified(self.answer.ids)
 
@@ -154,7 +155,8 @@ class AnswerDecoder:
         text = self._take_verified_text()
         if self._logits is None or self.answer.finish_reason is not None:
             return text
-        token, self._logits = self._sampler(self._logits), None
+        token = self._sampler(self._logits, self._prefilled.prompt.ids, self.answer.ids)
+        self._logits = None
         piece = self.answer.push(token)
         return text if self.holds_back else text + piece
 
@@ -198,7 +200,7 @@ class AnswerDecoder:
         """Whether the draft, if there is one, gets no further token: a healed prompt gives exact tokens instead."""
         if not self.holds_back:
             return False
-        if self._params.temperature or self._params.grammar is not None:
+        if not self._params.is_greedy or self._params.grammar is not None:
             return True
         assert self._healing is not None
         drafted = len(self.answer.ids) >= DRAFT_TOKENS or self.answer.finish_reason is not None

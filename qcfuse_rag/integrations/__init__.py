@@ -9,11 +9,12 @@ from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, AnswerRequest, Engine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
-from qcfuse_rag.integrations.engine_settings import EngineSettings
+from qcfuse_rag.integrations.engine_settings import SAMPLING_SETTINGS, EngineSettings
 from qcfuse_rag.integrations.passages import Passage, warm_passages
 
 __all__ = [
     "LOAD_SETTINGS",
+    "SAMPLING_SETTINGS",
     "AnswerRequest",
     "EngineHandle",
     "EngineSettings",

@@ -11,6 +11,9 @@ from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, EngineHandle
 from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.models.weight_formats import WeightFormat
 
+SAMPLING_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields that have the names that `SamplingParams` has for them."""
+
 
 class EngineSettings(BaseModel):
     """A pydantic mixin for a framework's model class: the fields and the engine that all such classes share.
@@ -38,6 +41,11 @@ class EngineSettings(BaseModel):
     )
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
+    top_k: int = Field(default=0, description="Keep so many likeliest tokens; 0 keeps all.", ge=0)
+    min_p: float = Field(default=0.0, description="Keep tokens with this share of the best probability.", ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, description="Above 1: tokens of prompt and answer less often.", gt=0)
+    presence_penalty: float = Field(default=0.0, description="Subtracted from the logits of the answer's tokens.")
+    frequency_penalty: float = Field(default=0.0, description="Subtracted once for each time the answer has a token.")
     seed: int | None = Field(default=None, description="Makes sampling repeatable; None draws anew each time.")
     fidelity: Fidelity = Field(
         default="fast",

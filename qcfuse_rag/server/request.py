@@ -26,6 +26,7 @@ DEFAULT_TOKENS = 1024
 """Length limit of an answer whose request sets none; the context window may limit it further."""
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_BIASES = 1000
 MAX_DEPTH = 100
 TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
 """Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
@@ -38,7 +39,7 @@ OFF: tuple[Any, ...] = (None, 0, "", [], {})
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     # OpenAI's fields, retired ones included
-    **dict.fromkeys(("logprobs", "top_logprobs", "logit_bias", "presence_penalty", "frequency_penalty"), OFF),
+    **dict.fromkeys(("logprobs", "top_logprobs"), OFF),
     **dict.fromkeys(("functions", "audio"), OFF),
     "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
     "modalities": (*OFF, ["text"]),
@@ -46,13 +47,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "min_p", "use_beam_search"), OFF),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
     **dict.fromkeys(("echo", "prompt_logprobs", "chat_template", "chat_template_kwargs"), OFF),
     **dict.fromkeys(("continue_final_message", "add_special_tokens"), OFF),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), (None, 1)),
+    "length_penalty": (None, 1),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (None, True)),
-    "top_k": (*OFF, -1),
     "truncate_prompt_tokens": (None, -1),
     "best_of": (*OFF, 1),
 }
@@ -175,6 +175,12 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(default=None, ge=1, strict=True)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, strict=True)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: str | FailFastList[str] | None = None
     tools: FailFastList[ToolSpec] | None = None
@@ -234,6 +240,12 @@ class ChatRequest(BaseModel):
             max_new_tokens=max_tokens,
             temperature=max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0,
             top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all, too
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((self.logit_bias or {}).items()),
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             seed=self.seed,
             fidelity=self.fidelity or fidelity,

@@ -167,9 +167,9 @@ def called(arguments: str) -> dict[str, Any]:
         ({"n": 2}, 400, "only one answer is given"),
         ({"logprobs": True}, 400, "logprobs is not supported"),
         ({"top_logprobs": 5}, 400, "top_logprobs is not supported"),
-        ({"top_k": 40}, 400, "top_k is not supported"),
-        ({"min_p": 0.1}, 400, "min_p is not supported"),
-        ({"logit_bias": {"\ud800": 1}}, 400, "logit_bias is not supported"),
+        ({"top_k": -2}, 400, "top_k"),
+        ({"min_p": 1.1}, 400, "min_p"),
+        ({"logit_bias": {"\ud800": 1}}, 400, "logit_bias"),
         ({"guided_json": {"type": "object"}}, 400, "guided_json is not supported"),
         ({"structured_outputs": {"regex": "a+"}}, 400, "structured_outputs is not supported"),
         ({"stop_token_ids": [2]}, 400, "stop_token_ids is not supported"),
@@ -182,11 +182,12 @@ def called(arguments: str) -> dict[str, Any]:
         ({"truncate_prompt_tokens": 9}, 400, "truncate_prompt_tokens is not supported"),
         ({"add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
         ({"modalities": ["text", "audio"]}, 400, "modalities is not supported"),
-        ({"repetition_penalty": 1.1}, 400, "repetition_penalty is not supported"),
+        ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias names token 99999999"),
         ({"max_tokens": True}, 400, "max_tokens: Input should be a valid integer"),
         ({"temperature": 1e308}, 400, "temperature: Input should be less"),
         ({"messages": [{"role": "user", "content": "x" * 2_000_000}]}, 400, "characters cannot fit a context window"),
-        ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"presence_penalty": 3.0}, 400, "presence_penalty"),
         ({"seed": 2**63}, 400, "seed: Input should be less than"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -269,6 +270,19 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_health_check(backend: 
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
         assert (await http.get("/metrics")).text == "qcfuse_prefills_total 1\n"
         assert (await ask(http)).status_code == 200
+
+
+async def test_penalties_and_biases_change_answers(http: httpx.AsyncClient, engine: FusionEngine) -> None:
+    async def text(**settings: Any) -> str:
+        response = await ask(http, max_tokens=8, **settings)
+        return str(response.json()["choices"][0]["message"]["content"])
+
+    vocabulary = engine.lm.model.get_input_embeddings().num_embeddings
+    only = next(token for token in range(300, vocabulary) if engine.lm.tokenizer.decode([token]).isalpha())
+    assert await text(logit_bias={str(only): 100}) == engine.lm.tokenizer.decode([only] * 8)
+    varied = await text(logit_bias={str(only): 100}, presence_penalty=2, frequency_penalty=2, repetition_penalty=90)
+    assert varied != engine.lm.tokenizer.decode([only] * 8)
+    assert await text(top_k=1, temperature=1, seed=1) == await text()
 
 
 async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +438,37 @@ async def test_a_long_text_is_refused_before_it_is_tokenised(
         response = await ask(http, **changes)
         assert (response.status_code, "cannot fit a context window" in error(response)) == (400, True)
     assert sum(encoded) < 10_000
+
+
+@pytest.mark.parametrize("sign", ["\u6f22", "ab ", "a.", "\U0001f680", "  x"])
+async def test_tokenising_ends_soon_beyond_the_window(
+    http: httpx.AsyncClient, engine: FusionEngine, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    """Whatever the characters for each token: in one text, in many, in passages, in earlier messages."""
+    encoded: list[int] = []
+    encoding = PromptBuilder._encoding
+
+    def counting(self: PromptBuilder, core: Any, text: str, **options: Any) -> Any:
+        found = encoding(self, core, text, **options)
+        encoded.append(len(found))
+        return found
+
+    monkeypatch.setattr(PromptBuilder, "_encoding", counting)
+    monkeypatch.setattr(FusionEngine, "_require_short", lambda *_: None)
+    text, user = sign * 100_000, {"role": "user", "content": "x"}
+    some = [{"role": "user", "content": sign * 1_000}, {"role": "assistant", "content": "x"}] * 100
+    for changes in (
+        {"messages": [{"role": "user", "content": text}], "documents": None},
+        {"messages": [{"role": "user", "content": text}]},
+        {"messages": [*some, user], "documents": None},
+        {"messages": [*some, user]},
+        {"documents": [sign * 1_000] * 100},
+    ):
+        encoded.clear()
+        response = await ask(http, **changes)
+        assert response.status_code == 400
+        assert "context window" in error(response)
+        assert sum(encoded) < 4 * engine.lm.window.tokens
 
 
 @pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "application/jsonp"])

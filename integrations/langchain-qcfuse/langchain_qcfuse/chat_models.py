@@ -22,6 +22,7 @@ from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSum
 from qcfuse_rag.errors import InvalidTemplate
 from qcfuse_rag.integrations import (
     LOAD_SETTINGS,
+    SAMPLING_SETTINGS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
@@ -38,7 +39,7 @@ SERVICE_SETTINGS = ("api_key", "base_url", "timeout", "max_retries", "streaming"
 CALL_SETTINGS = (
     "max_tokens",
     "temperature",
-    "top_p",
+    *SAMPLING_SETTINGS,
     "seed",
     "stop",
     "fidelity",
@@ -48,7 +49,16 @@ CALL_SETTINGS = (
     "response_format",
     "stream",  # read by LangChain itself
 )
-ANSWER_SETTINGS = ("model_name", *LOAD_SETTINGS, "max_tokens", "temperature", "top_p", "seed", "stop", "fidelity")
+ANSWER_SETTINGS = (
+    "model_name",
+    *LOAD_SETTINGS,
+    "max_tokens",
+    "temperature",
+    *SAMPLING_SETTINGS,
+    "seed",
+    "stop",
+    "fidelity",
+)
 
 
 class ChatQCFuse(EngineSettings, BaseChatModel):
@@ -286,7 +296,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         sampling = SamplingParams(
             max_new_tokens=_or_default(kwargs.get("max_tokens"), self.max_tokens),
             temperature=_or_default(kwargs.get("temperature"), self.temperature),
-            top_p=_or_default(kwargs.get("top_p"), self.top_p),
+            **{name: _or_default(kwargs.get(name), getattr(self, name)) for name in SAMPLING_SETTINGS},
             stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
             seed=_or_default(kwargs.get("seed"), self.seed),
             fidelity=_or_default(kwargs.get("fidelity"), self.fidelity),

@@ -16,6 +16,7 @@ from langchain_core.runnables import ConfigurableField
 from langchain_qcfuse import ChatQCFuse, create_qcfuse_chain
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, PromptTemplate, make_method
 from qcfuse_rag.errors import Closed, MisplacedSetting
+from qcfuse_rag.integrations import SAMPLING_SETTINGS
 from tests.support.passages import PASSAGES, QUESTION
 
 DOCUMENTS = [Document(page_content=text) for text in PASSAGES]
@@ -76,6 +77,12 @@ def test_none_means_the_default(chat: ChatQCFuse) -> None:
     plain = chat.invoke(QUESTION).content
     assert chat.invoke(QUESTION, temperature=None, max_tokens=None, top_p=None, stop=None).content == plain
     assert ChatQCFuse(model="M", temperature=None, max_tokens=None, stop=None).temperature == 0
+
+
+def test_sampling_settings_are_those_of_the_engine(chat: ChatQCFuse) -> None:
+    settings = dict.fromkeys(SAMPLING_SETTINGS, 1.0) | {"top_k": 3, "presence_penalty": 2.0, "top_p": 0.9}
+    _, sampling = chat._request([HumanMessage("Who?")], None, dict(settings))(chat.engine)
+    assert {name: getattr(sampling, name) for name in SAMPLING_SETTINGS} == settings
 
 
 def test_answers_of_other_engines_are_not_taken_from_langchains_cache(chat: ChatQCFuse) -> None:

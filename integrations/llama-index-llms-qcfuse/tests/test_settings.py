@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from llama_index.llms.qcfuse import QCFuseLLM, QCFuseSynthesizer, QCFuseVectorStore, QCFuseWarmup
 from qcfuse_rag import LanguageModel
 from qcfuse_rag.errors import MisplacedSetting, NotStored
+from qcfuse_rag.integrations import SAMPLING_SETTINGS
 from tests.support.passages import PASSAGES, QUESTION
 
 
@@ -49,6 +50,13 @@ def test_a_copy_with_another_method_loads_its_own_engine_or_raises(lm: LanguageM
 def test_none_means_the_default(llm: QCFuseLLM) -> None:
     plain = llm.complete(QUESTION).text
     assert llm.complete(QUESTION, temperature=None, max_new_tokens=None, top_p=None, stop=None).text == plain
+
+
+def test_sampling_settings_are_those_of_the_engine(llm: QCFuseLLM) -> None:
+    settings = dict.fromkeys(SAMPLING_SETTINGS, 0.5) | {"top_k": 3}
+    copied = llm.model_copy(update=settings).sampling()
+    assert {name: getattr(copied, name) for name in SAMPLING_SETTINGS} == settings
+    assert llm.sampling(**settings) == copied
 
 
 def test_given_functions_word_the_prompts(llm: QCFuseLLM) -> None:

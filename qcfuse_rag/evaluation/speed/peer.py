@@ -218,6 +218,6 @@ class _EndlessSampler(Sampler):
         super().__init__(params, lm)
         self._excluded = torch.tensor(sorted(end_tokens(lm)), dtype=torch.int64)
 
-    def __call__(self, logits: Tensor) -> int:
-        """Choose a token from `[vocabulary]` float32 logits."""
-        return super().__call__(logits.index_fill(0, self._excluded, float("-inf")))
+    def __call__(self, logits: Tensor, prompt: Ids = (), answer: Ids = ()) -> int:
+        """Choose another token than an end token; see `Sampler`."""
+        return super().__call__(logits.index_fill(0, self._excluded, float("-inf")), prompt, answer)

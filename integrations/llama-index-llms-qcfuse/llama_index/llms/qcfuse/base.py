@@ -28,6 +28,7 @@ from llama_index.llms.qcfuse.events import finish
 from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
+    SAMPLING_SETTINGS,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
@@ -36,8 +37,8 @@ from qcfuse_rag.integrations import (
     warn_unused,
 )
 
-SAMPLING_SETTINGS = ("max_new_tokens", "temperature", "top_p", "seed", "fidelity")
-CALL_SETTINGS = (*SAMPLING_SETTINGS, "stop", "response_format")
+SCALAR_SETTINGS = ("max_new_tokens", "temperature", "seed", "fidelity", *SAMPLING_SETTINGS)
+CALL_SETTINGS = (*SCALAR_SETTINGS, "stop", "response_format")
 MEDIA = {"image", "audio", "video", "document"}
 """Types of message blocks that a text model cannot read."""
 
@@ -97,11 +98,11 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         options = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
-            "top_p": self.top_p,
+            **{name: getattr(self, name) for name in SAMPLING_SETTINGS},
             "seed": self.seed,
             "fidelity": self.fidelity,
             "stop": tuple(self.stop),
-            **{name: kwargs[name] for name in SAMPLING_SETTINGS if kwargs.get(name) is not None},
+            **{name: kwargs[name] for name in SCALAR_SETTINGS if kwargs.get(name) is not None},
         }
         if kwargs.get("stop"):
             options["stop"] = (kwargs["stop"],) if isinstance(kwargs["stop"], str) else tuple(kwargs["stop"])
