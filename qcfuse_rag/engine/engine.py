@@ -76,7 +76,7 @@ class FusionEngine:
         self.lm = lm
         self.store = store
         self.method = method or choose_method()
-        self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate())
+        self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.window.tokens)
         self.corpus = Corpus(lm, store, self.prompts, self.method)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
         self.profile: LayerProfile | None = None
@@ -342,10 +342,13 @@ class FusionEngine:
                 may write them. Whitespace counts apart, because tokens of whitespace are often the longest.
         """
         window = self.lm.window.tokens
-        count, visible = sum(map(estimate_length, parts)), sum(map(count_visible, parts))
+        count = sum(map(estimate_length, parts))
         if count < CHEAP_CHARACTERS:
             return
-        if count > window * self.prompts.longest_token or visible > window * self.prompts.longest_visible_token:
+        most_visible = window * self.prompts.longest_visible_token
+        if count > window * self.prompts.longest_token or (
+            count > most_visible and sum(map(count_visible, parts)) > most_visible
+        ):
             raise PromptTooLong(
                 f"a prompt of about {count:,} characters cannot fit a context window of {window:,} tokens"
             )

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker
@@ -35,16 +35,28 @@ MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 """Matches the numbers of markers that a conversation or a tool mentions."""
 
 
+PIECE_CHARACTERS = 1 << 14
+"""Characters of a long text that are tokenised at a time to count its tokens."""
+
+
 @dataclass(frozen=True)
 class PromptBuilder:
     """Build prompts for one tokenizer and one template.
 
+    Attributes:
+        tokenizer: of the model.
+        template: wording of the prompt.
+        window: tokens of the model's context window. Tokenising ends at twice as many, since each token takes half a
+            kilobyte meanwhile; None for no bound.
+
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated.
+        PromptTooLong: if there are more than twice as many tokens as the window has.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: PromptTemplate
+    window: int | None = None
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -77,7 +89,7 @@ class PromptBuilder:
         Tokens that share a character outside ASCII each have the whole character.
         """
         chunk = self.template.format_chunk(text)
-        return tuple(_encoding(self._without_special, chunk).offsets)
+        return tuple(self._encoding(self._without_special, chunk).offsets)
 
     def build(
         self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
@@ -99,9 +111,12 @@ class PromptBuilder:
         fixed = not history and not tools and parts[1][0] == "context"
         for index, (kind, rendered) in enumerate(parts):
             if kind == "context":
-                segments += [
-                    Segment(Role.CHUNK, self.chunk_ids(chunk), self.template.format_chunk(chunk)) for chunk in chunks
-                ]
+                tokens = 0
+                for chunk in chunks:
+                    ids = self.chunk_ids(chunk)
+                    tokens += len(ids)
+                    self._require_window(tokens)
+                    segments.append(Segment(Role.CHUNK, ids, self.template.format_chunk(chunk)))
             elif kind == "question":
                 segments.append(Segment(Role.QUESTION, self._text_ids(question), question))
             else:
@@ -128,8 +143,9 @@ class PromptBuilder:
         for piece_start, text, is_special in rendered.pieces():
             core = self._with_special if is_special else self._without_special
             started = piece_start > 0 or text.startswith(self.tokenizer.bos_token or "\0")
-            encoding = _encoding(core, text, add_special_tokens=begin and not started)
+            encoding = self._encoding(core, text, add_special_tokens=begin and not started)
             ids += encoding.ids
+            self._require_window(len(ids))
             offsets += [(start + piece_start, stop + piece_start) for start, stop in encoding.offsets]
         return tuple(ids), offsets
 
@@ -237,7 +253,22 @@ class PromptBuilder:
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
         """Tokenise a segment without special tokens: a passage cannot end a turn."""
-        return tuple(_encoding(self._without_special, text).ids)
+        return tuple(self._encoding(self._without_special, text).ids)
+
+    def _encoding(self, core: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+        """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
+        if self.window is not None and len(text) > 2 * self.window:
+            tokens = 0
+            for start in range(0, len(text), PIECE_CHARACTERS):
+                (piece,) = core.encode_batch([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)
+                tokens += len(piece)
+                self._require_window(tokens)
+        (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding
+
+    def _require_window(self, tokens: int) -> None:
+        if self.window is not None and tokens > 2 * self.window:
+            raise PromptTooLong(f"more than {tokens:,} tokens cannot fit a context window of {self.window:,} tokens")
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -260,12 +291,6 @@ def _as_mapping(turn: Turn) -> Mapping[str, Any]:
 def _is_system_text(turn: Turn) -> bool:
     message = _as_mapping(turn)
     return message["role"] == "system" and isinstance(message.get("content"), str)
-
-
-def _encoding(core: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
-    (encoding,) = core.encode_batch([text], add_special_tokens=add_special_tokens)
-    return encoding
 
 
 def _private_copy(tokenizer: PreTrainedTokenizerBase, *, split_special: bool) -> Tokenizer:

@@ -91,6 +91,7 @@ verified_answers = _seam(
 checked_segment_tokens = _seam("qcfuse_rag.engine.exactness_check._segment_tokens")
 shadow_prefill = _seam("qcfuse_rag.monitoring.shadow.prefill")
 spare_connections = _seam("qcfuse_rag.server.http_server.SPARE_CONNECTIONS")
+counted_bytes = _seam("qcfuse_rag.server.json_body.PIECE_BYTES")
 demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
 nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
 
