@@ -38,6 +38,9 @@ MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 PIECE_CHARACTERS = 1 << 14
 """Characters of a long text that are tokenised at a time to count its tokens."""
 
+CHEAP_TOKENS = 1 << 16
+"""Tokens that are made for any window."""
+
 
 @dataclass(frozen=True)
 class PromptBuilder:
@@ -46,12 +49,12 @@ class PromptBuilder:
     Attributes:
         tokenizer: of the model.
         template: wording of the prompt.
-        window: tokens of the model's context window. Tokenising ends at twice as many, since each token takes half a
-            kilobyte meanwhile; None for no bound.
+        window: tokens of the model's context window. Tokenising a prompt ends at twice as many or `CHEAP_TOKENS`, since
+            each token takes half a kilobyte meanwhile; None for no bound.
 
     Raises:
         InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated.
-        PromptTooLong: if there are more than twice as many tokens as the window has.
+        PromptTooLong: if a prompt has more tokens than that.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -66,7 +69,7 @@ class PromptBuilder:
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a passage's chunk, the same in every prompt."""
-        return self._text_ids(self.template.format_chunk(text))
+        return self._text_ids(self.template.format_chunk(text), bounded=False)
 
     @cached_property
     def longest_token(self) -> int:
@@ -89,7 +92,7 @@ class PromptBuilder:
         Tokens that share a character outside ASCII each have the whole character.
         """
         chunk = self.template.format_chunk(text)
-        return tuple(self._encoding(self._without_special, chunk).offsets)
+        return tuple(self._encoding(self._without_special, chunk, bounded=False).offsets)
 
     def build(
         self, question: str, chunks: Sequence[str], history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
@@ -113,7 +116,7 @@ class PromptBuilder:
             if kind == "context":
                 tokens = 0
                 for chunk in chunks:
-                    ids = self.chunk_ids(chunk)
+                    ids = self._text_ids(self.template.format_chunk(chunk))
                     tokens += len(ids)
                     self._require_window(tokens)
                     segments.append(Segment(Role.CHUNK, ids, self.template.format_chunk(chunk)))
@@ -251,13 +254,15 @@ class PromptBuilder:
     def _encode(self, rendered: RenderedText) -> tuple[int, ...]:
         return self.encode_whole(rendered, begin=False)[0]
 
-    def _text_ids(self, text: str) -> tuple[int, ...]:
+    def _text_ids(self, text: str, *, bounded: bool = True) -> tuple[int, ...]:
         """Tokenise a segment without special tokens: a passage cannot end a turn."""
-        return tuple(self._encoding(self._without_special, text).ids)
+        return tuple(self._encoding(self._without_special, text, bounded=bounded).ids)
 
-    def _encoding(self, core: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    def _encoding(
+        self, core: Tokenizer, text: str, *, add_special_tokens: bool = False, bounded: bool = True
+    ) -> Encoding:
         """Tokenise a text; other threads run meanwhile, as they do not beside `Tokenizer.encode`."""
-        if self.window is not None and len(text) > 2 * self.window:
+        if bounded and self.window is not None and len(text) > max(2 * self.window, PIECE_CHARACTERS):
             tokens = 0
             for start in range(0, len(text), PIECE_CHARACTERS):
                 (piece,) = core.encode_batch([text[start : start + PIECE_CHARACTERS]], add_special_tokens=False)
@@ -267,7 +272,7 @@ class PromptBuilder:
         return encoding
 
     def _require_window(self, tokens: int) -> None:
-        if self.window is not None and tokens > 2 * self.window:
+        if self.window is not None and tokens > max(2 * self.window, CHEAP_TOKENS):
             raise PromptTooLong(f"more than {tokens:,} tokens cannot fit a context window of {self.window:,} tokens")
 
     @cached_property
