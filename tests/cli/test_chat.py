@@ -124,7 +124,7 @@ def test_a_terminal_offers_earlier_questions_by_arrow_keys(library: Path, tmp_pa
         os.close(terminal)
         wait_for(controller, "> ", timeout=120)
         os.write(controller, b"/hello\n")
-        wait_for(controller, "no command /hello")
+        wait_for(controller, "no command /hello", "> ")  # keys are taken as they are from the next prompt on
         os.write(controller, b"\x10\x7f\x7fp\n")  # the line again, with `p` instead of its last two letters
         wait_for(controller, "explain.html by default")
         os.write(controller, b"/quit\n")
@@ -135,10 +135,10 @@ def test_a_terminal_offers_earlier_questions_by_arrow_keys(library: Path, tmp_pa
         os.close(controller)
 
 
-def wait_for(descriptor: int, text: str, timeout: float = 60) -> str:
-    """Read a terminal until a text is shown."""
+def wait_for(descriptor: int, *texts: str, timeout: float = 60) -> str:
+    """Read a terminal until all texts are shown, each behind the one before."""
     shown, deadline = "", time.monotonic() + timeout
-    while text not in shown:
+    while not re.search(".*".join(map(re.escape, texts)), shown, re.DOTALL):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, shown
         shown += os.read(descriptor, 4096).decode(errors="replace")

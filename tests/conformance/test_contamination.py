@@ -69,7 +69,7 @@ def store_victim_as_answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(VICTIM, add_special_tokens=False)["input_ids"], end])
         with monkeypatch.context() as patch:
-            seams.sampler(patch, lambda params, lm: lambda logits: next(tokens))
+            seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
             stream = engine.stream(prompt, SamplingParams(max_new_tokens=200), method=make_method("full"))
             stored = engine.corpus.put_generated(stream)
         assert stored.reason is None

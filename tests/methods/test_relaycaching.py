@@ -36,7 +36,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Answering:
     def answer(engine: FusionEngine, prompt: Prompt, method: str = "full", text: str = ANSWER) -> TextStream:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(text, add_special_tokens=False)["input_ids"], end])
-        seams.sampler(monkeypatch, lambda params, lm: lambda logits: next(tokens))
+        seams.sampler(monkeypatch, lambda params, lm: lambda *_: next(tokens))
         stream = engine.stream(prompt, SamplingParams(max_new_tokens=100), method=make_method(method))
         stream.result()
         return stream
@@ -156,7 +156,7 @@ def test_an_answer_that_was_cut_off_is_stored_with_its_last_token_computed(
     ids = stream.generation.ids[:-1]
     short = engine.lm.tokenizer.decode(ids[:6])
     prefilled, tokens = engine.prefill(old, method=make_method("full"), answer_tokens=6), iter(ids)
-    sampler: Any = lambda logits: next(tokens)  # noqa: E731
+    sampler: Any = lambda *_: next(tokens)  # noqa: E731
     cut = TextStream(engine.runner, prefilled, SamplingParams(6), sampler=sampler)
     kept = engine.corpus.put_generated(cut)
     assert cut.result().finish_reason == "length"
