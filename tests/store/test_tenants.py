@@ -16,6 +16,7 @@ from qcfuse_rag.store.backends.tenant import TenantStore
 from qcfuse_rag.store.backends.tiered import TieredStore
 from qcfuse_rag.store.entry.encryption import StoreCipher
 from qcfuse_rag.store.key import tenant_prefix
+from qcfuse_rag.store.quantization import LOSSLESS
 from qcfuse_rag.store.testing import assert_same, example_chunk, example_key
 from tests.store.test_tiered_store import PATIENCE_S, Watched
 from tests.support.engines import make_engine
@@ -184,7 +185,7 @@ def test_a_tenant_needs_a_secret(tmp_path: Path) -> None:
 
 
 def test_a_tenant_of_an_encrypted_store(tmp_path: Path) -> None:
-    options = {"secret": SECRET, "encrypt": True}
+    options = {"secret": SECRET, "encrypt": True, "numbers": LOSSLESS}
     with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]
         alice.put(KEY, example_chunk())
     with open_store(tmp_path, tenant="alice", **options) as alice:  # type: ignore[arg-type]
