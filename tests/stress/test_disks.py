@@ -279,7 +279,8 @@ def test_a_remote_that_is_away(llama: LanguageModel, tmp_path: Path) -> None:
         with pytest.raises(StoreError, match="remote redis cannot be reached"):
             warm(engine)
         assert not store.health()[-1].ok
-    with open_store(tmp_path / "kv", disk_bytes=1 << 20, remote=f"unix://{tmp_path}/nobody.sock") as store:
+    away = f"unix://{tmp_path}/nobody.sock"
+    with open_store(tmp_path / "kv", disk_bytes=1 << 20, numbers="model", remote=away) as store:
         engine = make_engine(llama, store)
         answers_in_full(engine, tally, "remote redis cannot be reached")
         with pytest.raises(StoreError, match="chunks are in the disk tier only: remote redis cannot be reached"):
