@@ -113,7 +113,8 @@ class FusionEngine:
                 verify`, as `auto` does by default, it takes the ratio of a passing verdict in the store's folder.
             device: such as `cpu` or `cuda:0`; a GPU if there is one.
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
-            weights: `model` (in the dtype), `int8` (on CPUs), or `auto`; see `models.load.load_pretrained`.
+            weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
+                `models.load.load_pretrained`.
             check: compare the engine with the model's own code on a few tokens before it is trusted.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.

@@ -96,13 +96,13 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether penalties or biases change the model's logits."""
+        """Whether the answer has a penalty or a bias."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token is the likeliest by the model's own logits, so that the answer can be verified."""
+        """Whether each token is the model's likeliest; only such answers can be verified."""
         return self.temperature == 0 and not self.adjusts_logits
 
 

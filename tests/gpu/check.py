@@ -50,7 +50,7 @@ DRY_CONTEXT, DRY_CHUNK = 16, 16
 
 @dataclass
 class Check:
-    """What the steps share.
+    """The state that all steps share.
 
     Attributes:
         shape: name of the shape of the model with random weights.

@@ -31,7 +31,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, ...]]:
 
     def attending(query: Tensor, *operands: Any, **options: Any) -> Tensor:
         if query.device.type == "cuda":
-            seen.append(tuple(one() for one in allowed))
+            seen.append(tuple(is_allowed() for is_allowed in allowed))
         return attend(query, *operands, **options)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)

@@ -201,7 +201,7 @@ HEAVY_BODIES: dict[str, Callable[[], bytes]] = {
     "no end": _filled("", '{"a":[', ""),
     "quotes of no string": _filled(MESSAGE, '\\"', ""),
 }
-"""What makes bodies of the largest size that is read, by what they are full of."""
+"""Functions that make bodies of the largest accepted size, by the name of their content."""
 
 
 def whole_request(body: bytes) -> bytes:

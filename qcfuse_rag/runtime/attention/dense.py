@@ -16,9 +16,12 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MAX_DIM = 256
 FLASH_MIN_CAPABILITY = (8, 0)
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""What torch may attend by on a GPU. Since 2.11 it prefers cuDNN on Hopper and Blackwell, which builds a plan for each
-new number of rows and keys: 23 to 440 ms each (modelscope/FunASR#3704). Passages and prompts differ in length, and each
-step of decoding has one key more. On a B200 cuDNN also gave wrong results (pytorch#193893)."""
+"""Torch's attention backends on a GPU, without cuDNN.
+
+Since 2.11, torch prefers cuDNN on Hopper and Blackwell. It builds a plan for each new number of rows and keys, in 23 to
+440 ms (modelscope/FunASR#3704). Passages and prompts differ in length, and each step of decoding has one more key. On a
+B200 cuDNN also gave wrong results (pytorch#193893).
+"""
 
 
 def dense_attention_name(device: torch.device, dtype: torch.dtype) -> str:
