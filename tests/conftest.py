@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, folders in MARKED_FOLDERS.items():
             if any(folder.is_relative_to(TESTS / name) for name in folders):
                 item.add_marker(marker)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Let a test's commands, which silence the logs of their process, not silence those of the tests after it."""
+    before = logging.root.manager.disable
+    yield
+    logging.disable(before)
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def watched_server(lm: LanguageModel, tally: Tally) -> Iterator[int]:
         tally.errors.append(f"the server took {more_bytes:,} bytes more")
     if seen.total("failed"):
         tally.errors.append(f"{seen.total('failed')} health checks failed")
-    assert seen.total("asked") > 10
+    assert seen.total("asked"), "nothing was watched"
     if longest_s > MOST_WAIT_S:
         tally.errors.append(f"a health check took {longest_s:.3f} s")
 
