@@ -53,6 +53,7 @@ def run_demo(options: DemoOptions, *, as_json: bool) -> None:
                     dtype=options.dtype,
                     weights=options.weight_format,
                     compiled=False,
+                    prefix_bytes=0,  # or the second side would reuse what the first one computed
                 )
             )
             embed = Embedder(options.embedder or default_embedder())

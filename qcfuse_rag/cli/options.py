@@ -188,6 +188,9 @@ class ServeOptions(MethodOptions):
         bool,
         Option("--keep", help="Warm passages that clients sent and the store lacked, while no request waits."),
     ] = False
+    prefix_mb: Annotated[
+        int, Option(min=0, help="Megabytes of finished requests to keep in memory for conversations that go on.")
+    ] = 1000
     remote: Remote = None
     ray: Annotated[str | None, Option(help="Ray cluster to serve on: auto, local, or an address.")] = None
     replicas: Annotated[int, Option(min=1, help="Replicas on Ray; the minimum if --most-replicas is given.")] = 2

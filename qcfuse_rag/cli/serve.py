@@ -96,6 +96,7 @@ def _serve_in_process(
     listener = _bind(options)
     with open_library_store(library, remote=options.remote) as store:
         engine = open_engine(store, method, options, settings)
+        engine.prefixes.limit_bytes = options.prefix_mb * 1_000_000
         print_verdict_note(engine)
         with status("warming up"):
             engine.compile()

@@ -308,14 +308,20 @@ class Corpus:
         """The signatures by which warmed passages are recognised in a text."""
         return PassageSignatures(self.open_sources, self._lm.fingerprint)
 
-    def evict_removed(self) -> None:
-        """Drop the entries that other processes removed from the store, as noted in its manifest."""
+    def evict_removed(self) -> bool:
+        """Drop the entries that other processes removed from the store, as noted in its manifest.
+
+        Returns:
+            Whether there were any since the last call.
+        """
+        removed: list[str] = []
         if self._store.folder is None:
-            return
+            return False
         with suppress(StoreError):  # nothing is known then; chunks are still checked when they are read
             self._followed, removed = self.open_sources().garbage.removed_since(self._followed)
             if removed:
                 self._store.evict_removed(removed)
+        return bool(removed)
 
     def close(self) -> None:
         """Close the manifest."""

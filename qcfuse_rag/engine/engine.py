@@ -16,8 +16,10 @@ from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
 from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
+from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
+from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES, PrefixCache
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport
 from qcfuse_rag.generation.decode import Generation, TextStream
@@ -54,9 +56,11 @@ class FusionEngine:
         method: what to reuse and what to recompute where a request names no method.
         load_limit_s: most seconds that a request waits for the store; chunks that have not come by then are computed.
             None waits as long as it takes.
+        prefix_bytes: most bytes of finished requests to keep in memory for prompts that begin like them.
 
     Attributes:
         prompts: builds prompts.
+        prefixes: the finished requests that later prompts may begin with.
         corpus: the passages: capture, forget, prefetch, and the record of their documents.
         runner: the model's passes and decode steps, and their measured costs.
         profile: the profile that `load` took the model's critical layers from, or None.
@@ -72,6 +76,7 @@ class FusionEngine:
         template: PromptTemplate | None = None,
         method: Method | None = None,
         load_limit_s: float | None = LOAD_LIMIT_S,
+        prefix_bytes: int = 0,
     ) -> None:
         self.lm = lm
         self.store = store
@@ -79,6 +84,7 @@ class FusionEngine:
         self.prompts = PromptBuilder(lm.tokenizer, template or PromptTemplate(), lm.window.tokens)
         self.corpus = Corpus(lm, store, self.prompts, self.method)
         self.runner = ModelRunner(lm, store, load_limit_s=load_limit_s)
+        self.prefixes = PrefixCache(prefix_bytes)
         self.profile: LayerProfile | None = None
         self.profile_ignored: str | None = None
         self.verdict: Verdict | None = None
@@ -102,6 +108,7 @@ class FusionEngine:
         verdict: VerdictPolicy = "warn",
         load_limit_s: float | None = LOAD_LIMIT_S,
         compiled: bool | None = None,
+        prefix_bytes: int = PREFIX_BYTES,
     ) -> FusionEngine:
         """Load a model and open a store.
 
@@ -124,6 +131,8 @@ class FusionEngine:
             load_limit_s: most seconds that a request waits for the store.
             compiled: call `compile` before the engine is returned; None does so on a GPU, where requests without
                 recorded graphs take two to three times as long by calculation.
+            prefix_bytes: most bytes of finished requests to keep in memory, so that a prompt that begins like one of
+                them, as the next turn of a conversation does, does not compute its beginning again. 0 keeps nothing.
 
         Raises:
             ModelNotFound: if the model cannot be loaded.
@@ -147,7 +156,7 @@ class FusionEngine:
             raise
         if existing is not None:
             chosen = existing.applied(chosen)
-        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s)
+        engine = cls(lm, opened, template=template, method=chosen, load_limit_s=load_limit_s, prefix_bytes=prefix_bytes)
         engine.verdict, engine.profile, engine.profile_ignored = existing, lookup.profile, lookup.ignored
         if lm.device.type == "cuda" if compiled is None else compiled:
             engine.compile()
@@ -159,7 +168,9 @@ class FusionEngine:
 
     def forget(self, source: str) -> int:
         """Remove a document's passages from the store; return the number of removed entries. See `Corpus.forget`."""
-        return self.corpus.forget(source)
+        removed = self.corpus.forget(source)
+        self.prefixes.clear()
+        return removed
 
     def prompt(
         self,
@@ -209,6 +220,8 @@ class FusionEngine:
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
         """Bring a prompt to its first token; for measuring, and for decoding by other means.
 
+        Nothing that an earlier request has computed is reused but what the store has.
+
         Args:
             prompt: from `prompt`.
             method: instead of the engine's own.
@@ -220,7 +233,13 @@ class FusionEngine:
         return complete(self.prefill_in_parts(prompt, method=method, answer_tokens=answer_tokens))
 
     def prefill_in_parts(
-        self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0, part_rows: PartRows | None = None
+        self,
+        prompt: Prompt,
+        *,
+        method: Method | None = None,
+        answer_tokens: int = 0,
+        part_rows: PartRows | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> Parts[Prefilled]:
         """Bring a prompt to its first token, in parts between which other requests may compute.
 
@@ -229,6 +248,8 @@ class FusionEngine:
             method: instead of the engine's own.
             answer_tokens: tokens to reserve for the answer.
             part_rows: the most rows of a part; None for one part.
+            prefixes: where to find the beginning of the prompt and to keep prompt and answer, which is done when the
+                answer has ended; None for neither.
 
         Raises:
             PromptTooLong: if prompt and answer exceed the context window.
@@ -239,10 +260,14 @@ class FusionEngine:
             chosen = shadow.method(chosen)
         with self._in_flight.track():
             self.store.advance()
-            self.corpus.evict_removed()
+            if self.corpus.evict_removed():
+                self.prefixes.clear()
+            lease = None if prefixes is None else prefixes.lease(prompt, chosen)
             prefilled = yield from prefill_in_parts(
-                self.runner, prompt, chosen, answer_tokens=answer_tokens, part_rows=part_rows
+                self.runner, prompt, chosen, answer_tokens=answer_tokens, shared=lease, part_rows=part_rows
             )
+            if lease is not None:
+                lease.release()
         if shadow is not None:
             shadow.note(prefilled, chosen)
         for observer in self._observers:
@@ -274,7 +299,10 @@ class FusionEngine:
         """
         params = sampling or SamplingParams()
         sampler = Sampler(params, self.lm)  # refuses an impossible grammar before anything is computed
-        prefilled = self.prefill(prompt, method=method, answer_tokens=params.max_new_tokens)
+        parts = self.prefill_in_parts(
+            prompt, method=method, answer_tokens=params.max_new_tokens, prefixes=self.prefixes
+        )
+        prefilled = complete(parts)
         return TextStream(self.runner, prefilled, params, cancel=cancel, sampler=sampler)
 
     def generate(
@@ -287,6 +315,11 @@ class FusionEngine:
     ) -> Generation:
         """Answer a prompt; like `stream`, all at once."""
         return self.stream(prompt, sampling, method=method, cancel=cancel).result()
+
+    def predict_rows(self, prompt: Prompt, method: Method | None = None) -> int:
+        """Return the rows that a request computes if every passage is stored; the store is not asked."""
+        chosen = method or self.method
+        return rows_if_stored(prompt, chosen, self.prefixes.reusable_tokens(prompt, chosen))
 
     def compile(self) -> float:
         """Do now what the first request of a process would wait for; return the seconds it took.

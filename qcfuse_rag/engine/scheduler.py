@@ -23,7 +23,6 @@ from typing import Self
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, Closed
-from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import check_window
 from qcfuse_rag.generation.sampling import SamplingParams
@@ -111,7 +110,7 @@ class Scheduler:
         params = sampling or SamplingParams()
         check_window(self._engine.lm, prompt, params.max_new_tokens)
         request = RequestHandle(self._engine.lm, prompt, params, method)
-        request.rows_left = rows_if_stored(prompt, method or self._engine.method)
+        request.rows_left = self._engine.predict_rows(prompt, method)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the scheduler is closed")
@@ -230,6 +229,7 @@ class Scheduler:
                 method=request.method,
                 answer_tokens=request.params.max_new_tokens,
                 part_rows=lambda: min(request.part_rows, self._settings.rows) if self._active else request.part_rows,
+                prefixes=self._engine.prefixes,
             )
         )
 

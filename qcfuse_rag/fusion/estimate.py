@@ -11,14 +11,26 @@ from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.prefill_base import BLIND
 
 
-def estimate_prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method) -> PrefillEstimate:
+def estimate_prefill(
+    lm: LanguageModel, store: KVStore, prompt: Prompt, method: Method, start: int = 0
+) -> PrefillEstimate:
     """Estimate the rows and tokens of a fused prefill without loading anything.
 
     A segment counts as stored if the store has it under any base that the method reads, whether or not the entry turns
     out to be readable.
+
+    Args:
+        lm: the model.
+        store: the store.
+        prompt: the prompt.
+        method: what to reuse and what to recompute.
+        start: the first position that is not there already; what is in front of it costs nothing.
     """
     stored_tokens = inexact_tokens = absent = 0
+    passages = [span for span in prompt.chunks if span.start >= start]
     for span in prompt.spans:
+        if span.start < start:
+            continue
         bases = {Role.HEAD: (BLIND,), Role.CHUNK: method.bases}.get(span.segment.role, ())
         stored_bases = [
             base for base in bases if base.key(lm.fingerprint, prompt.prefix_ids, span.segment.stored_ids) in store
@@ -31,23 +43,23 @@ def estimate_prefill(lm: LanguageModel, store: KVStore, prompt: Prompt, method: 
         )
         inexact_tokens += len(span) if stored_bases and not exact else 0
     selected_tokens = method.budget.tokens(inexact_tokens) if method.budget is not None else 0
-    context_end = max((span.stop for span in prompt.chunks), default=0)
+    context_end = max((span.stop for span in passages), default=start)
     depth = method.probe.depth(lm) if isinstance(method.probe, QuestionProbe) else lm.n_layers
     return PrefillEstimate(
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(prompt) - start,
         stored_tokens=stored_tokens,
         selected_tokens=selected_tokens,
         probe_rows=len(prompt) - context_end if method.probe is not None and selected_tokens > 0 else 0,
         probe_share=depth / lm.n_layers,
-        passages=len(prompt.chunks),
+        passages=len(passages),
         absent=absent,
     )
 
 
-def rows_if_stored(prompt: Prompt, method: Method) -> int:
-    """Return the rows that a fused prefill computes if every passage is stored, without looking anything up."""
+def rows_if_stored(prompt: Prompt, method: Method, start: int = 0) -> int:
+    """Return the rows that a prefill from `start` on computes if every passage is stored; nothing is looked up."""
     if method.base is None:
-        return len(prompt)
-    passage_tokens = sum(len(span) for span in prompt.chunks)
+        return len(prompt) - start
+    passage_tokens = sum(len(span) for span in prompt.chunks if span.start >= start)
     selected_tokens = method.budget.tokens(passage_tokens) if method.budget is not None else 0
-    return len(prompt) - passage_tokens + selected_tokens
+    return len(prompt) - start - passage_tokens + selected_tokens

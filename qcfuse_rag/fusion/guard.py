@@ -16,7 +16,7 @@ class PrefillEstimate:
     """The work of a fused prefill, estimated before anything is loaded.
 
     Attributes:
-        prompt_tokens: length of the prompt.
+        prompt_tokens: length of the prompt, without the beginning that is there already.
         stored_tokens: tokens of its segments that the store has.
         selected_tokens: stored tokens that would be recomputed.
         probe_rows: rows that the method's probe computes; 0 without a probe.

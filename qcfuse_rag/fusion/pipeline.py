@@ -14,6 +14,7 @@ from qcfuse_rag.errors import PromptTooLong
 from qcfuse_rag.fusion.estimate import estimate_prefill
 from qcfuse_rag.fusion.guard import predict_fused_s
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.prefix_cache import PrefixLease
 from qcfuse_rag.fusion.recompute import PartRows, Parts, complete, recompute
 from qcfuse_rag.fusion.report import FusionReport, Timings, describe_misses
 from qcfuse_rag.fusion.selectors import Selection, check_selection, recomputable_chunks
@@ -44,6 +45,7 @@ class Prefilled:
         scores: the probe's scores, if there was a probe.
         exact_tokens: number of leading positions whose keys and values are full prefill's; the whole prompt if
             everything was computed. Recomputed positions behind stale ones do not count.
+        lease: keeps prompt and answer for later prompts that begin with them; None if they are not kept.
     """
 
     prompt: Prompt
@@ -52,6 +54,7 @@ class Prefilled:
     report: FusionReport
     scores: Scores | None = None
     exact_tokens: int = 0
+    lease: PrefixLease | None = None
 
 
 def prefill(
@@ -73,7 +76,7 @@ def prefill_in_parts(
     method: Method,
     *,
     answer_tokens: int = 0,
-    shared: SharedPrefix | None = None,
+    shared: SharedPrefix | PrefixLease | None = None,
     part_rows: PartRows | None = None,
 ) -> Parts[Prefilled]:
     """Bring a prompt to its first token, in parts between which other requests may compute.
@@ -85,7 +88,8 @@ def prefill_in_parts(
         prompt: the prompt.
         method: what to reuse and what to recompute.
         answer_tokens: tokens to reserve for the answer.
-        shared: the beginning in common with the previous prompt, and the part of it that the next prompt needs.
+        shared: the beginning in common with the previous prompt, and the part of it that the next prompt needs; or the
+            beginning that an earlier request has computed.
         part_rows: the most rows of a part; None for one part. A method with a layer hook computes its rows in one part.
 
     Raises:
@@ -94,11 +98,11 @@ def prefill_in_parts(
     """
     check_window(runner.lm, prompt, answer_tokens)
     started = time.perf_counter()
-    wait_budget = WaitBudget(runner.load_limit_s)
-    decision = _ask_guard(runner, prompt, method, wait_budget)
+    wait_budget, shared = WaitBudget(runner.load_limit_s), shared or SharedPrefix()
+    decision = _ask_guard(runner, prompt, method, wait_budget, shared.held)
     refusal = decision.refusal
     attempt = PrefillAttempt(
-        runner, method if refusal is None else method.as_full_prefill, shared or SharedPrefix(), part_rows, wait_budget
+        runner, method if refusal is None else method.as_full_prefill, shared, part_rows, wait_budget
     )
     refused: dict[int, Miss] = {}
     while True:  # every turn does without at least one chunk more
@@ -141,12 +145,14 @@ class GuardDecision:
     predicted_s: float | None = None
 
 
-def _ask_guard(runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget) -> GuardDecision:
-    """Ask the method's guard, if there is one, whether to fuse."""
+def _ask_guard(
+    runner: ModelRunner, prompt: Prompt, method: Method, wait_budget: WaitBudget, start: int
+) -> GuardDecision:
+    """Ask the method's guard, if there is one, whether to fuse what comes from `start` on."""
     if method.guard is None or method.base is None:
         return GuardDecision()
     try:
-        estimate = wait_budget.call(lambda: estimate_prefill(runner.lm, runner.store, prompt, method))
+        estimate = wait_budget.call(lambda: estimate_prefill(runner.lm, runner.store, prompt, method, start))
         # With no passage stored, fusing is full prefill that also reports the misses.
         if not estimate.stored_tokens or 0 < estimate.passages == estimate.absent:
             return GuardDecision()
@@ -168,14 +174,14 @@ class PrefillAttempt:
     Attributes:
         runner: the model and the store.
         method: what to reuse and what to recompute.
-        shared: the beginning that prompts have in common.
+        shared: the beginning that is there already.
         part_rows: the most rows of a part, or None.
         wait_budget: how long to wait for the store.
     """
 
     runner: ModelRunner
     method: Method
-    shared: SharedPrefix
+    shared: SharedPrefix | PrefixLease
     part_rows: PartRows | None
     wait_budget: WaitBudget
 
@@ -229,7 +235,8 @@ class PrefillAttempt:
             raise ValueError(f"method {method.name!r} {error}") from None
         report = _report(fused, method, positions, Timings(total_s - sum(stages), *stages), decision)
         exact_tokens = _exact_tokens(fused, positions if hook is None else [])
-        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens)
+        lease = self.shared if isinstance(self.shared, PrefixLease) else None
+        return Prefilled(fused.prompt, logits, fused.await_all(), report, scores, exact_tokens, lease)
 
     def _load(self, fused: FusedPrompt, refused: Mapping[int, Miss]) -> None:
         self.shared.give(fused)
@@ -244,8 +251,7 @@ class PrefillAttempt:
         )
         if refused:
             fused.await_all()  # after one unreadable chunk nothing is computed before everything is there
-        if self.shared.keep or self.shared.held:
-            self.shared.take(fused, fused.known)
+        self.shared.take(fused, fused.known)
 
 
 def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
@@ -257,6 +263,8 @@ def _exact_tokens(fused: FusedPrompt, recomputed: Collection[int]) -> int:
         fused: the prompt with its rows computed.
         recomputed: reused positions that were recomputed in all layers.
     """
+    if fused.prefix_exact < fused.prefix_tokens:
+        return fused.prefix_exact
     altered = {lookup.start for lookup in fused.lookups if lookup.note is not None}
     recomputed = frozenset(recomputed)
     for placed in sorted(fused.placed, key=lambda placed: placed.span.start):
@@ -285,6 +293,7 @@ def _report(
         prompt_tokens=len(prompt),
         context_tokens=sum(len(span) for span in prompt.chunks),
         reused_tokens=len(prompt) - unstored - recomputed_tokens,
+        prefix_tokens=fused.prefix_tokens,
         rows=unstored + recomputed_tokens,
         selected=tuple(recomputed),
         row_layers=fused.row_layers,

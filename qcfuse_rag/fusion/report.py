@@ -71,7 +71,9 @@ class FusionReport:
             that count tokens instead, the resulting fraction.
         prompt_tokens: length of the prompt.
         context_tokens: tokens of its passages.
-        reused_tokens: tokens whose stored keys and values are in the final cache.
+        reused_tokens: tokens whose keys and values were there and are in the final cache.
+        prefix_tokens: how many of these are the beginning that an earlier request of this engine has computed; the
+            others came from the store.
         rows: tokens computed, the question's included; of passes that drop rows between layers, the rows of the last
             layer.
         selected: positions of reused tokens that were recomputed.
@@ -101,6 +103,7 @@ class FusionReport:
     timings: Timings
     fallback: str | None
     predicted_s: float | None = None
+    prefix_tokens: int = 0
 
     @property
     def work(self) -> float:

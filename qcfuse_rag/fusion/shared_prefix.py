@@ -51,6 +51,8 @@ class SharedPrefix:
             fused: the current prompt.
             known: `[T]` bool, positions whose keys and values the next prompt may reuse.
         """
+        if not self.keep and not self.held:
+            return
         n, buffer = self.keep, fused.await_all()
         if not 0 < n <= self.held:  # otherwise they are kept already
             self._keys = [keys[:, :, :n].clone() for keys in buffer.keys] if n else []

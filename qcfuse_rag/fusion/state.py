@@ -68,6 +68,8 @@ class FusedPrompt:
         row_layers: rows computed so far, summed over the layers each was computed in.
         keys: by position, the entry that each placed segment came from.
         loader: brings the chunks into the buffer; None if nothing is to be loaded.
+        prefix_tokens: leading positions that an earlier request has computed; see `fusion.prefix_cache`.
+        prefix_exact: how many of these are full prefill's.
     """
 
     runner: ModelRunner
@@ -80,6 +82,8 @@ class FusedPrompt:
     row_layers: int = 0
     keys: dict[int, ChunkKey] = field(default_factory=dict)
     loader: LayerLoader | None = None
+    prefix_tokens: int = 0
+    prefix_exact: int = 0
 
     @classmethod
     def empty(cls, runner: ModelRunner, prompt: Prompt, capacity: int) -> FusedPrompt:

@@ -144,4 +144,5 @@ def finished_answer(decoder: AnswerDecoder, report: FusionReport, decode_s: floa
     """Return the answer of a decoder that has a finish reason."""
     answer, reason = decoder.answer, decoder.finish_reason
     assert reason is not None
+    decoder.retain()
     return Generation(answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report())

@@ -150,6 +150,23 @@ class AnswerDecoder:
         self.answer.finish_reason = "cancelled"
         return self._take_verified_text()
 
+    def retain(self) -> None:
+        """Keep the keys and values for later prompts that begin with this one; nothing may be decoded after that.
+
+        The rows of the last token were not computed.
+        """
+        lease, prompt = self._prefilled.lease, self._prefilled.prompt
+        if lease is None:
+            return
+        answer = self.answer.ids[:-1]
+        exact = self._prefilled.exact_tokens if self._healing is None else self._healing.healed
+        if exact >= len(prompt) and self._healing is None:
+            exact = len(prompt) + len(answer)
+        try:
+            lease.keep(prompt, answer, self.buffer, min(exact, len(prompt) + len(answer)))
+        except Exception as error:  # such as memory that is used up; the answer is complete
+            LOG.warning("the answer's keys and values were not kept: %s", error)
+
     def choose(self) -> str:
         """Choose the next token, if its logits are there; return the text that is now certain, often empty."""
         text = self._take_verified_text()

@@ -91,7 +91,8 @@ class _Page:
         sections = []
         for span in self.prompt.spans:
             lookup = lookups.get(span.start)
-            pieces = list(self._pieces(span, selected, stored=lookup is not None and lookup.hit))
+            in_memory = span.start < report.prefix_tokens
+            pieces = list(self._pieces(span, selected, stored=in_memory or (lookup is not None and lookup.hit)))
             stretches = self._stretches(span, selected) if lookup is not None and lookup.hit else []
             sections.append(
                 {
@@ -128,8 +129,9 @@ class _Page:
 
     def _summary(self) -> str:
         report = self.report
+        earlier = f" ({report.prefix_tokens:,} from earlier requests)" if report.prefix_tokens else ""
         return (
-            f"The prompt has {report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
+            f"The prompt has {report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused{earlier}, "
             f"{len(report.selected):,} recomputed, {report.rows - len(report.selected):,} computed "
             f"(method {report.method}, ratio {report.ratio:g}). "
             f"The first token of the answer came after {report.timings.ttft_s:.2f} s."
@@ -145,6 +147,8 @@ class _Page:
 
     def _status(self, span: Span, lookup: Lookup | None, selected: frozenset[int]) -> str:
         """Say in a sentence how a segment was computed."""
+        if span.stop <= self.report.prefix_tokens:
+            return "Reused from an earlier request that began with the same text."
         if lookup is None:
             return "Computed."
         if not lookup.hit:
@@ -200,7 +204,7 @@ class _Page:
         """Yield `(fate, text)` of a span's longest runs of tokens with the same fate."""
 
         def fate(positions: range) -> str:
-            if not stored:
+            if not stored or (span.start < self.report.prefix_tokens <= positions[0]):
                 return "computed"
             return "recomputed" if any(position in selected for position in positions) else "reused"
 

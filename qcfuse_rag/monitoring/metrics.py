@@ -51,7 +51,8 @@ class Metrics:
             if lookup.role == "chunk":
                 self._lookups.labels("hit" if lookup.hit else "miss").inc()
         recomputed = len(report.selected)
-        self._tokens.labels("reused").inc(report.reused_tokens)
+        self._tokens.labels("reused").inc(report.reused_tokens - report.prefix_tokens)
+        self._tokens.labels("prefix").inc(report.prefix_tokens)
         self._tokens.labels("recomputed").inc(recomputed)
         self._tokens.labels("new").inc(report.prompt_tokens - report.reused_tokens - recomputed)
         self._bytes.inc(report.bytes_loaded)

@@ -55,6 +55,7 @@ def attributes(report: FusionReport) -> dict[str, str | int | float]:
         "qcfuse.ratio": report.ratio,
         "qcfuse.prompt_tokens": report.prompt_tokens,
         "qcfuse.reused_tokens": report.reused_tokens,
+        "qcfuse.prefix_tokens": report.prefix_tokens,
         "qcfuse.recomputed_tokens": len(report.selected),
         "qcfuse.rows": report.rows,
         "qcfuse.work": report.work,

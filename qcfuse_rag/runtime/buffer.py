@@ -79,6 +79,11 @@ class KVBuffer:
         """Number of tokens that fit."""
         return self.keys[0].shape[2]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
     def cache(self, plan: RowsPlan) -> Cache:
         """Return a transformers cache that writes the plan's rows to this buffer, for one pass."""
         at, wait = plan.at, self.wait_for_layer

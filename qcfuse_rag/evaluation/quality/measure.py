@@ -93,6 +93,7 @@ def measure_quality(options: QualityOptions, progress: Callable[[int, int], None
             dtype=options.dtype,
             weights=options.weights,
             profile=options.profile,
+            prefix_bytes=0,
         ) as engine,
     ):
         examples, sources = read_examples(options, engine)

@@ -84,7 +84,7 @@ def compare_peer(options: PeerOptions, progress: Callable[[int, int], None] | No
     if options.gguf.suffix != ".gguf":
         raise QCFuseError(f"llama.cpp needs a GGUF file, and {options.gguf} is none")
     lengths = sorted({1, *options.answers})
-    with FusionEngine.load(str(options.gguf), device="cpu", weights=options.weights) as engine:
+    with FusionEngine.load(str(options.gguf), device="cpu", weights=options.weights, prefix_bytes=0) as engine:
         texts, prompts = _prompts(engine, options.context)
         engine.warm(texts, bases=tuple(dict.fromkeys(base for side in options.methods for base in side.method.bases)))
         seconds: dict[str, dict[int, float]] = {}

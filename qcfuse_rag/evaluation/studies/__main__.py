@@ -17,6 +17,7 @@ STUDIES = {
     "budgets": "Compare one recompute ratio for all questions with ratios that differ by question.",
     "compare": "Pool results of `qcfuse bench quality` and compare one method with the others.",
     "concurrency": "Ask many questions at once: equal answers, and a responsive event loop.",
+    "conversations": "Measure conversations with and without the reuse of earlier turns.",
     "demo-quality": "Compare the answers of methods on the demonstration corpus.",
     "guard": "Time `auto` beside full prefill where it must not lose.",
     "healing": "Compare answers over a cache that heals while they are decoded with full prefill's.",

@@ -108,7 +108,7 @@ def load_model(model: str | None) -> LanguageModel:
 def load_engine(model: str | None, store: Path | None = None) -> FusionEngine:
     """Load a model, SmolLM2-135M by default, over a store in memory or in a folder."""
     opened = MemoryStore(UNLIMITED) if store is None else open_store(store)
-    return FusionEngine.load(model or default_model(), store=opened, verdict="ignore")
+    return FusionEngine.load(model or default_model(), store=opened, verdict="ignore", prefix_bytes=0)
 
 
 def _to_json(data: Mapping[str, Any]) -> str:

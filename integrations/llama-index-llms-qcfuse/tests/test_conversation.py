@@ -1,0 +1,31 @@
+"""A chat engine of LlamaIndex over several turns computes what is new in each."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from llama_index.core.chat_engine import SimpleChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
+
+from llama_index.llms.qcfuse import QCFuseLLM
+from qcfuse_rag import LanguageModel, MemoryStore
+from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
+from tests.support.engines import make_engine
+from tests.support.passages import PASSAGES
+
+
+def test_every_turn_reuses_the_turns_before(lm: LanguageModel) -> None:
+    engine = make_engine(lm, MemoryStore(), prefix_bytes=PREFIX_BYTES)
+    llm = QCFuseLLM.from_engine(engine, max_new_tokens=6)
+    memory = ChatMemoryBuffer.from_defaults(token_limit=1500)
+    chat = SimpleChatEngine.from_defaults(llm=llm, memory=memory, system_prompt=" ".join(PASSAGES))
+    reports = []
+    engine.observe(reports.append)
+    for turn in range(10):
+        chat.chat(f"And {turn}?")
+    told = [(report.prompt_tokens, report.prefix_tokens) for report in reports]
+    assert len(told) == 10
+    assert told[0][1] == 0
+    for (before, _), (tokens, prefix) in pairwise(told):
+        assert tokens > prefix >= before - 8, "but the opening of the answer, which the next turn closes"
+    engine.close()
