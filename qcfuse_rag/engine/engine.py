@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
 from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.engine.first_passes import run_first_passes
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
-from qcfuse_rag.errors import PromptTooLong, StoreError, Unverified
+from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.estimate import rows_if_stored
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.pipeline import Prefilled, prefill_in_parts
@@ -178,17 +178,29 @@ class FusionEngine:
         passages: Sequence[str] = (),
         history: Sequence[Turn] = (),
         tools: Sequence[Tool] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Assemble a prompt from a question, retrieved passages in order, earlier turns, and tools to be called.
 
+        `chat_template_kwargs` sets variables of the model's chat template over those of the prompt template. If they
+        change the text before the passages, passages that were warmed behind another text there are recomputed.
+
         Raises:
-            InvalidTemplate: if the tokenizer's chat template does not take the history or shows no tools.
+            InvalidTemplate: if the tokenizer's chat template does not take the history, shows no tools, or does not
+                read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(question, *passages, *history, *tools)
-        return self.prompts.build(question, passages, history, tools)
+        self._require_short(question, *passages, *history, *tools, chat_template_kwargs)
+        return self.prompts.with_kwargs(chat_template_kwargs).build(question, passages, history, tools)
 
-    def prompt_from_text(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt_from_text(
+        self,
+        conversation: Sequence[Turn] | str,
+        tools: Sequence[Tool] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """Build a prompt from text that a framework has put together; warmed passages in it are found and reused.
 
         The token ids are those of the model's own pipeline, with one exception: special tokens that messages spell are
@@ -198,23 +210,26 @@ class FusionEngine:
         Args:
             conversation: chat messages, or finished text: it gets its start token, and its special tokens are meant.
             tools: what the model may call, for chat messages; see `generation.tool_parsers`.
+            chat_template_kwargs: see `prompt`; for chat messages.
 
         Raises:
-            InvalidTemplate: if the tokenizer's chat template does not take the messages or shows no tools.
+            InvalidTemplate: if the tokenizer's chat template does not take the messages, shows no tools, or does not
+                read one of the variables; or if finished text is given with variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(conversation, *tools)
+        self._require_short(conversation, *tools, chat_template_kwargs)
         finished = isinstance(conversation, str)
-        rendered = (
-            RenderedText(conversation) if isinstance(conversation, str) else self.prompts.render(conversation, tools)
-        )
+        if finished and chat_template_kwargs:
+            raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")
+        builder = self.prompts.with_kwargs(chat_template_kwargs)
+        rendered = RenderedText(conversation) if isinstance(conversation, str) else builder.render(conversation, tools)
         self._require_short(rendered.text)  # the template has added to it
         note = None
         try:
             matches = self.corpus.signatures.find(rendered.text)
         except StoreError as error:
             matches, note = [], f"{UNSOUGHT}: {error}"
-        prompt = prompt_from_joined_text(self.prompts, rendered, matches, begin=finished)
+        prompt = prompt_from_joined_text(builder, rendered, matches, begin=finished)
         return replace(prompt, note=note)
 
     def prefill(self, prompt: Prompt, *, method: Method | None = None, answer_tokens: int = 0) -> Prefilled:
@@ -354,9 +369,10 @@ class FusionEngine:
         return self._shadow
 
     def close(self) -> None:
-        """Stop watching and close the store, also one that was handed over."""
+        """Stop watching, drop finished requests, and close the store, also one that was handed over."""
         if self._shadow is not None:
             self._shadow.close()
+        self.prefixes.clear()
         self.corpus.close()
         self.store.close()
 

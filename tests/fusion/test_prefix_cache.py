@@ -185,6 +185,7 @@ def test_engines_that_are_loaded_by_name_keep_requests(model_folder: str) -> Non
     with FusionEngine.load(model_folder, device="cpu", verdict="ignore") as loaded:
         prompt = loaded.prompt(QUESTION, PASSAGES)
         assert [loaded.generate(prompt, PARAMS).report.prefix_tokens for _ in range(2)] == [0, len(prompt) - 1]
+    assert len(loaded.prefixes) == 0, "closed"
     with FusionEngine.load(model_folder, device="cpu", verdict="ignore", prefix_bytes=0) as loaded:
         assert [loaded.generate(prompt, PARAMS).report.prefix_tokens for _ in range(2)] == [0, 0]
 
