@@ -188,6 +188,7 @@ class ServeOptions(MethodOptions):
         bool,
         Option("--keep", help="Warm passages that clients sent and the store lacked, while no request waits."),
     ] = False
+    no_playground: Annotated[bool, Option("--no-playground", help="Serve no page for browsers at /.")] = False
     prefix_mb: Annotated[
         int, Option(min=0, help="Megabytes of finished requests to keep in memory for conversations that go on.")
     ] = 1000

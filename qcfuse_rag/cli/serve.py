@@ -90,6 +90,7 @@ def _serve_in_process(
     from qcfuse_rag.server.backend import EngineBackend
     from qcfuse_rag.server.http_server import make_server
     from qcfuse_rag.server.idle_warming import IdleWarming
+    from qcfuse_rag.server.playground import add_playground
 
     if options.remote is None:
         existing_store_folder(library)  # do not create a library under a misspelt name
@@ -126,9 +127,11 @@ def _serve_in_process(
             token=token,
             hosts=(*LOOPBACK, options.host),
             metrics=_metrics(engine),
-            editable=documents if options.editable else None,
+            library=documents,
             on_shutdown=backend.close,
         )
+        if not options.no_playground:
+            add_playground(app)
         _print_address(options, name, token)
         # uvicorn raises the signal that stopped it again, which would end this process before the store is closed.
         previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -156,6 +159,7 @@ def _served_library(folder: Path, engine: FusionEngine, options: ServeOptions) -
         index_folder(library),
         engine,
         count=options.top_k,
+        editable=options.editable,
         changing=partial(job_lock, library),
         on_forget=partial(forget_source, library),
     )
@@ -196,6 +200,7 @@ def _serve_on_ray(
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,
         fidelity=options.fidelity.value,
+        playground=not options.no_playground,
         max_queued=options.waiting,
         autoscaling=autoscaling,
     )
@@ -236,7 +241,8 @@ def _bind(options: ServeOptions) -> socket.socket:
 
 def _print_address(options: ServeOptions, name: str, token: str | None) -> None:
     access = "with the token" if token is not None else "without a token"
-    print_line(f"{name} at http://{options.host}:{options.port}/v1, {access}; Ctrl-C ends", ERR)
+    page = "" if options.no_playground else f", a page to try it at http://{options.host}:{options.port}/"
+    print_line(f"{name} at http://{options.host}:{options.port}/v1, {access}{page}; Ctrl-C ends", ERR)
 
 
 def _is_loopback(host: str) -> bool:

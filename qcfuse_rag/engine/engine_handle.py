@@ -16,6 +16,7 @@ from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.engine.scheduler import Scheduler, SchedulerSettings
 from qcfuse_rag.errors import MisplacedSetting, QCFuseError
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.methods import choose_method
 from qcfuse_rag.prompts.segments import Prompt
@@ -129,16 +130,17 @@ class EngineHandle:
             )
         return EngineHandle.lazy(settings) if changed else self
 
-    def submit(self, request: AnswerRequest) -> RequestHandle:
+    def submit(self, request: AnswerRequest, *, method: Method | None = None) -> RequestHandle:
         """Queue a request; returns at once, except for the first one, which loads the model.
 
         Args:
             request: builds the prompt and the sampling settings.
+            method: instead of the engine's own.
 
         Raises:
             QCFuseError: if loading the model fails; see also `Scheduler.submit`.
         """
-        return self.scheduler.submit(*request(self.engine))
+        return self.scheduler.submit(*request(self.engine), method=method)
 
     async def asubmit(self, request: AnswerRequest) -> RequestHandle:
         """Queue a request like `submit`, without blocking the event loop."""

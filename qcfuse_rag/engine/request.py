@@ -19,6 +19,7 @@ from qcfuse_rag.generation.decode import Generation, finished_answer
 from qcfuse_rag.generation.decoder import AnswerDecoder
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.runtime.attention.scores import Scores
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
 
@@ -32,6 +33,7 @@ class RequestHandle(Iterator[str]):
         prompt, params, method: as submitted.
         context: the context variables of the caller, in which the prompt is prefilled, so that traces are connected.
         report: the report of the prefill; None before it is done.
+        scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
         generation: the finished answer; None before that.
         submitted: `time.monotonic()` when it was made.
         rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
@@ -43,6 +45,7 @@ class RequestHandle(Iterator[str]):
         self.prompt, self.params, self.method = prompt, params, method
         self.context = contextvars.copy_context()
         self.report: FusionReport | None = None
+        self.scores: Scores | None = None
         self.generation: Generation | None = None
         self.submitted, self.rows_left = time.monotonic(), len(prompt)
         self.part_rows = self.parts = 0
@@ -176,7 +179,7 @@ class RequestHandle(Iterator[str]):
 
     def start(self, runner: ModelRunner, prefilled: Prefilled) -> None:
         """Begin to decode a prefilled prompt."""
-        self.report, self._started = prefilled.report, time.perf_counter()
+        self.report, self.scores, self._started = prefilled.report, prefilled.scores, time.perf_counter()
         self._decoder = AnswerDecoder(runner, prefilled, self.params, self._sampler)
 
     def advance(self) -> bool:

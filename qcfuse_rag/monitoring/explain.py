@@ -1,11 +1,12 @@
-"""Draw a fused prefill as an HTML page: the prompt's text, by how each token was computed, and why."""
+"""Explain a fused prefill, as plain data or as an HTML page: how each token was computed, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import groupby
+from typing import Any
 
 from jinja2 import Environment
 from torch import Tensor
@@ -57,7 +58,7 @@ def explain_html(
     scores: Tensor | None = None,
     *,
     answer: str | None = None,
-    origins: Sequence[PassageOrigin] = (),
+    origins: Sequence[PassageOrigin | None] = (),
 ) -> str:
     """Draw which tokens were reused, which were recomputed although stored, and which had no cache.
 
@@ -67,24 +68,70 @@ def explain_html(
         report: of its prefill.
         scores: `[T]`, the method's score of each token, to show each passage's share; None for methods without scores.
         answer: the text that the model answered; None shows none.
-        origins: the passages' documents, in the order of the prompt; if there are fewer, the others are numbered only.
+        origins: the passages' documents, in the order of the prompt; passages without one are numbered only.
 
     Returns:
         One HTML page without scripts and external references. The page contains the question.
     """
-    return _Page(tokenizer, prompt, report, scores, tuple(origins)).render(answer)
+    explanation = explain_prefill(tokenizer, prompt, report, scores, origins=origins)
+    environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    template = environment.from_string(files(__package__).joinpath(TEMPLATE_FILE).read_text("utf-8"))
+    return template.render(answer=answer, **explanation)
+
+
+def explain_prefill(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    report: FusionReport,
+    scores: Tensor | None = None,
+    *,
+    origins: Sequence[PassageOrigin | None] = (),
+) -> dict[str, Any]:
+    """Return what `explain_html` shows as JSON-compatible data.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the prompt.
+        report: of its prefill.
+        scores: `[T]`, the method's score of each token; None for methods without scores.
+        origins: the passages' documents, in the order of the prompt; passages without one are numbered only.
+
+    Returns:
+        `sections` has a segment of the prompt each: `heading`, `tokens`, `status`, the share of the scores (`probed`),
+        and its text as `pieces` of `[fate, text]`, where a fate is `reused`, `recomputed` or `computed`. The other
+        fields are about the whole prompt.
+    """
+    return _Explanation(tokenizer, prompt, report, scores, tuple(origins)).to_dict()
 
 
 @dataclass(frozen=True, slots=True)
-class _Page:
+class _Explanation:
     tokenizer: PreTrainedTokenizerBase
     prompt: Prompt
     report: FusionReport
     scores: Tensor | None
-    origins: tuple[PassageOrigin, ...]
+    origins: tuple[PassageOrigin | None, ...]
 
-    def render(self, answer: str | None) -> str:
+    def to_dict(self) -> dict[str, Any]:
         report, choice = self.report, choice_of(self.report.method)
+        ttft_s = max(report.timings.ttft_s, 1e-9)
+        question = " ".join(span.segment.text for span in self.prompt.spans if span.segment.role is Role.QUESTION)
+        return {
+            "question": question.strip() or "What was recomputed",
+            "summary": self._summary(),
+            "fallback": report.fallback,
+            "method": report.method,
+            "reason": choice.reason,
+            "score": None if self.scores is None or choice.score is None else choice.score.capitalize(),
+            "stages": [
+                {"name": name, "share": seconds / ttft_s, "seconds": seconds, "meaning": STAGE_MEANINGS[name]}
+                for name, seconds in report.timings.stages.items()
+            ],
+            "sections": self._sections(),
+        }
+
+    def _sections(self) -> list[dict[str, Any]]:
+        report = self.report
         lookups = {lookup.start: lookup for lookup in report.lookups}
         shares, selected = self._score_shares(), frozenset(report.selected)
         places = {span.start: index for index, span in enumerate(self.prompt.chunks)}
@@ -92,40 +139,22 @@ class _Page:
         for span in self.prompt.spans:
             lookup = lookups.get(span.start)
             in_memory = span.start < report.prefix_tokens
-            pieces = list(self._pieces(span, selected, stored=in_memory or (lookup is not None and lookup.hit)))
             stretches = self._stretches(span, selected) if lookup is not None and lookup.hit else []
+            stored = in_memory or (lookup is not None and lookup.hit)
             sections.append(
                 {
-                    "role": span.segment.role,
+                    "role": span.segment.role.value,
                     "heading": self._heading(span, places.get(span.start)),
-                    "tokens": f"{len(span):,}",
+                    "tokens": len(span),
                     "missing": lookup is not None and not lookup.hit,
                     "status": self._status(span, lookup, selected),
                     "probed": shares.get(span.start),
-                    "pieces": pieces,
-                    "stretches": stretches[:MAX_STRETCHES],
+                    "pieces": [list(piece) for piece in self._pieces(span, selected, stored=stored)],
+                    "stretches": [asdict(stretch) for stretch in stretches[:MAX_STRETCHES]],
                     "more_stretches": max(0, len(stretches) - MAX_STRETCHES),
                 }
             )
-        ttft_s = max(report.timings.ttft_s, 1e-9)
-        stages = [
-            {"name": name, "share": seconds / ttft_s, "seconds": seconds, "meaning": STAGE_MEANINGS[name]}
-            for name, seconds in report.timings.stages.items()
-        ]
-        question = " ".join(span.segment.text for span in self.prompt.spans if span.segment.role is Role.QUESTION)
-        environment = Environment(autoescape=True, trim_blocks=True, keep_trailing_newline=True)
-        template = environment.from_string(files(__package__).joinpath(TEMPLATE_FILE).read_text("utf-8"))
-        return template.render(
-            question=question.strip() or "What was recomputed",
-            answer=answer,
-            summary=self._summary(),
-            fallback=report.fallback,
-            method=report.method,
-            reason=choice.reason,
-            score=None if self.scores is None or choice.score is None else choice.score.capitalize(),
-            stages=stages,
-            sections=sections,
-        )
+        return sections
 
     def _summary(self) -> str:
         report = self.report
@@ -140,9 +169,9 @@ class _Page:
     def _heading(self, span: Span, place: int | None) -> str:
         if place is None:
             return HEADINGS[span.segment.role]
-        if place >= len(self.origins):
+        origin = self.origins[place] if place < len(self.origins) else None
+        if origin is None:
             return f"Passage {place + 1}"
-        origin = self.origins[place]
         return f"Passage {place + 1}: {origin.source}" + (f", “{origin.title}”" if origin.title else "")
 
     def _status(self, span: Span, lookup: Lookup | None, selected: frozenset[int]) -> str:

@@ -42,7 +42,7 @@ def make_app(
     limits: RequestLimits | None = None,
     hosts: Collection[str] | None = None,
     metrics: Callable[[], bytes] | None = None,
-    editable: ServedLibrary | None = None,
+    library: ServedLibrary | None = None,
     on_shutdown: Callable[[], None] = lambda: None,
 ) -> FastAPI:
     """Return the application.
@@ -53,7 +53,7 @@ def make_app(
         limits: of requests; the defaults if None.
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         metrics: returns metrics in Prometheus' text format; None disables `/metrics`.
-        editable: whose documents clients may add and remove; None refuses that.
+        library: whose documents clients may list, and change if it is editable; None refuses both.
         on_shutdown: called after the last request.
     """
     limits = limits or RequestLimits()
@@ -110,7 +110,7 @@ def make_app(
         async def exposition() -> Response:
             return Response(metrics(), media_type="text/plain; version=0.0.4")
 
-    add_document_routes(app, editable, read_body=bodies.read, most=limits.documents)
+    add_document_routes(app, library, read_body=bodies.read, most=limits.documents)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -173,7 +173,8 @@ async def json_response(
         message["tool_calls"] = event.calls
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": event.finish_reason}
     body = {"object": "chat.completion", **header, "choices": [choice], "usage": event.usage, "fusion": event.report}
-    return JSONResponse(body if first.documents is None else {**body, "documents": first.documents})
+    extra = {"documents": first.documents, "explanation": event.explanation}
+    return JSONResponse({**body, **{name: value for name, value in extra.items() if value is not None}})
 
 
 async def event_stream(
@@ -200,6 +201,8 @@ async def event_stream(
         yield chunk({"tool_calls": calls} if calls else {}, event.finish_reason)
         if chat_request.stream_options is not None and chat_request.stream_options.include_usage:
             yield chunk(None, usage=event.usage, fusion=event.report)
+        if event.explanation is not None:
+            yield chunk(None, explanation=event.explanation)
         yield "data: [DONE]\n\n"
     except Exception as error:
         LOG.exception("an answer failed midway")

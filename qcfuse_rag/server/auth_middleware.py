@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qcfuse_rag.server.error_responses import error_response
+from qcfuse_rag.server.playground import is_static
 
 PUBLIC_PATHS = ("/healthz",)
 """Paths without authentication; they reveal nothing about the model or the store."""
@@ -72,7 +73,7 @@ class AuthMiddleware:
         names = [name for name, _ in scope["headers"]]
         if repeated := [name.decode() for name in SINGLE_HEADERS if names.count(name) > 1]:
             return error_response(400, f"the header {repeated[0]} is given more than once; send it once", close=True)
-        if scope["path"] not in PUBLIC_PATHS and (refusal := self._check_client(headers)) is not None:
+        if scope["path"] not in PUBLIC_PATHS and (refusal := self._check_client(headers, scope["path"])) is not None:
             return refusal
         length = headers.get(b"content-length", b"")
         if length and b"transfer-encoding" in headers:  # proxies may disagree on which one applies: request smuggling
@@ -82,9 +83,14 @@ class AuthMiddleware:
             return error_response(413, f"the body has {int(length)} bytes, and this server reads at most {limit}")
         return None
 
-    def _check_client(self, headers: dict[bytes, bytes]) -> Response | None:
-        """Refuse a request without the right token, or, if there is no token, for an unknown host name."""
+    def _check_client(self, headers: dict[bytes, bytes], path: str) -> Response | None:
+        """Refuse a request without the right token, or, if there is no token, for an unknown host name.
+
+        A browser sends no token for a page and its files, which are the same on every server.
+        """
         if self._token is not None:
+            if is_static(path):
+                return None
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not secrets.compare_digest(token, self._token.encode()):
                 return error_response(401, "a bearer token is needed; it is missing or wrong")

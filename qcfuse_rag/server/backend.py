@@ -10,17 +10,21 @@ import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_request
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, QCFuseError
+from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.methods import make_method
+from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.server.idle_warming import IdleWarming
 from qcfuse_rag.server.request import ChatRequest
@@ -48,8 +52,8 @@ class Event:
     """A piece of an answer, as plain data that can be sent between processes.
 
     Tool calls, finish reason and usage are in OpenAI's format; these and the prefill's report come only with the last
-    event. An HTTP status other than 200 makes an event the last one. The first event names the retrieved documents, if
-    the server retrieved them.
+    event, as does an explanation of the prefill to requests that ask for one. An HTTP status other than 200 makes an
+    event the last one. The first event names the retrieved documents, if the server retrieved them.
     """
 
     text: str = ""
@@ -58,6 +62,7 @@ class Event:
     finish_reason: str | None = None
     usage: dict[str, Any] | None = None
     report: dict[str, Any] | None = None
+    explanation: dict[str, Any] | None = None
     status: int = 200
     error: str | None = None
 
@@ -84,11 +89,13 @@ class Passages:
         texts: the passages; None to find them in the messages.
         sources: one for each text.
         retrieved: what the server retrieved, for the client; None if it did not.
+        origins: the document of each retrieved text, for an explanation.
     """
 
     texts: list[str] | None = None
     sources: list[str] = field(default_factory=list)
     retrieved: list[dict[str, Any]] | None = None
+    origins: dict[str, PassageOrigin] = field(default_factory=dict)
 
 
 class EngineBackend:
@@ -151,7 +158,11 @@ class EngineBackend:
             text, response = reader.finish(answer.generation)
             if request.parallel_tool_calls is False:
                 response = replace(response, calls=response.calls[:1])
-            yield replace(last_event(text, response, answer.generation), documents=documents)
+            generation = replace(answer.generation, report=redact_report(answer.generation.report))
+            last = replace(last_event(text, response, generation), documents=documents)
+            if request.explain:
+                last = replace(last, explanation=await self._explain(answer, generation.report, passages))
+            yield last
         except Busy as error:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
@@ -179,7 +190,7 @@ class EngineBackend:
                     limit = min(remaining, limit)
                 return prompt, response_format.sampling(replace(sampling, max_new_tokens=limit), engine.lm.tokenizer)
 
-            answer = await self._queue(prepare)
+            answer = await self._queue(prepare, None if request.method is None else make_method(request.method))
             return response_format, answer
         except RecursionError as error:
             raise QCFuseError("something in the body is nested too deeply") from error
@@ -204,10 +215,30 @@ class EngineBackend:
         passages.retrieved = [
             {"source": passage.source, "title": passage.title, "score": passage.score} for passage in found
         ]
+        if request.explain:
+            names = self._library.short_names(found)
+            passages.origins = {
+                passage.text: PassageOrigin(name, passage.title) for name, passage in zip(names, found, strict=True)
+            }
 
-    async def _queue(self, prepare: AnswerRequest) -> RequestHandle:
+    async def _explain(self, answer: RequestHandle, report: FusionReport, passages: Passages) -> dict[str, Any]:
+        """Explain the prefill of a finished answer, in a thread, because it decodes every token of the prompt."""
+        prompts = self._handle.engine.prompts
+        origins = {prompts.template.format_chunk(text): origin for text, origin in passages.origins.items()}
+        explain = partial(
+            explain_prefill,
+            prompts.tokenizer,
+            answer.prompt,
+            report,
+            None if answer.scores is None else answer.scores.mean,
+            origins=[origins.get(span.segment.text) for span in answer.prompt.chunks],
+        )
+        return await asyncio.wrap_future(self._preparers.submit(explain))
+
+    async def _queue(self, prepare: AnswerRequest, method: Method | None) -> RequestHandle:
         """Prepare a request in a thread and queue it; cancel it if its client disconnects meanwhile."""
-        preparing = self._preparers.submit(contextvars.copy_context().run, self._handle.submit, prepare)
+        submit = partial(self._handle.submit, prepare, method=method)
+        preparing = self._preparers.submit(contextvars.copy_context().run, submit)
         try:
             return await asyncio.wrap_future(preparing)
         except asyncio.CancelledError:
@@ -226,7 +257,7 @@ class EngineBackend:
 
 
 def last_event(text: str, response: ParsedResponse, generation: Generation) -> Event:
-    """Return the last event of an answer, with the text that was not sent yet."""
+    """Return the last event of an answer with a redacted report, and with the text that was not sent yet."""
     usage = generation.usage
     calls = [
         {
@@ -248,12 +279,12 @@ def last_event(text: str, response: ParsedResponse, generation: Generation) -> E
             "total_tokens": usage.input_tokens + usage.output_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
         },
-        report={**redact_report(generation.report), "verified_upto": generation.verified_upto},
+        report={**generation.report.to_dict(), "verified_upto": generation.verified_upto},
     )
 
 
-def redact_report(report: FusionReport) -> dict[str, Any]:
-    """Return a report as plain data, without third-party error text in its reasons; log that text instead.
+def redact_report(report: FusionReport) -> FusionReport:
+    """Return a report without third-party error text in its reasons; log that text instead.
 
     Third-party text follows a colon. It may name folders of a file system or hosts of a remote store, which clients
     must not see.
@@ -268,7 +299,7 @@ def redact_report(report: FusionReport) -> dict[str, Any]:
     withheld |= {report.fallback} - {fallback} if fallback == UNSOUGHT else set()
     if withheld:
         LOG.error("passages were not read: %s", "; ".join(sorted(map(str, withheld))))
-    return replace(report, lookups=tuple(lookups), fallback=fallback).to_dict()
+    return replace(report, lookups=tuple(lookups), fallback=fallback)
 
 
 def redact_lookup(lookup: Lookup) -> Lookup:

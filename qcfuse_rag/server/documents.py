@@ -1,4 +1,4 @@
-"""`POST /v1/documents` and `DELETE /v1/documents/NAME`: clients change the library that the server answers from."""
+"""`/v1/documents`: clients list, add and remove the documents of the library that the server answers from."""
 
 from __future__ import annotations
 
@@ -42,20 +42,27 @@ ReadBody = Callable[[Request, type[AddRequest]], Awaitable[AddRequest]]
 
 
 def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_body: ReadBody, most: int) -> None:
-    """Add the two routes to an application.
+    """Add the routes to an application.
 
     Args:
         app: the application.
-        library: whose documents clients may change; None refuses all.
+        library: whose documents clients may list, and change if it is editable; None refuses all.
         read_body: reads and checks bodies.
         most: documents of one request.
     """
     jobs = CapacityLimiter(1)
     refusal = "clients may not change documents here; start the server with --editable over a library to let them"
 
+    @app.get("/v1/documents")
+    async def listed() -> Response:
+        if library is None:
+            return error_response(404, "there are no documents here; serve a library of `qcfuse warm run`, without Ray")
+        documents = await to_thread.run_sync(library.documents)
+        return JSONResponse({"object": "list", "data": documents, "editable": library.editable})
+
     @app.post("/v1/documents")
     async def add(request: Request) -> Response:
-        if library is None:
+        if library is None or not library.editable:
             return error_response(403, refusal)
         body = await read_body(request, AddRequest)
         if len(body.documents) > most:
@@ -77,7 +84,7 @@ def add_document_routes(app: FastAPI, library: ServedLibrary | None, *, read_bod
 
     @app.delete("/v1/documents/{source:path}")
     async def forget(source: str) -> Response:
-        if library is None:
+        if library is None or not library.editable:
             return error_response(403, refusal)
         try:
             removed = await to_thread.run_sync(library.forget, source, limiter=jobs)

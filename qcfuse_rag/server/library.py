@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePath
@@ -27,6 +28,7 @@ class ServedLibrary(Retriever):
         folder: of the passage index.
         engine: warms and forgets caches.
         count: number of passages to retrieve for a question.
+        editable: whether clients may add and remove documents.
         changing: returns a context in which no other job changes the library; raises `QCFuseError` if there is one.
         on_forget: called with the name of each document that was removed.
 
@@ -41,10 +43,12 @@ class ServedLibrary(Retriever):
         engine: FusionEngine,
         *,
         count: int = 6,
+        editable: bool = True,
         changing: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_forget: Callable[[str], object] = lambda _: None,
     ) -> None:
         super().__init__(folder)
+        self.editable = editable
         self._folder, self._engine, self._count = folder, engine, count
         self._changing, self._on_forget = changing, on_forget
         self._retrieving = threading.Lock()  # tokenizers cannot be used by two threads at once
@@ -53,6 +57,17 @@ class ServedLibrary(Retriever):
         """Return the passages nearest to a question after an earlier one, if there is one; best first."""
         with self._retrieving:
             return self.retrieve(question, self._count, after=after)
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Return each document's source, its short name for people, and its number of passages, by name."""
+        first_of_each = {passage.source: passage for passage in reversed(self.index.passages)}
+        counts = Counter(passage.source for passage in self.index.passages)
+        names = self.short_names(first_of_each.values())
+        listed = [
+            {"source": source, "name": name, "passages": counts[source]}
+            for source, name in zip(first_of_each, names, strict=True)
+        ]
+        return sorted(listed, key=lambda document: str(document["name"]))
 
     def add(self, documents: Mapping[str, str], progress: Progress) -> dict[str, Any]:
         """Split documents into passages, index and warm them; a document of the same name is replaced.

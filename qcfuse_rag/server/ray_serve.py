@@ -38,6 +38,7 @@ from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
 from qcfuse_rag.server.backend import EngineBackend, Event
+from qcfuse_rag.server.playground import add_playground
 from qcfuse_rag.server.request import ChatRequest
 from qcfuse_rag.server.routing import CacheAffinity
 from qcfuse_rag.store.factory import open_store
@@ -68,6 +69,7 @@ class EngineDeployment:
         hosts: allowed host names if there is no token, see `AuthMiddleware`; None allows any.
         most_tokens: length limit of an answer.
         fidelity: of requests that name none.
+        playground: whether to serve the page for browsers, see `server.playground`.
         max_ongoing: most requests at a time in a replica.
         max_queued: most requests that wait for a replica; further requests get 429.
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
@@ -84,6 +86,7 @@ class EngineDeployment:
     hosts: tuple[str, ...] | None = None
     most_tokens: int = 4096
     fidelity: Fidelity = "fast"
+    playground: bool = False
     max_ongoing: int = 16
     max_queued: int = 64
     autoscaling: Mapping[str, Any] | None = None
@@ -197,7 +200,10 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application; Ray calls this in the process that runs it."""
         deployment = self._deployment
-        return make_app(self._backend, token=deployment.token, limits=deployment.limits, hosts=deployment.hosts)
+        app = make_app(self._backend, token=deployment.token, limits=deployment.limits, hosts=deployment.hosts)
+        if deployment.playground:
+            add_playground(app)
+        return app
 
 
 class DeploymentBackend:

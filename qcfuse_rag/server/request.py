@@ -162,6 +162,8 @@ class ChatRequest(BaseModel):
         parallel_tool_calls: False allows one call at most.
         fidelity: how closely the answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
             the server.
+        method: `full` for full prefill, which takes no passage from the store; None for the server's method.
+        explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
     """
 
     model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
@@ -189,6 +191,8 @@ class ChatRequest(BaseModel):
     parallel_tool_calls: bool | None = None
     n: int | None = None
     fidelity: Fidelity | None = None
+    method: Literal["full"] | None = None
+    explain: bool | None = None
 
     def refuse_unsupported(self) -> None:
         """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""

@@ -80,7 +80,7 @@ def backend(engine: FusionEngine, library: ServedLibrary) -> Iterator[EngineBack
 
 @pytest.fixture
 async def http(backend: EngineBackend, library: ServedLibrary) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(make_app(backend, editable=library)) as http:
+    async with client(make_app(backend, library=library)) as http:
         yield http
 
 
@@ -229,14 +229,14 @@ async def test_bad_additions_say_what_is_wrong(
     backend: EngineBackend, library: ServedLibrary, folder: Path, body: Any, status: int, message: str
 ) -> None:
     before = PassageIndex.load(folder).passages
-    async with client(make_app(backend, editable=library, limits=RequestLimits(documents=3))) as http:
+    async with client(make_app(backend, library=library, limits=RequestLimits(documents=3))) as http:
         response = await http.post("/v1/documents", content=json.dumps(body), headers=JSON)
     assert (response.status_code, message in error(response)) == (status, True), response.text
     assert PassageIndex.load(folder).passages == before
 
 
 async def test_changes_need_the_token(backend: EngineBackend, library: ServedLibrary) -> None:
-    app = make_app(backend, editable=library, token="right")
+    app = make_app(backend, library=library, token="right")
     async with client(app) as http:
         assert (await add(http, {"a.md": "x"})).status_code == 401
         assert (await http.delete("/v1/documents/mill.md")).status_code == 401
@@ -253,7 +253,7 @@ async def test_beside_another_job_nothing_changes(engine: FusionEngine, folder: 
 
     library = ServedLibrary(folder, engine, changing=busy)
     backend = EngineBackend(EngineHandle.wrap(engine), "tiny", library=library)
-    async with client(make_app(backend, editable=library)) as http:
+    async with client(make_app(backend, library=library)) as http:
         added = await add(http, {"a.md": "x"}, stream=stream)
         assert "another job is warming" in added.text
         assert added.status_code == (200 if stream else 409)
