@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -28,7 +29,18 @@ AnswerRequest = Callable[[FusionEngine], tuple[Prompt, SamplingParams]]
 SETTINGS = SchedulerSettings(waiting=sys.maxsize)
 """A framework's callers wait in the queue: they do not handle refusals."""
 
-LOAD_SETTINGS = ("store", "method", "ratio", "base", "rag_messages", "device", "dtype", "weights", "compiled")
+LOAD_SETTINGS = (
+    "store",
+    "method",
+    "ratio",
+    "base",
+    "rag_messages",
+    "chat_template_kwargs",
+    "device",
+    "dtype",
+    "weights",
+    "compiled",
+)
 """The settings that an engine is loaded by, besides the model."""
 
 ENGINE_SETTINGS = ("model", "model_name", *LOAD_SETTINGS)
@@ -187,6 +199,7 @@ def load_engine(
     ratio: float | None,
     base: str | None,
     rag_messages: Sequence[tuple[str, str]] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
     device: str | None,
     dtype: str | None,
     weights: str,
@@ -201,15 +214,17 @@ def load_engine(
         ratio: share of reused tokens to recompute; None is the method's default.
         base: the base that passages are stored under; None is the method's.
         rag_messages: wording of the prompt; None is the library's.
+        chat_template_kwargs: variables of the model's chat template; None sets none.
         device: such as `cpu`; None is a GPU if there is one.
         dtype: such as `bfloat16`.
         weights: `model`, `int8` or `auto`.
         compiled: compile kernels and record CUDA graphs now; None does so on a GPU.
     """
+    template = PromptTemplate(chat_template_kwargs=chat_template_kwargs or {})
     return FusionEngine.load(
         model,
         store=store,
-        template=PromptTemplate(messages=tuple(rag_messages)) if rag_messages else None,
+        template=replace(template, messages=tuple(rag_messages)) if rag_messages else template,
         method=choose_method(method, ratio=ratio, base=base),
         device=device,
         dtype=dtype,

@@ -14,15 +14,16 @@ class Detokenizer:
     Args:
         tokenizer: the backend of a fast tokenizer.
         stop: strings that end the text and are cut off.
+        special_tokens: whether the text has special tokens.
 
     Attributes:
         stopped: whether a stop string was reached.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], *, special_tokens: bool = False) -> None:
         self.stopped = False
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=not special_tokens)
         self._stop = stop
         self._held = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,10 +14,12 @@ from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.decode import Generation
 from qcfuse_rag.generation.detokenizer import partial_mark_length
 from qcfuse_rag.generation.grammar import json_grammar
+from qcfuse_rag.generation.reasoning import AnswerPiece, ReasoningFormat
 from qcfuse_rag.generation.sampling import SamplingParams
-from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, tool_call_parser
+from qcfuse_rag.generation.tool_parsers import BrokenCall, ParsedResponse, ToolCallParser, tool_call_parser
 from qcfuse_rag.prompts.builder import PromptBuilder
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.prompts.special_tokens import special_tokens_of
 from qcfuse_rag.prompts.template import Tool, Turn
 
 
@@ -29,12 +32,24 @@ class PromptSource(Protocol):
         ...
 
     def prompt(
-        self, question: str, passages: Sequence[str] = (), history: Sequence[Turn] = (), tools: Sequence[Tool] = ()
+        self,
+        question: str,
+        passages: Sequence[str] = (),
+        history: Sequence[Turn] = (),
+        tools: Sequence[Tool] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Build a prompt from a question and passages."""
         ...
 
-    def prompt_from_text(self, conversation: Sequence[Turn] | str, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt_from_text(
+        self,
+        conversation: Sequence[Turn] | str,
+        tools: Sequence[Tool] = (),
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """Build a prompt from a conversation, and find warmed passages in its text."""
         ...
 
@@ -111,8 +126,18 @@ class ResponseFormat:
             f'"json_schema": {{"schema": ...}}}}, not {dict(requested)}'
         )
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the whole answer follows a grammar: JSON by a schema, or a demanded call."""
+        return self.schema is not None or bool(self.required_tools)
+
     def prompt(
-        self, engine: PromptSource, turns: Sequence[Mapping[str, Any]], passages: Sequence[str] | None = None
+        self,
+        engine: PromptSource,
+        turns: Sequence[Mapping[str, Any]],
+        passages: Sequence[str] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Return the prompt of a conversation, whose last question mentions the required schema.
 
@@ -122,9 +147,11 @@ class ResponseFormat:
                 the user wrote none. Other messages, such as tool results, may follow.
             passages: passages to put before the question, with the RAG prompt. With None, warmed passages are found in
                 the messages.
+            chat_template_kwargs: variables of the model's chat template, over those of the prompt template.
 
         Raises:
-            InvalidTemplate: if the model's chat template rejects the messages or does not show tools.
+            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
+                one of the variables.
         """
         last_question = max(
             (index for index, turn in enumerate(turns) if turn["role"] == "user"), default=len(turns) - 1
@@ -132,13 +159,14 @@ class ResponseFormat:
         history, later_turns = turns[:last_question], turns[last_question + 1 :]
         question = self.with_schema_hint(turns[last_question]["content"])
         conversation: list[Turn]
+        tools, kwargs = self.visible_tools, chat_template_kwargs
         if passages is None:
             conversation = [*history, {**turns[last_question], "content": question}, *later_turns]
-            return engine.prompt_from_text(conversation, self.visible_tools)
+            return engine.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
         if later_turns:
             conversation = [*engine.prompts.turns(question, passages, history), *later_turns]
-            return engine.prompt_from_text(conversation, self.visible_tools)
-        return engine.prompt(question, passages, history, self.visible_tools)
+            return engine.prompt_from_text(conversation, tools, chat_template_kwargs=kwargs)
+        return engine.prompt(question, passages, history, tools, chat_template_kwargs=kwargs)
 
     def with_schema_hint(self, question: str) -> str:
         """Return a question, followed by the schema that the answer must follow, if there is one with properties."""
@@ -147,70 +175,111 @@ class ResponseFormat:
         return f"{question}\n\nAnswer with JSON that follows this schema: {json.dumps(self.schema)}"
 
     def sampling(self, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
-        """Return sampling settings with the grammar of this format.
+        """Return sampling settings with the grammar of this format, for text that `ResponseReader` reads.
 
         Raises:
             UnsupportedModel: if there are tools and the model's syntax of tool calls is unknown.
         """
-        parser = (
-            tool_call_parser(tokenizer, self.tools) if self.visible_tools else None
-        )  # refuse unreadable calls early
-        if parser is not None and self.required_tools:
-            grammar = parser.grammar(tokenizer, self.required_tools)
-        elif self.schema is not None:
-            grammar = json_grammar(self.schema)
-        else:
-            return params
-        return replace(params, grammar=grammar)
+        syntax = ResponseSyntax.of(tokenizer, self)  # refuses unreadable calls early
+        if syntax.hidden is not None:
+            params = replace(params, special_tokens=True)
+        if syntax.tool_calls is not None and self.required_tools:
+            return replace(params, grammar=syntax.tool_calls.grammar(tokenizer, self.required_tools))
+        return params if self.schema is None else replace(params, grammar=json_grammar(self.schema))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSyntax:
+    """How a model marks the parts of an answer.
+
+    Attributes:
+        tool_calls: the syntax of tool calls; None if the answer can have none.
+        reasoning: the marks of reasoning; None if the answer has none.
+        hidden: special tokens that are not shown, in a text that has special tokens because marks have; None if the
+            text needs none.
+    """
+
+    tool_calls: ToolCallParser | None
+    reasoning: ReasoningFormat | None
+    hidden: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, response_format: ResponseFormat) -> ResponseSyntax:
+        """Return the syntax of a model's answers in a format.
+
+        Raises:
+            UnsupportedModel: if there are tools and the model's syntax of tool calls is unknown.
+        """
+        tools = response_format.visible_tools
+        parser = tool_call_parser(tokenizer, tools) if tools else None
+        # A grammar leaves no place for reasoning.
+        reasoning = None if response_format.has_grammar else ReasoningFormat.of(tokenizer)
+        special = special_tokens_of(tokenizer)
+        tags = () if parser is None else (parser.start_tag, parser.end_tag)
+        if not set(tags) & set(special) and (reasoning is None or not reasoning.marks_with(special)):
+            return cls(parser, reasoning)
+        return cls(parser, reasoning, tuple(token for token in special if token not in tags))
 
 
 class ResponseReader:
-    """Separates the text of one streamed answer from its tool calls.
+    """Separates the text of one streamed answer from its reasoning and its tool calls.
 
     Args:
         tokenizer: of the model.
-        response_format: of the answer.
+        response_format: of the answer, whose `sampling` gave the settings of the answer.
+        prompt: of the answer; its end may open the reasoning.
 
     Raises:
         UnsupportedModel: if there are tools and the model's syntax of tool calls is unknown.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, response_format: ResponseFormat) -> None:
-        self._tokenizer, self._tools = tokenizer, response_format.visible_tools
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, response_format: ResponseFormat, prompt: Prompt | None = None
+    ) -> None:
+        syntax = ResponseSyntax.of(tokenizer, response_format)
+        self._parser, self._tools = syntax.tool_calls, response_format.visible_tools
         self._requires_call = bool(response_format.required_tools)
-        self._parser = tool_call_parser(tokenizer, self._tools) if self._tools else None
-        self._text = ""
-        self._shown = 0
-        # Streamed text omits special tokens, so a call that starts with one is visible only in the finished answer.
-        self._hidden_start = self._parser is not None and self._parser.start_tag in tokenizer.all_special_tokens
+        prompt_end = "" if prompt is None else prompt.segments[-1].text
+        self._reasoning = syntax.reasoning and syntax.reasoning.reader(tokenizer, prompt_end)
+        self._hidden = re.compile("|".join(map(re.escape, syntax.hidden or ())) or "(?!)")
+        self._pushed = self._shown = 0
+        self._text = self._thoughts = ""
 
-    def push(self, piece: str) -> str:
-        """Add a piece of the answer; return text that is certainly not part of a call, often empty."""
-        self._text += piece
+    def push(self, piece: str) -> AnswerPiece:
+        """Add a piece of the answer; return what is certainly text or reasoning and no call, often nothing."""
+        self._pushed += len(piece)
+        return self._add(AnswerPiece(piece) if self._reasoning is None else self._reasoning.push(piece))
+
+    def finish(self, generation: Generation) -> tuple[AnswerPiece, ParsedResponse]:
+        """Parse the finished answer; return what was not shown yet, and the parsed answer."""
+        shown, thought = self._shown, len(self._thoughts)
+        self.push(generation.text[self._pushed :])
+        if self._reasoning is not None:
+            self._add(self._reasoning.finish())
+        response = ParsedResponse(self._text) if self._parser is None else self._parser.parse(self._text, self._tools)
+        if not response.calls and not response.broken:
+            incomplete = BrokenCall(self._text, "the call is incomplete")
+            response = ParsedResponse("", broken=(incomplete,)) if self._requires_call else ParsedResponse(self._text)
+        rest = AnswerPiece(response.content[shown:], self._thoughts[thought:])
+        return rest, replace(response, reasoning=self._thoughts)
+
+    def _add(self, piece: AnswerPiece) -> AnswerPiece:
+        """Add text and reasoning; return the reasoning, and the text that is certain now."""
+        self._text += self._hidden.sub("", piece.text)
+        reasoning = self._hidden.sub("", piece.reasoning)
+        self._thoughts += reasoning
+        return AnswerPiece(self._certain_text(), reasoning)
+
+    def _certain_text(self) -> str:
         if self._parser is None:
             return self._show_until(len(self._text))
-        if self._hidden_start or self._text.lstrip()[:1] in ("", "{", "[", "`"):  # the whole text may be a call
+        if self._text.lstrip()[:1] in ("", "{", "[", "`"):  # the whole text may be a call
             return ""
         start_tag = self._parser.start_tag
         start = self._text.find(start_tag)
         return self._show_until(
             start if start >= 0 else len(self._text) - partial_mark_length(self._text, (start_tag,))
         )
-
-    def finish(self, generation: Generation) -> tuple[str, ParsedResponse]:
-        """Parse the finished answer; return the content that was not shown yet, and the parsed answer."""
-        if self._parser is None or generation.finish_reason == "stop":
-            text = generation.text
-        else:  # decode again, with the special tokens that start a call
-            ids = generation.ids[:-1] if generation.finish_reason == "end" else generation.ids
-            text = self._tokenizer.decode(ids)
-        response = ParsedResponse(text) if self._parser is None else self._parser.parse(text, self._tools)
-        if not response.calls and not response.broken:
-            incomplete = BrokenCall(generation.text, "the call is incomplete")
-            response = (
-                ParsedResponse("", broken=(incomplete,)) if self._requires_call else ParsedResponse(generation.text)
-            )
-        return response.content[self._shown :], response
 
     def _show_until(self, stop: int) -> str:
         shown, self._shown = self._text[self._shown : stop], max(self._shown, stop)

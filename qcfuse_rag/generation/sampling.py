@@ -47,6 +47,8 @@ class SamplingParams:
         frequency_penalty: subtracted as often as the answer has the token, as in OpenAI's API.
         logit_bias: pairs of a token id and a number that is added to its logit.
         stop: strings that end the answer and are not part of it.
+        special_tokens: whether the answer's text has the special tokens, by which some models mark reasoning and tool
+            calls; `generation.response_format` reads such text. The end token is never part of it.
         seed: of the random numbers; None takes a new seed each time.
         grammar: that the answer has to follow, see `generation.grammar`; None for any text.
         fidelity: see `Fidelity`. An answer that is sampled or has penalties or biases cannot be verified: `exact`
@@ -64,6 +66,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop: tuple[str, ...] = ()
+    special_tokens: bool = False
     seed: int | None = None
     grammar: str | None = None
     fidelity: Fidelity = "fast"

@@ -16,7 +16,7 @@ class PartialAnswer:
 
     Args:
         lm: the model that the tokens belong to.
-        params: stop strings and length limit; the sampling settings are not read.
+        params: stop strings, length limit and form of the text; the sampling settings are not read.
 
     Attributes:
         ids: the tokens so far, the end token included.
@@ -28,7 +28,8 @@ class PartialAnswer:
         self.finish_reason: FinishReason | None = None
         self._end_tokens = end_tokens(lm)
         self._max_new_tokens = params.max_new_tokens
-        self._detokenizer = Detokenizer(lm.tokenizer.backend_tokenizer, params.stop)
+        core = lm.tokenizer.backend_tokenizer
+        self._detokenizer = Detokenizer(core, params.stop, special_tokens=params.special_tokens)
         self._pieces: list[str] = []
 
     @property

@@ -43,11 +43,12 @@ class BrokenCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """A parsed answer: its text, its valid calls and its invalid calls."""
+    """A parsed answer: its text, its valid calls, its invalid calls, and the reasoning before it."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     broken: tuple[BrokenCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ requests, passages in the store, and warnings at the caller's line. Nothing here
 from qcfuse_rag.engine.caller_warnings import warn_caller, warn_not_stored, warn_unused
 from qcfuse_rag.engine.engine_handle import LOAD_SETTINGS, AnswerRequest, EngineHandle
 from qcfuse_rag.engine.request import RequestHandle
+from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.integrations.engine_settings import SAMPLING_SETTINGS, EngineSettings
@@ -15,6 +16,7 @@ from qcfuse_rag.integrations.passages import Passage, warm_passages
 __all__ = [
     "LOAD_SETTINGS",
     "SAMPLING_SETTINGS",
+    "AnswerPiece",
     "AnswerRequest",
     "EngineHandle",
     "EngineSettings",

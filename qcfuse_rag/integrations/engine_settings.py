@@ -39,6 +39,10 @@ class EngineSettings(BaseModel):
     rag_messages: list[tuple[str, str]] | None = Field(
         default=None, description="Messages of the RAG prompt as (role, text), with {context} and {question} once each."
     )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None,
+        description="Variables of the model's chat template, such as {'enable_thinking': False}; calls may override.",
+    )
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     top_p: float = Field(default=1.0, description="Keep the likeliest tokens of this total probability.", gt=0, le=1)
     top_k: int = Field(default=0, description="Keep so many likeliest tokens; 0 keeps all.", ge=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, takewhile
 from typing import Any
@@ -20,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
-from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker
+from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of
 from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
+from qcfuse_rag.prompts.template_variables import template_variables
 
 # Some chat templates print today's date; a system prefix that changes daily would make every framed cache useless.
 TEMPLATE_DATE = "01 Jan 2025"
@@ -34,6 +35,9 @@ MARKERS = ("context", "question")
 MARKER_NUMBERS = re.compile(r"\[\[qcfuse:([0-9]+):")
 """Matches the numbers of markers that a conversation or a tool mentions."""
 
+
+OF_THE_TOKENIZER = ("variables", "_special", "_with_special", "_without_special")
+"""What a builder computes from its tokenizer alone, some of it slowly."""
 
 PIECE_CHARACTERS = 1 << 14
 """Characters of a long text that are tokenised at a time to count its tokens."""
@@ -53,13 +57,28 @@ class PromptBuilder:
             each token takes half a kilobyte meanwhile; None for no bound.
 
     Raises:
-        InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated.
+        InvalidTemplate: if the tokenizer's chat template rewrites the messages, so that they cannot be separated, or
+            does not read one of the wording's `chat_template_kwargs`.
         PromptTooLong: if a prompt has more tokens than that.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: PromptTemplate
     window: int | None = None
+
+    def with_kwargs(self, chat_template_kwargs: Mapping[str, Any] | None) -> PromptBuilder:
+        """Return the builder for a request that sets variables of the chat template, over those of the wording."""
+        if not chat_template_kwargs:
+            return self
+        merged = {**self.template.chat_template_kwargs, **chat_template_kwargs}
+        builder = replace(self, template=replace(self.template, chat_template_kwargs=merged))
+        builder.__dict__.update({name: getattr(self, name) for name in OF_THE_TOKENIZER})
+        return builder
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables of the chat template that `chat_template_kwargs` may set."""
+        return template_variables(self.tokenizer)
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -158,13 +177,13 @@ class PromptBuilder:
 
     def _parts(self, history: Sequence[Turn], tools: Sequence[Tool]) -> list[tuple[str, RenderedText]]:
         """Return the rendered template in order: literal, context, literal, question, literal, or question first."""
-        used = set(MARKER_NUMBERS.findall(f"{history}{tools}"))
+        used = set(MARKER_NUMBERS.findall(f"{history}{tools}{self.template.chat_template_kwargs}"))
         number = next(number for number in map(str, count()) if number not in used)
         markers = {name: f"[[qcfuse:{number}:{name}]]" for name in MARKERS}
-        # The prompt template is the developer's, so special tokens in it count as such; history and tools are marked.
-        special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, history), tools)
+        # The prompt template is the developer's, so special tokens in it count as such; everything else is marked.
+        special_tokens = self._mark(history, tools)
         messages = self._messages(markers["question"], markers["context"], special_tokens.turns)
-        rendered = special_tokens.unmark(self._render(list(map(_as_mapping, messages)), special_tokens.tools))
+        rendered = self._render(list(map(_as_mapping, messages)), special_tokens)
         positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -191,12 +210,29 @@ class PromptBuilder:
         Special tokens that messages and tools spell stay text, see `prompts.special_tokens`.
 
         Raises:
-            InvalidTemplate: if the chat template does not take these messages, or does not show the given tools.
+            InvalidTemplate: if the chat template does not take these messages, does not show the given tools, or does
+                not read one of the `chat_template_kwargs`.
         """
-        special_tokens = SpecialTokenMarker(self._special, map(_as_mapping, messages), tools)
-        return special_tokens.unmark(self._render(special_tokens.turns, special_tokens.tools))
+        special_tokens = self._mark(messages, tools)
+        return self._render(special_tokens.turns, special_tokens)
 
-    def _render(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
+    def _mark(self, messages: Sequence[Turn], tools: Sequence[Tool]) -> SpecialTokenMarker:
+        kwargs = self.template.chat_template_kwargs
+        return SpecialTokenMarker(self._special, map(_as_mapping, messages), tools, kwargs)
+
+    def _render(self, turns: Sequence[Mapping[str, Any]], special_tokens: SpecialTokenMarker) -> RenderedText:
+        """Render turns, with the tools and variables in which special tokens are marked, and unmark these."""
+        tools, kwargs = special_tokens.tools, special_tokens.kwargs
+        if unread := sorted(kwargs.keys() - self.variables):
+            raise InvalidTemplate(
+                f"chat_template_kwargs cannot set {', '.join(unread)}: the tokenizer's chat template reads "
+                f"{', '.join(sorted(self.variables)) or 'no variable'} besides messages, tools and special tokens"
+            )
+        return special_tokens.unmark(self._render_marked(turns, tools, kwargs))
+
+    def _render_marked(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]
+    ) -> str:
         if tools and not self.shows_tools:
             raise InvalidTemplate(
                 "the tokenizer's chat template has no place for tools: take a model that was trained to call tools, or "
@@ -208,14 +244,15 @@ class PromptBuilder:
         mergeable = len(turns) > 1 and turns[0]["role"] == "system"
         try:
             if not mergeable or self._shows_system:
-                return self._apply(turns, tools)
+                return self._apply(turns, tools, kwargs)
         except TemplateError as error:
             if not mergeable:
                 raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
         # Some chat templates refuse or omit the system role: put its text in front of the first turn.
         system, first, *rest = turns
+        merged = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
         try:
-            return self._apply([{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest], tools)
+            return self._apply(merged, tools, kwargs)
         except TemplateError as error:
             raise InvalidTemplate(f"the tokenizer's chat template does not take these messages: {error}") from error
 
@@ -224,7 +261,8 @@ class PromptBuilder:
         """Whether the tokenizer's chat template shows system messages."""
         text = "[[qcfuse:system]]"
         try:
-            return text in self._apply([{"role": "system", "content": text}, {"role": "user", "content": "?"}], ())
+            turns = [{"role": "system", "content": text}, {"role": "user", "content": "?"}]
+            return text in self._apply(turns, (), self.template.chat_template_kwargs)
         except TemplateError:
             return False
 
@@ -235,18 +273,22 @@ class PromptBuilder:
             return False
         return "tools" in str(self.tokenizer.get_chat_template(tools=[{}]))
 
-    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> str:
+    def _apply(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> str:
         tool_list = list(tools) or None
 
         def render() -> str:
-            rendered = self.tokenizer.apply_chat_template(
-                turns,
-                tools=tool_list,
-                chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
-                tokenize=False,
-                add_generation_prompt=True,
-                date_string=TEMPLATE_DATE,
-            )
+            try:
+                rendered = self.tokenizer.apply_chat_template(
+                    turns,
+                    tools=tool_list,
+                    chat_template=STOPPED_CLOCK + self.tokenizer.get_chat_template(tools=tool_list),
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    date_string=TEMPLATE_DATE,
+                    **kwargs,
+                )
+            except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value that it does not expect
+                raise TemplateError(f"{type(error).__name__}: {error}") from error
             return str(rendered)
 
         return render_bounded(render)
@@ -277,7 +319,7 @@ class PromptBuilder:
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
-        return tuple(token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        return special_tokens_of(self.tokenizer)
 
     # Recognising special tokens is a setting of the tokenizer itself, which threads share; so there are two copies.
     @cached_property

@@ -1,8 +1,8 @@
-"""Tell the special tokens of a chat template from text in messages and tools that is spelt like them.
+"""Tell the special tokens of a chat template from text in messages, tools and variables that is spelt like them.
 
 A message may spell a special token, like a document written to end its turn and begin another. So may the schema of a
-third party's tool. Special tokens of the template end turns; those that messages and tools spell are text. So they are
-marked before the template joins the messages.
+third party's tool, or a variable that a client sets. Special tokens of the template end turns; those that messages,
+tools and variables spell are text. So they are marked before the template joins the messages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from qcfuse_rag.errors import InvalidTemplate
 
@@ -27,6 +29,11 @@ ESCAPED_CHARACTER = re.compile(r"(?=(\\u[0-9a-fA-F]{4}\\u[0-9a-fA-F]{4}))")
 
 INDENT = 4
 """Spaces by which some chat templates indent each level of a tool; they write one line for each leaf."""
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Return the special tokens of a tokenizer, which are no text."""
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +66,29 @@ class RenderedText:
 
 
 class SpecialTokenMarker:
-    """Mark what messages and tools spell like special tokens, and remove the marks from the template's output.
+    """Mark what messages, tools and variables spell like special tokens, and remove the marks from the output.
 
     Args:
         special: the special tokens.
         turns: the messages.
         tools: the tools, whose names, descriptions and schemas are marked as well.
+        kwargs: variables of the chat template, whose values are marked as well.
 
     Raises:
         InvalidTemplate: if a role spells a special token, or no unused character is left to mark with.
     """
 
     def __init__(
-        self, special: Iterable[str], turns: Iterable[Mapping[str, Any]], tools: Iterable[Mapping[str, Any]] = ()
+        self,
+        special: Iterable[str],
+        turns: Iterable[Mapping[str, Any]],
+        tools: Iterable[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._turns, self._tools = list(turns), list(tools)
+        self._turns, self._tools, self._kwargs = list(turns), list(tools), kwargs or {}
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        texts = "\0".join(_strings([self._turns, self._tools]))
+        texts = "\0".join(_strings([self._turns, self._tools, self._kwargs]))
         self._spelt = pattern if pattern is not None and pattern.search(texts) else None  # None: nothing is spelt
         self._mark = ""
         if self._spelt is not None:
@@ -86,7 +98,7 @@ class SpecialTokenMarker:
             roles = [str(turn["role"]) for turn in self._turns]
             if not self._mark or any(map(self._spelt.search, roles)):
                 raise InvalidTemplate(
-                    f"special tokens in messages or tools that cannot be told apart, of roles {set(roles)}"
+                    f"special tokens in messages, tools or variables that cannot be told apart, of roles {set(roles)}"
                 )
 
     @property
@@ -100,6 +112,13 @@ class SpecialTokenMarker:
     def tools(self) -> list[Mapping[str, Any]]:
         """The tools, with a mark on both sides of each spelt special token."""
         return self._tools if self._spelt is None else [self._marked(tool) for tool in self._tools]
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The variables, with a mark on both sides of each special token that their values spell."""
+        if self._spelt is None:
+            return self._kwargs
+        return {name: self._marked(value) for name, value in self._kwargs.items()}
 
     def unmark(self, rendered: str) -> RenderedText:
         """Remove the marks from the template's output, and return the spelt ranges with it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from qcfuse_rag.errors import InvalidTemplate
@@ -28,9 +29,11 @@ class PromptTemplate:
             braces, as in `str.format`.
         chunk: the format of a passage in the context; contains `{text}`. Put the separator of passages here, so that
             it is part of the chunk.
+        chat_template_kwargs: further variables that the model's chat template reads, such as Qwen3's
+            `{"enable_thinking": False}` or gpt-oss's `{"reasoning_effort": "low"}`; a request may override them.
 
     Raises:
-        InvalidTemplate: if a placeholder is missing, repeated or unknown.
+        InvalidTemplate: if a placeholder is missing, repeated or unknown, or `chat_template_kwargs` is not JSON.
     """
 
     messages: tuple[Message, ...] = (
@@ -38,6 +41,7 @@ class PromptTemplate:
         ("user", "Passages:\n\n{context}Question: {question}\nAnswer:"),
     )
     chunk: str = "{text}\n\n"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         fields = [field for _, content in self.messages for field in _fields(content)]
@@ -48,6 +52,10 @@ class PromptTemplate:
             )
         if _fields(self.chunk) != ["text"]:
             raise InvalidTemplate("the template of a chunk needs {text} once and nothing else in braces")
+        try:  # libraries keep the wording as JSON
+            json.dumps(dict(self.chat_template_kwargs))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidTemplate(f"chat_template_kwargs has to be an object of JSON values: {error}") from error
 
     def format_chunk(self, text: str) -> str:
         """Return a passage as the prompt and the warmed chunk contain it."""

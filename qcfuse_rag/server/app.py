@@ -158,10 +158,11 @@ async def json_response(
     first: Event, events: AsyncGenerator[Event, None], header: dict[str, Any], request: Request
 ) -> Response:
     """Collect all events and return the answer as one JSON body; cancel it if the client disconnects."""
-    text, event = first.text, first
+    text, reasoning, event = first.text, first.reasoning, first
     try:
         async for event in events:
             text += event.text
+            reasoning += event.reasoning
             if event.error is not None:
                 return error_response(event.status, event.error)
             if await request.is_disconnected():
@@ -169,6 +170,8 @@ async def json_response(
     finally:
         await events.aclose()
     message: dict[str, Any] = {"role": "assistant", "content": text or (None if event.calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if event.calls:
         message["tool_calls"] = event.calls
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": event.finish_reason}
@@ -189,14 +192,14 @@ async def event_stream(
 
     try:
         retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
-        yield chunk({"role": "assistant", "content": first.text}, **retrieved)
+        yield chunk({"role": "assistant", "content": first.text, **reasoning_of(first)}, **retrieved)
         event = first
         async for event in events:
             if event.error is not None:
                 yield f"data: {json.dumps(error_body(event.status, event.error))}\n\n"
                 return
-            if event.text:
-                yield chunk({"content": event.text})
+            if event.text or event.reasoning:
+                yield chunk({**({"content": event.text} if event.text else {}), **reasoning_of(event)})
         calls = [{"index": index, **call} for index, call in enumerate(event.calls)]
         yield chunk({"tool_calls": calls} if calls else {}, event.finish_reason)
         if chat_request.stream_options is not None and chat_request.stream_options.include_usage:
@@ -209,3 +212,8 @@ async def event_stream(
         yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
     finally:
         await events.aclose()
+
+
+def reasoning_of(event: Event) -> dict[str, str]:
+    """Return an event's reasoning as a field of a message; none if it has none."""
+    return {"reasoning_content": event.reasoning} if event.reasoning else {}

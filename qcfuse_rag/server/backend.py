@@ -20,6 +20,7 @@ from qcfuse_rag.errors import Busy, QCFuseError
 from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
 from qcfuse_rag.generation.decode import Generation
+from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
 from qcfuse_rag.generation.tool_parsers import ParsedResponse
@@ -51,12 +52,14 @@ SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
 class Event:
     """A piece of an answer, as plain data that can be sent between processes.
 
-    Tool calls, finish reason and usage are in OpenAI's format; these and the prefill's report come only with the last
-    event, as does an explanation of the prefill to requests that ask for one. An HTTP status other than 200 makes an
-    event the last one. The first event names the retrieved documents, if the server retrieved them.
+    Reasoning is apart from the text. Tool calls, finish reason and usage are in OpenAI's format; these and the
+    prefill's report come only with the last event, as does an explanation of the prefill to requests that ask for one.
+    An HTTP status other than 200 makes an event the last one. The first event names the retrieved documents, if the
+    server retrieved them.
     """
 
     text: str = ""
+    reasoning: str = ""
     documents: list[dict[str, Any]] | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
@@ -145,21 +148,21 @@ class EngineBackend:
             response_format, answer = await self._submit(request, passages)
             documents = passages.retrieved
             try:
-                reader = ResponseReader(self._handle.engine.lm.tokenizer, response_format)
+                reader = ResponseReader(self._handle.engine.lm.tokenizer, response_format, answer.prompt)
                 async for piece in answer:
-                    if text := reader.push(piece):
-                        yield Event(text, documents)
+                    if any(read := reader.push(piece)):
+                        yield Event(read.text, read.reasoning, documents)
                         documents = None
             finally:
                 answer.cancel()
             assert answer.generation is not None
             if self._keep is not None and passages.texts and answer.generation.report.fallback is not None:
                 self._keep.add(zip(passages.texts, passages.sources, strict=True))
-            text, response = reader.finish(answer.generation)
+            rest, response = reader.finish(answer.generation)
             if request.parallel_tool_calls is False:
                 response = replace(response, calls=response.calls[:1])
             generation = replace(answer.generation, report=redact_report(answer.generation.report))
-            last = replace(last_event(text, response, generation), documents=documents)
+            last = replace(last_event(rest, response, generation), documents=documents)
             if request.explain:
                 last = replace(last, explanation=await self._explain(answer, generation.report, passages))
             yield last
@@ -256,8 +259,8 @@ class EngineBackend:
         self._handle.close()
 
 
-def last_event(text: str, response: ParsedResponse, generation: Generation) -> Event:
-    """Return the last event of an answer with a redacted report, and with the text that was not sent yet."""
+def last_event(rest: AnswerPiece, response: ParsedResponse, generation: Generation) -> Event:
+    """Return the last event of an answer with a redacted report, and with what was not sent yet."""
     usage = generation.usage
     calls = [
         {
@@ -270,7 +273,8 @@ def last_event(text: str, response: ParsedResponse, generation: Generation) -> E
     # OpenAI's format has no field for broken calls, so they are sent as text.
     broken = "".join(call.text for call in response.broken)
     return Event(
-        text=text + broken,
+        text=rest.text + broken,
+        reasoning=rest.reasoning,
         calls=calls,
         finish_reason="tool_calls" if calls else FINISH_REASONS[generation.finish_reason],
         usage={

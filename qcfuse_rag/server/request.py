@@ -43,13 +43,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "audio"), OFF),
     "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
     "modalities": (*OFF, ["text"]),
-    **dict.fromkeys(("reasoning_effort", "verbosity"), (None, "medium")),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
     # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
     **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
-    **dict.fromkeys(("echo", "prompt_logprobs", "chat_template", "chat_template_kwargs"), OFF),
+    **dict.fromkeys(("echo", "prompt_logprobs", "chat_template"), OFF),
     **dict.fromkeys(("continue_final_message", "add_special_tokens"), OFF),
     "length_penalty": (None, 1),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (None, True)),
@@ -160,6 +160,8 @@ class ChatRequest(BaseModel):
             user message. `library` lets the server retrieve them. Without the field, the server retrieves if it does so
             by default; else warmed passages are found in the messages.
         parallel_tool_calls: False allows one call at most.
+        chat_template_kwargs: variables of the model's chat template, such as `{"enable_thinking": false}`.
+        reasoning_effort: the variable of that name of the model's chat template.
         fidelity: how closely the answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
             the server.
         method: `full` for full prefill, which takes no passage from the store; None for the server's method.
@@ -190,6 +192,8 @@ class ChatRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     n: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     fidelity: Fidelity | None = None
     method: Literal["full"] | None = None
     explain: bool | None = None
@@ -281,12 +285,29 @@ class ChatRequest(BaseModel):
 
         Raises:
             QCFuseError: if there are passages and no user message.
-            InvalidTemplate: if the model's chat template rejects the messages or does not show tools.
+            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
+                one of the variables.
         """
         if passages is not None:
             assert self.questions
         turns = [message.turn() for message in self.messages]
-        return self.to_response_format().prompt(engine, turns, passages)
+        kwargs = self._template_kwargs(engine.prompts.variables)
+        return self.to_response_format().prompt(engine, turns, passages, chat_template_kwargs=kwargs)
+
+    def _template_kwargs(self, variables: frozenset[str]) -> dict[str, Any]:
+        """Return the variables that the request sets, of those that the model's chat template reads.
+
+        Raises:
+            QCFuseError: if it names an effort, the template reads none, and it is not OpenAI's default.
+        """
+        kwargs = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return kwargs
+        if "reasoning_effort" in variables:
+            return {"reasoning_effort": self.reasoning_effort, **kwargs}
+        if self.reasoning_effort != "medium":
+            raise QCFuseError("this model's chat template reads no reasoning_effort; omit it")
+        return kwargs
 
 
 def _children(value: Any) -> Iterable[Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -16,7 +16,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from langchain_qcfuse.documents import SOURCE_KEY, passage_of, texts_of
-from langchain_qcfuse.messages import answer_message, documents_in, last_chunk, turn_of
+from langchain_qcfuse.messages import answer_chunk, answer_message, documents_in, last_chunk, turn_of
 from langchain_qcfuse.structured import bind_json_schema, bind_schema_tool
 from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams, WarmSummary
 from qcfuse_rag.errors import InvalidTemplate
@@ -43,6 +43,7 @@ CALL_SETTINGS = (
     "seed",
     "stop",
     "fidelity",
+    "chat_template_kwargs",
     "documents",
     "tools",
     "tool_choice",
@@ -225,9 +226,10 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
     ) -> ChatResult:
         answer = self._current_handle().submit(self._request(messages, stop, kwargs))
         try:
-            return self._result(answer.result(), kwargs)
+            answer.result()
         finally:
             answer.cancel()
+        return self._result(answer, kwargs)
 
     async def _agenerate(
         self,
@@ -237,7 +239,8 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
-        return self._result(await answer.aresult(), kwargs)
+        await answer.aresult()
+        return self._result(answer, kwargs)
 
     def _stream(
         self,
@@ -247,14 +250,13 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         answer = self._current_handle().submit(self._request(messages, stop, kwargs))
-        reader = self._reader(kwargs)
+        reader = self._reader(answer, kwargs)
         try:
             for piece in answer:
-                text = reader.push(piece)
-                if text:
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+                if any(read := reader.push(piece)):
+                    chunk = ChatGenerationChunk(message=answer_chunk(read))
                     if run_manager is not None:
-                        run_manager.on_llm_new_token(text, chunk=chunk)
+                        run_manager.on_llm_new_token(read.text, chunk=chunk)
                     yield chunk
         finally:
             answer.cancel()
@@ -271,14 +273,13 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         answer = await self._current_handle().asubmit(self._request(messages, stop, kwargs))
-        reader = self._reader(kwargs)
+        reader = self._reader(answer, kwargs)
         try:
             async for piece in answer:
-                text = reader.push(piece)
-                if text:
-                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=text))
+                if any(read := reader.push(piece)):
+                    chunk = ChatGenerationChunk(message=answer_chunk(read))
                     if run_manager is not None:
-                        await run_manager.on_llm_new_token(text, chunk=chunk)
+                        await run_manager.on_llm_new_token(read.text, chunk=chunk)
                     yield chunk
         finally:
             answer.cancel()
@@ -291,6 +292,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         """Return a function that builds the prompt and the sampling settings once the engine is loaded."""
         warn_unused(kwargs, CALL_SETTINGS)
         documents: Sequence[Document] | None = kwargs.get("documents")
+        template_kwargs: dict[str, Any] | None = kwargs.get("chat_template_kwargs")
         stop_strings = stop or self.stop or ()
         response_format = response_format_of(kwargs)
         sampling = SamplingParams(
@@ -309,17 +311,19 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
 
         def request(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
             settings = response_format.sampling(sampling, engine.lm.tokenizer)
-            return response_format.prompt(engine, turns, passages), settings
+            prompt = response_format.prompt(engine, turns, passages, chat_template_kwargs=template_kwargs)
+            return prompt, settings
 
         return request
 
-    def _reader(self, kwargs: dict[str, Any]) -> ResponseReader:
-        """Return a reader of the answer; the model is loaded by now."""
-        return ResponseReader(self.engine.lm.tokenizer, response_format_of(kwargs))
+    def _reader(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
+        """Return a reader of an answer; the model is loaded by now."""
+        return ResponseReader(self.engine.lm.tokenizer, response_format_of(kwargs), answer.prompt)
 
-    def _result(self, generation: Generation, kwargs: dict[str, Any]) -> ChatResult:
-        _, reply = self._reader(kwargs).finish(generation)
-        message = answer_message(reply, generation, self._metadata(generation))
+    def _result(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ChatResult:
+        assert answer.generation is not None
+        _, reply = self._reader(answer, kwargs).finish(answer.generation)
+        message = answer_message(reply, answer.generation, self._metadata(answer.generation))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
     def _last(self, answer: RequestHandle, reader: ResponseReader) -> ChatGenerationChunk:

@@ -20,16 +20,19 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.utils.json import parse_partial_json
 
 from qcfuse_rag import Generation
-from qcfuse_rag.integrations import ParsedResponse
+from qcfuse_rag.integrations import AnswerPiece, ParsedResponse
 
 MEDIA = {"image", "image_url", "input_image", "audio", "input_audio", "video", "file", "input_file"}
 """Types of message blocks that a text model cannot read."""
+
+REASONING_KEY = "reasoning_content"
+"""Key of `additional_kwargs` that LangChain's `content_blocks` read as a `reasoning` block."""
 
 ROLES = {"human": "user", "ai": "assistant", "system": "system", "tool": "tool"}
 
 
 def turn_of(message: BaseMessage) -> dict[str, Any]:
-    """Return a message as a turn of a chat template, with its tool calls or tool results.
+    """Return a message as a turn of a chat template, with its reasoning and tool calls, or as a tool's result.
 
     Raises:
         ValueError: if it has a block of images, audio, video or files.
@@ -39,6 +42,8 @@ def turn_of(message: BaseMessage) -> dict[str, Any]:
         raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(media))}, or describe them")
     role = message.role if isinstance(message, ChatMessage) else ROLES.get(message.type, message.type)
     turn: dict[str, Any] = {"role": role, "content": str(message.text)}
+    if isinstance(message, AIMessage) and (reasoning := reasoning_in(message)):
+        turn["reasoning_content"] = reasoning
     if isinstance(message, AIMessage) and message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
@@ -63,6 +68,12 @@ def documents_in(message: BaseMessage) -> list[str]:
     return [str(block["text"]) for block in blocks]
 
 
+def reasoning_in(message: AIMessage) -> str:
+    """Return the reasoning of an answer: of its `additional_kwargs`, or of its `reasoning` blocks."""
+    blocks = [block for block in blocks_of(message) if block.get("type") == "reasoning"]
+    return message.additional_kwargs.get(REASONING_KEY) or "".join(block.get("reasoning") or "" for block in blocks)
+
+
 def blocks_of(message: BaseMessage) -> list[dict[str, Any]]:
     """Return a message's content blocks, without bare strings."""
     blocks = message.content if isinstance(message.content, list) else []
@@ -73,6 +84,7 @@ def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict
     """Return a complete answer as a message."""
     return AIMessage(
         content=reply.content,
+        additional_kwargs=_with_reasoning(reply.reasoning),
         tool_calls=[ToolCall(name=call.name, args=call.arguments, id=_call_id()) for call in reply.calls],
         invalid_tool_calls=[
             InvalidToolCall(name=None, args=call.text, id=_call_id(), error=call.reason) for call in reply.broken
@@ -82,12 +94,20 @@ def answer_message(reply: ParsedResponse, generation: Generation, metadata: dict
     )
 
 
-def last_chunk(rest: str, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]) -> AIMessageChunk:
-    """Return the last chunk of a stream: unshown content, tool calls, metadata and token counts."""
+def answer_chunk(piece: AnswerPiece) -> AIMessageChunk:
+    """Return a piece of an answer as a chunk of a stream."""
+    return AIMessageChunk(content=piece.text, additional_kwargs=_with_reasoning(piece.reasoning))
+
+
+def last_chunk(
+    rest: AnswerPiece, reply: ParsedResponse, generation: Generation, metadata: dict[str, Any]
+) -> AIMessageChunk:
+    """Return the last chunk of a stream: what was not shown yet, tool calls, metadata and token counts."""
     chunks = [(call.name, json.dumps(call.arguments)) for call in reply.calls]
     chunks += [(None, _unrepairable(call.text)) for call in reply.broken]
     return AIMessageChunk(
-        content=rest,
+        content=rest.text,
+        additional_kwargs=_with_reasoning(rest.reasoning),
         tool_call_chunks=[
             tool_call_chunk(name=name, args=args, id=_call_id(), index=index)
             for index, (name, args) in enumerate(chunks)
@@ -109,6 +129,10 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
             cache_read=usage.reused_tokens, cache_creation=usage.input_tokens - usage.reused_tokens
         ),
     )
+
+
+def _with_reasoning(reasoning: str) -> dict[str, Any]:
+    return {REASONING_KEY: reasoning} if reasoning else {}
 
 
 def _unrepairable(text: str) -> str:

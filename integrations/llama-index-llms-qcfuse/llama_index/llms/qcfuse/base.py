@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
+from contextlib import aclosing
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +17,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -25,22 +25,23 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import finish
+from llama_index.llms.qcfuse.messages import chat_response, reasoning_kwargs, turn_of
 from llama_index.llms.qcfuse.settings import without_class_name
-from qcfuse_rag import FusionEngine, Generation, Prompt, SamplingParams
+from qcfuse_rag import FusionEngine, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
     SAMPLING_SETTINGS,
+    AnswerPiece,
     AnswerRequest,
     EngineHandle,
     EngineSettings,
     RequestHandle,
     ResponseFormat,
+    ResponseReader,
     warn_unused,
 )
 
 SCALAR_SETTINGS = ("max_new_tokens", "temperature", "seed", "fidelity", *SAMPLING_SETTINGS)
-CALL_SETTINGS = (*SCALAR_SETTINGS, "stop", "response_format")
-MEDIA = {"image", "audio", "video", "document"}
-"""Types of message blocks that a text model cannot read."""
+CALL_SETTINGS = (*SCALAR_SETTINGS, "stop", "response_format", "chat_template_kwargs")
 
 PromptFactory = Callable[[FusionEngine], Prompt]
 """Builds a prompt once the engine is loaded."""
@@ -111,44 +112,43 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text, as a user turn of the chat template unless `formatted`."""
-        return self._completion(self.answer(self._text(prompt, formatted), kwargs))
+        return self.answer(self._text(prompt, formatted, kwargs), kwargs)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Complete a text piece by piece."""
-        return self._completions(self._text(prompt, formatted), kwargs)
+        return self._completions(self._text(prompt, formatted, kwargs), kwargs)
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation."""
-        return self._chat(self._completion(self.answer(self._conversation(messages), kwargs)))
+        return chat_response(self.answer(self._conversation(messages, kwargs), kwargs))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        pieces = self._completions(self._conversation(messages), kwargs)
-        return (self._chat(piece) for piece in pieces)
+        return map(chat_response, self._completions(self._conversation(messages, kwargs), kwargs))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """Complete a text without blocking the event loop."""
-        return self._completion(await self.aanswer(self._text(prompt, formatted), kwargs))
+        return await self.aanswer(self._text(prompt, formatted, kwargs), kwargs)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """Complete a text piece by piece without blocking the event loop."""
-        return self._acompletions(self._text(prompt, formatted), kwargs)
+        return self._acompletions(self._text(prompt, formatted, kwargs), kwargs)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """Answer a conversation without blocking the event loop."""
-        return self._chat(self._completion(await self.aanswer(self._conversation(messages), kwargs)))
+        return chat_response(await self.aanswer(self._conversation(messages, kwargs), kwargs))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """Answer a conversation piece by piece without blocking the event loop."""
-        pieces = self._acompletions(self._conversation(messages), kwargs)
-        return (self._chat(piece) async for piece in pieces)
+        pieces = self._acompletions(self._conversation(messages, kwargs), kwargs)
+        return (chat_response(piece) async for piece in pieces)
 
     def structured_predict(
         self,
@@ -204,90 +204,115 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         """Queue a prompt like `ask` without blocking the event loop."""
         return await self._current_handle().asubmit(self._request(build, kwargs))
 
-    def answer(self, build: PromptFactory, kwargs: dict[str, Any]) -> Generation:
+    def answer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt, and report its prefill to LlamaIndex's instrumentation."""
         answer = self.ask(build, kwargs)
         try:
-            return answer.result()
+            answer.result()
         finally:
             finish(answer)
+        return self._completion(answer, kwargs)
 
-    async def aanswer(self, build: PromptFactory, kwargs: dict[str, Any]) -> Generation:
+    async def aanswer(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponse:
         """Answer a prompt like `answer` without blocking the event loop; cancelling the task cancels the request."""
         answer = await self.aask(build, kwargs)
         try:
-            return await answer.aresult()
+            await answer.aresult()
         finally:
             finish(answer)
+        return self._completion(answer, kwargs)
+
+    def read(self, answer: RequestHandle, kwargs: dict[str, Any]) -> Iterator[AnswerPiece]:
+        """Yield the text and the reasoning of a queued prompt as they come, and report its prefill."""
+        reader = self._reader(answer, kwargs)
+        try:
+            for piece in answer:
+                if any(read := reader.push(piece)):
+                    yield read
+        finally:
+            finish(answer)
+        assert answer.generation is not None
+        yield reader.finish(answer.generation)[0]
+
+    async def aread(self, answer: RequestHandle, kwargs: dict[str, Any]) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield text and reasoning like `read` without blocking the event loop."""
+        reader = self._reader(answer, kwargs)
+        try:
+            async for piece in answer:
+                if any(read := reader.push(piece)):
+                    yield read
+        finally:
+            finish(answer)
+        assert answer.generation is not None
+        yield reader.finish(answer.generation)[0]
 
     def _request(self, build: PromptFactory, kwargs: dict[str, Any]) -> AnswerRequest:
         warn_unused(kwargs, CALL_SETTINGS)
         sampling = self.sampling(**kwargs)
-        response_format = ResponseFormat(response_format=kwargs.get("response_format"))
+        response_format = _response_format(kwargs)
         return lambda engine: (build(engine), response_format.sampling(sampling, engine.lm.tokenizer))
 
-    def _text(self, prompt: str, formatted: bool) -> PromptFactory:
+    def _reader(self, answer: RequestHandle, kwargs: dict[str, Any]) -> ResponseReader:
+        """Return a reader of an answer; the model is loaded by now."""
+        return ResponseReader(self.engine.lm.tokenizer, _response_format(kwargs), answer.prompt)
+
+    def _text(self, prompt: str, formatted: bool, kwargs: dict[str, Any]) -> PromptFactory:
         to_prompt = self.completion_to_prompt
         if not formatted and to_prompt is not default_completion_to_prompt:
-            return lambda engine: engine.prompt_from_text(to_prompt(prompt))
+            return lambda engine: engine.prompt_from_text(to_prompt(prompt), **_template_kwargs(kwargs))
 
         def build(engine: FusionEngine) -> Prompt:
             as_turn = not formatted and engine.lm.tokenizer.chat_template is not None
-            return engine.prompt_from_text([("user", prompt)] if as_turn else prompt)
+            return engine.prompt_from_text([("user", prompt)] if as_turn else prompt, **_template_kwargs(kwargs))
 
         return build
 
-    def _conversation(self, messages: Sequence[ChatMessage]) -> PromptFactory:
-        blocks = MEDIA & {block.block_type for message in messages for block in message.blocks}
-        if blocks:
-            raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(blocks))}")
-        if self.messages_to_prompt is not messages_to_prompt:
-            text = self.messages_to_prompt(messages)
-            return lambda engine: engine.prompt_from_text(text)
-        turns = [(message.role.value, message.content or "") for message in messages]
-        return lambda engine: engine.prompt_from_text(turns)
+    def _conversation(self, messages: Sequence[ChatMessage], kwargs: dict[str, Any]) -> PromptFactory:
+        turns = [turn_of(message) for message in messages]
+        custom = self.messages_to_prompt is not messages_to_prompt
+        conversation = self.messages_to_prompt(messages) if custom else turns
+        return lambda engine: engine.prompt_from_text(conversation, **_template_kwargs(kwargs))
 
     def _completions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseGen:
-        answer, text = self.ask(build, kwargs), ""
-        try:
-            for piece in answer:
-                text += piece
-                yield CompletionResponse(text=text, delta=piece)
-        finally:
-            finish(answer)
-        yield self._last(answer)
+        answer, text, reasoning = self.ask(build, kwargs), "", ""
+        for piece in self.read(answer, kwargs):
+            text, reasoning = text + piece.text, reasoning + piece.reasoning
+            thoughts = reasoning_kwargs(reasoning, piece.reasoning)
+            yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=thoughts)
+        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
 
     async def _acompletions(self, build: PromptFactory, kwargs: dict[str, Any]) -> CompletionResponseAsyncGen:
-        answer, text = await self.aask(build, kwargs), ""
-        try:
-            async for piece in answer:
-                text += piece
-                yield CompletionResponse(text=text, delta=piece)
-        finally:
-            finish(answer)
-        yield self._last(answer)
+        answer, text, reasoning = await self.aask(build, kwargs), "", ""
+        async with aclosing(self.aread(answer, kwargs)) as pieces:
+            async for piece in pieces:
+                text, reasoning = text + piece.text, reasoning + piece.reasoning
+                thoughts = reasoning_kwargs(reasoning, piece.reasoning)
+                yield CompletionResponse(text=text, delta=piece.text, additional_kwargs=thoughts)
+        yield self._completion(answer, kwargs).model_copy(update={"delta": ""})
 
-    def _last(self, answer: RequestHandle) -> CompletionResponse:
-        """Return the last item of a stream: the complete answer with its token counts, without new text."""
+    def _completion(self, answer: RequestHandle, kwargs: dict[str, Any]) -> CompletionResponse:
+        """Return a finished answer with its token counts; its reasoning is apart from its text."""
         assert answer.generation is not None
-        return self._completion(answer.generation).model_copy(update={"delta": ""})
-
-    def _completion(self, generation: Generation) -> CompletionResponse:
-        usage = generation.usage
+        _, response = self._reader(answer, kwargs).finish(answer.generation)
+        usage = answer.generation.usage
         counts = {
             "prompt_tokens": usage.input_tokens,
             "completion_tokens": usage.output_tokens,
             "total_tokens": usage.input_tokens + usage.output_tokens,
         }
-        return CompletionResponse(text=generation.text, raw=generation.to_dict(), additional_kwargs=counts)
-
-    def _chat(self, completion: CompletionResponse) -> ChatResponse:
-        return ChatResponse(
-            message=ChatMessage(role=MessageRole.ASSISTANT, content=completion.text),
-            delta=completion.delta,
-            raw=completion.raw,
-            additional_kwargs=completion.additional_kwargs,
+        return CompletionResponse(
+            text=response.content,
+            raw=answer.generation.to_dict(),
+            additional_kwargs={**counts, **reasoning_kwargs(response.reasoning)},
         )
+
+
+def _response_format(kwargs: dict[str, Any]) -> ResponseFormat:
+    return ResponseFormat(response_format=kwargs.get("response_format"))
+
+
+def _template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"chat_template_kwargs": kwargs.get("chat_template_kwargs")}
 
 
 def with_schema(output_cls: type[BaseModel], llm_kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ from llama_index.core.response_synthesizers.base import BaseSynthesizer
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 
 from llama_index.llms.qcfuse.base import PromptFactory, QCFuseLLM
-from llama_index.llms.qcfuse.events import finish
 from qcfuse_rag import FusionEngine
 
 
@@ -40,7 +40,7 @@ class QCFuseSynthesizer(BaseSynthesizer):
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answer a question over the texts of nodes, in their order."""
-        build = self._prompt(query_str, text_chunks)
+        build = self._prompt(query_str, text_chunks, response_kwargs)
         if self._streaming:
             return self._pieces(build, response_kwargs)
         return self._qcfuse.answer(build, response_kwargs).text
@@ -49,30 +49,32 @@ class QCFuseSynthesizer(BaseSynthesizer):
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """Answer without blocking the event loop."""
-        build = self._prompt(query_str, text_chunks)
+        build = self._prompt(query_str, text_chunks, response_kwargs)
         if self._streaming:
             return self._apieces(build, response_kwargs)  # type: ignore[return-value]
         return (await self._qcfuse.aanswer(build, response_kwargs)).text
 
-    def _prompt(self, question: str, passages: Sequence[str]) -> PromptFactory:
+    def _prompt(self, question: str, passages: Sequence[str], kwargs: dict[str, Any]) -> PromptFactory:
         system_prompt = self._qcfuse.system_prompt
         history = [("system", system_prompt)] if system_prompt else []
-        return partial(FusionEngine.prompt, question=question, passages=passages, history=history)
+        return partial(
+            FusionEngine.prompt,
+            question=question,
+            passages=passages,
+            history=history,
+            chat_template_kwargs=kwargs.get("chat_template_kwargs"),
+        )
 
     def _pieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> Iterator[str]:
-        answer = self._qcfuse.ask(build, kwargs)
-        try:
-            yield from answer
-        finally:
-            finish(answer)
+        for piece in self._qcfuse.read(self._qcfuse.ask(build, kwargs), kwargs):
+            if piece.text:
+                yield piece.text
 
     async def _apieces(self, build: PromptFactory, kwargs: dict[str, Any]) -> AsyncIterator[str]:
-        answer = await self._qcfuse.aask(build, kwargs)
-        try:
-            async for piece in answer:
-                yield piece
-        finally:
-            finish(answer)
+        async with aclosing(self._qcfuse.aread(await self._qcfuse.aask(build, kwargs), kwargs)) as pieces:
+            async for piece in pieces:
+                if piece.text:
+                    yield piece.text
 
     def _get_prompts(self) -> PromptDictType:
         return {}

@@ -1,0 +1,54 @@
+"""Convert LlamaIndex's messages to chat-template turns, and answers to LlamaIndex's messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_index.core.base.llms import types
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole, TextBlock
+
+MEDIA = {"image", "audio", "video", "document"}
+"""Types of message blocks that a text model cannot read."""
+
+REASONING_KEY = "reasoning_content"
+"""Key of `additional_kwargs` for reasoning, where a response has no blocks or llama-index-core has none for it."""
+
+THINKING_BLOCK: Any = getattr(types, "ThinkingBlock", None)
+"""None before llama-index-core 0.14."""
+
+
+def turn_of(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as a turn of a chat template.
+
+    Raises:
+        ValueError: if it has a block of images, audio, video or documents.
+    """
+    media = MEDIA & {block.block_type for block in message.blocks}
+    if media:
+        raise ValueError(f"the model reads text; leave out blocks of {', '.join(sorted(media))}")
+    turn = {"role": message.role.value, "content": message.content or ""}
+    thoughts = [block.content or "" for block in message.blocks if block.block_type == "thinking"]
+    reasoning = "".join(thoughts) or message.additional_kwargs.get(REASONING_KEY)
+    return {**turn, REASONING_KEY: reasoning} if reasoning else turn
+
+
+def reasoning_kwargs(reasoning: str, delta: str = "") -> dict[str, str]:
+    """Return a response's `additional_kwargs` for reasoning so far and its newest piece, as agents read it."""
+    kwargs = {REASONING_KEY: reasoning} if reasoning else {}
+    return {**kwargs, "thinking_delta": delta} if delta else kwargs
+
+
+def chat_response(completion: CompletionResponse) -> ChatResponse:
+    """Return a completion as an assistant's message, with its reasoning as a `ThinkingBlock`."""
+    reasoning = completion.additional_kwargs.get(REASONING_KEY)
+    message = ChatMessage(role=MessageRole.ASSISTANT, content=completion.text)
+    if reasoning and THINKING_BLOCK is not None:
+        message.blocks = [THINKING_BLOCK(content=reasoning), TextBlock(text=completion.text)]
+    elif reasoning:
+        message.additional_kwargs = {REASONING_KEY: reasoning}
+    return ChatResponse(
+        message=message,
+        delta=completion.delta,
+        raw=completion.raw,
+        additional_kwargs=completion.additional_kwargs,
+    )

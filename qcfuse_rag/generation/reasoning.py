@@ -1,0 +1,158 @@
+"""Separate the reasoning that a model writes before its answer from the answer.
+
+A tokenizer may say by a response template of transformers how its model marks reasoning; else the marks are known that
+its chat template writes around earlier reasoning.
+https://huggingface.co/docs/transformers/main/chat_response_parsing
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field for reasoning in response templates."""
+
+TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Marks of reasoning at the start of an answer: of Qwen3, DeepSeek-R1, SmolLM3 and more; of Magistral; of Seed-OSS."""
+
+HARMONY: dict[str, Any] = {
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
+        "content": {"open": "<|channel|>final<|message|>", "close": ["<|end|>", "<|return|>"]},
+    },
+}
+"""The channels of gpt-oss. https://developers.openai.com/cookbook/articles/openai-harmony"""
+
+
+class AnswerPiece(NamedTuple):
+    """A piece of an answer: of its text, of its reasoning, or of both; reasoning is never part of the text."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """The marks of one model's reasoning.
+
+    Attributes:
+        response_template: in the form of transformers, with fields for reasoning and content.
+        opening: the opening tag, which a prompt may end with; None if the response template finds that out itself.
+    """
+
+    response_template: Mapping[str, Any]
+    opening: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ReasoningFormat | None:
+        """Return the format of a tokenizer's model; None if neither of its templates has one."""
+        own = _reasoning_part(getattr(tokenizer, "response_template", None))
+        if own is not None and _is_valid(tokenizer, own):
+            return cls(own)
+        chat_template = str(tokenizer.chat_template)
+        if HARMONY["fields"]["reasoning_content"]["open"] in chat_template:
+            return cls(HARMONY)
+        for opening, closing in TAGS:
+            if opening in chat_template and closing in chat_template:
+                fields = {
+                    "reasoning_content": {"open_pattern": rf"\A\s*{re.escape(opening)}", "close": closing},
+                    "content": {},
+                }
+                return cls({"start_anchor_pattern": r"\A", "fields": fields}, opening)
+        return None
+
+    def marks_with(self, tokens: Iterable[str]) -> bool:
+        """Return whether some of these tokens are in the marks."""
+        marks = str(self.response_template).replace("\\", "")
+        return any(token in marks for token in tokens)
+
+    def reader(self, tokenizer: PreTrainedTokenizerBase, prompt_end: str) -> ReasoningReader:
+        """Return a reader of one answer.
+
+        Args:
+            tokenizer: of the model.
+            prompt_end: the end of the prompt as text, which may have opened the reasoning.
+        """
+        if self.opening is not None:
+            prompt_end = self.opening if prompt_end.rstrip().endswith(self.opening) else ""
+        return ReasoningReader(tokenizer.get_response_parser(dict(self.response_template), prefix=prompt_end))
+
+
+class ReasoningReader:
+    """Separates the reasoning of one streamed answer from its text, without the marks and the whitespace beside them.
+
+    Args:
+        parser: a `ResponseParser` of transformers, which has read the end of the prompt.
+    """
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self._reasoning = _Trimmed()
+        self._has_reasoning = self._has_text = False
+
+    def push(self, piece: str) -> AnswerPiece:
+        """Add a piece of the answer; return what is certain, often nothing."""
+        return self._piece(self._parser.feed(piece))
+
+    def finish(self) -> AnswerPiece:
+        """Return what was held back, once the answer is finished."""
+        try:
+            _, events = self._parser.finalize()
+        except ValueError:  # the answer lacks a field that the response template requires
+            return AnswerPiece()
+        return self._piece(events)
+
+    def _piece(self, events: Iterable[Mapping[str, Any]]) -> AnswerPiece:
+        text = reasoning = ""
+        for event in events:
+            if event["field"] == "content":
+                text += event.get("text", "")
+            else:
+                reasoning += event.get("text", "")
+                self._has_reasoning = True
+        reasoning = self._reasoning.push(reasoning)
+        if self._has_reasoning and not self._has_text:
+            text = text.lstrip()
+        self._has_text |= bool(text)
+        return AnswerPiece(text, reasoning)
+
+
+def _reasoning_part(response_template: Any) -> dict[str, Any] | None:
+    """Return a response template's fields of reasoning and content; None if it has no field of reasoning.
+
+    Tool calls stay part of the content, which `generation.tool_parsers` parse.
+    """
+    fields = response_template.get("fields") if isinstance(response_template, dict) else None
+    if not isinstance(fields, dict) or not fields.keys() & set(REASONING_FIELDS):
+        return None
+    kept = {name: field for name, field in fields.items() if name in (*REASONING_FIELDS, "content")}
+    return {**response_template, "fields": kept}
+
+
+def _is_valid(tokenizer: PreTrainedTokenizerBase, response_template: dict[str, Any]) -> bool:
+    """Return whether transformers takes a response template, which comes with a model's files."""
+    try:
+        tokenizer.get_response_parser(response_template, prefix="")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
+    return True
+
+
+class _Trimmed:
+    """Streams a text without the whitespace around it."""
+
+    def __init__(self) -> None:
+        self._begun, self._held = False, ""
+
+    def push(self, text: str) -> str:
+        text = self._held + text if self._begun else text.lstrip()
+        trimmed = text.rstrip()
+        self._begun |= bool(trimmed)
+        self._held = text[len(trimmed) :]
+        return trimmed
