@@ -26,16 +26,27 @@ def ask_library(
             print_line(f"the page is {explain}", ERR)
 
 
-def print_answer(answer: LibraryAnswer) -> Generation:
-    """Print an answer as it is written, then its sources and what was reused; return the answer."""
-    for piece in answer.stream:
-        OUT.print(piece, end="", highlight=False, markup=False, soft_wrap=True)
+def print_answer(answer: LibraryAnswer) -> str:
+    """Print an answer as it is written, then its sources and what was reused; return its text.
+
+    Reasoning, sources and counts go to standard error.
+    """
+    reasons = False
+    for piece in answer.pieces():
+        if piece.reasoning:
+            ERR.print(piece.reasoning, end="", style="dim", highlight=False, markup=False, soft_wrap=True)
+            reasons = True
+        if piece.text:
+            if reasons:
+                ERR.print("\n")
+                reasons = False
+            OUT.print(piece.text, end="", highlight=False, markup=False, soft_wrap=True)
     OUT.print()
     generation = answer.stream.result()
     sources = f"sources: {', '.join(answer.sources) or 'none'}"
     for line in (sources, summary_line(generation.report), *healing_line(generation)):
         ERR.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
-    return generation
+    return answer.response.content
 
 
 def healing_line(answer: Generation) -> list[str]:

@@ -64,8 +64,8 @@ class Conversation:
             print_note(
                 "note:", f"the model's context is full; the oldest {left_out} question(s) are left out from now on"
             )
-        generation = print_answer(answer)
-        self.history += [("user", question), ("assistant", generation.text)]
+        text = print_answer(answer)
+        self.history += [("user", question), ("assistant", text)]
         self.last = answer
 
     def explain(self, name: str) -> None:

@@ -14,7 +14,10 @@ from qcfuse_rag.cli.open_engine import open_engine, print_verdict_note
 from qcfuse_rag.cli.options import AskOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.generation.decode import Generation, TextStream
+from qcfuse_rag.generation.reasoning import AnswerPiece
+from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import SamplingParams
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_html
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.prompts.template import Message
@@ -32,6 +35,18 @@ class LibraryAnswer:
     names: list[str]
     prompt: Prompt
     stream: TextStream
+    reader: ResponseReader
+
+    def pieces(self) -> Iterator[AnswerPiece]:
+        """Yield the answer's reasoning and text as they are written; only once."""
+        for piece in self.stream:
+            yield self.reader.push(piece)
+        yield self.reader.finish(self.stream.result())[0]
+
+    @property
+    def response(self) -> ParsedResponse:
+        """The whole answer, with its reasoning apart from its text."""
+        return self.reader.finish(self.stream.result())[1]
 
     @property
     def sources(self) -> list[str]:
@@ -40,10 +55,11 @@ class LibraryAnswer:
 
     def to_dict(self, question: str) -> dict[str, Any]:
         """Wait for the answer and return it with its documents as JSON-compatible data, each fact once."""
-        generation = self.stream.result()
+        response, generation = self.response, self.stream.result()
         return {
             "question": question,
-            "answer": generation.text,
+            "answer": response.content,
+            "reasoning": response.reasoning or None,
             "documents": [asdict(passage) for passage in self.passages],
             "tokens": len(generation.ids),
             "finish_reason": generation.finish_reason,
@@ -70,9 +86,11 @@ class LibrarySession:
         asked = [text for role, text in history if role == "user"]
         passages = self.retriever.retrieve(question, self.options.top_k, after=asked[-1] if asked else None)
         prompt = self.engine.prompt(question, [passage.text for passage in passages], history)
+        tokenizer, text = self.engine.lm.tokenizer, ResponseFormat()
         params = SamplingParams(max_new_tokens=max_new_tokens, fidelity=self.options.fidelity.value)
-        names = self.retriever.short_names(passages)
-        return LibraryAnswer(passages, names, prompt, self.engine.stream(prompt, params))
+        stream = self.engine.stream(prompt, text.sampling(params, tokenizer))
+        reader = ResponseReader(tokenizer, text, prompt)
+        return LibraryAnswer(passages, self.retriever.short_names(passages), prompt, stream, reader)
 
     def write_page(self, answer: LibraryAnswer, path: Path) -> None:
         """Wait for an answer and write the page that explains it; only its owner can read the page."""
@@ -83,7 +101,7 @@ class LibrarySession:
             answer.prompt,
             generation.report,
             None if scores is None else scores.mean,
-            answer=generation.text,
+            answer=answer.response.content,
             origins=[
                 PassageOrigin(name, passage.title) for name, passage in zip(answer.names, answer.passages, strict=True)
             ],

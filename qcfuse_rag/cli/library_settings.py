@@ -61,7 +61,11 @@ class LibrarySettings:
             known = {each.name for each in fields(cls)}
             return cls(
                 folder=library,
-                template=PromptTemplate(tuple((role, text) for role, text in wording["messages"]), wording["chunk"]),
+                template=PromptTemplate(
+                    tuple((role, text) for role, text in wording["messages"]),
+                    wording["chunk"],
+                    wording.get("chat_template_kwargs", {}),  # older libraries have none
+                ),
                 bases=tuple(kept.pop("bases")),
                 **{name: value for name, value in kept.items() if name in known},
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import print_note, status
 from qcfuse_rag.cli.library_settings import LibrarySettings
-from qcfuse_rag.cli.options import ModelOptions
+from qcfuse_rag.cli.options import WordingOptions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.engine.verdict import verdict_problem
 from qcfuse_rag.fusion.method import Method
@@ -13,7 +13,7 @@ from qcfuse_rag.store.backends.base import KVStore
 
 
 def open_engine(
-    store: KVStore, method: Method, options: ModelOptions, settings: LibrarySettings | None = None
+    store: KVStore, method: Method, options: WordingOptions, settings: LibrarySettings | None = None
 ) -> FusionEngine:
     """Load an engine over an open store, which the caller closes; SmolLM2-135M if no model is given.
 
@@ -24,7 +24,7 @@ def open_engine(
         engine = FusionEngine.load(
             options.model or default_model(),
             store=store,
-            template=None if settings is None else settings.template,
+            template=options.worded(None if settings is None else settings.template),
             method=method,
             device=options.device,
             dtype=options.dtype,

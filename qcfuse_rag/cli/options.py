@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.prompts.template import PromptTemplate
 
 if TYPE_CHECKING:
     from qcfuse_rag.fusion.method import Method
@@ -67,7 +71,42 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MethodOptions(ModelOptions):
+class WordingOptions(ModelOptions):
+    """A model and how its chat template words prompts."""
+
+    chat_template_kwargs: Annotated[
+        str | None,
+        Option(
+            help="Variables of the model's chat template as a JSON object, such as '{\"enable_thinking\": false}'; "
+            "by default those that the library was warmed with."
+        ),
+    ] = None
+
+    @property
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """The variables; None if the option is not given.
+
+        Raises:
+            QCFuseError: if they are not a JSON object.
+        """
+        if self.chat_template_kwargs is None:
+            return None
+        try:
+            kwargs = json.loads(self.chat_template_kwargs)
+        except (ValueError, RecursionError) as error:
+            raise QCFuseError(f"--chat-template-kwargs is not JSON: {error}") from error
+        if not isinstance(kwargs, dict):
+            raise QCFuseError("--chat-template-kwargs has to be a JSON object")
+        return kwargs
+
+    def worded(self, template: PromptTemplate | None) -> PromptTemplate | None:
+        """Return a library's wording, if it has one, with the given variables instead of its own."""
+        kwargs = self.template_kwargs
+        return template if kwargs is None else replace(template or PromptTemplate(), chat_template_kwargs=kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodOptions(WordingOptions):
     """A model and the fusion method that reuses caches."""
 
     method: Annotated[str | None, Option(help="Fusion method, see `qcfuse methods`; auto by default.")] = None
@@ -115,7 +154,7 @@ class AskOptions(MethodOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusOptions(ModelOptions):
+class CorpusOptions(WordingOptions):
     """The documents of a warming job, and the caches to make of them."""
 
     paths: Annotated[

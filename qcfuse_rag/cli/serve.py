@@ -195,7 +195,7 @@ def _serve_on_ray(
         replica,
         name,
         method=method,
-        template=settings.template,
+        template=options.worded(settings.template),
         token=token,
         hosts=(*LOOPBACK, options.host),
         most_tokens=options.most_tokens,

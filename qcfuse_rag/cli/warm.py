@@ -112,7 +112,8 @@ def run_warming(library: Path, options: WarmOptions, *, as_json: bool) -> None:
 def resume_warming(library: Path, *, as_json: bool) -> None:
     """Run a library's last job again with the same options."""
     try:
-        arguments = {"weights": None, **JobRecord.load(library).arguments}  # older records do not name them
+        # Older records do not name the first two.
+        arguments = {"weights": None, "chat_template_kwargs": None, **JobRecord.load(library).arguments}
         if missing := {field.name for field in fields(CorpusOptions)} - arguments.keys():
             raise KeyError(", ".join(sorted(missing)))
         weights = arguments["weights"] and WeightsChoice(arguments["weights"])

@@ -243,6 +243,7 @@ class ResponseReader:
         self._reasoning = syntax.reasoning and syntax.reasoning.reader(tokenizer, prompt_end)
         self._hidden = re.compile("|".join(map(re.escape, syntax.hidden or ())) or "(?!)")
         self._pushed = self._shown = 0
+        self._finished = False
         self._text = self._thoughts = ""
 
     def push(self, piece: str) -> AnswerPiece:
@@ -253,9 +254,11 @@ class ResponseReader:
     def finish(self, generation: Generation) -> tuple[AnswerPiece, ParsedResponse]:
         """Parse the finished answer; return what was not shown yet, and the parsed answer."""
         shown, thought = self._shown, len(self._thoughts)
-        self.push(generation.text[self._pushed :])
-        if self._reasoning is not None:
-            self._add(self._reasoning.finish())
+        if not self._finished:
+            self.push(generation.text[self._pushed :])
+            if self._reasoning is not None:
+                self._add(self._reasoning.finish())
+            self._finished = True
         response = ParsedResponse(self._text) if self._parser is None else self._parser.parse(self._text, self._tools)
         if not response.calls and not response.broken:
             incomplete = BrokenCall(self._text, "the call is incomplete")
