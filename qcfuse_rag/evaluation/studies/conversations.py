@@ -86,6 +86,7 @@ def conversations(
             for number in run.track(range(count)):
                 asked = [samples[(number * turns + turn) % len(samples)] for turn in range(turns)]
                 keeping = FusionEngine(plain.lm, plain.store, method=method, prefix_bytes=PREFIX_BYTES)
+                keeping.compile()  # or its first request would measure the costs that the guard decides by
                 history, earlier = list[Turn](), list[tuple[int, ...]]()
                 for turn, sample in enumerate(asked):
                     prompt = make_prompt(plain, history, asked[0], sample)
