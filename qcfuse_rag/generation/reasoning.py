@@ -17,6 +17,9 @@ from transformers import PreTrainedTokenizerBase
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names of the field for reasoning in response templates."""
 
+MARK_KEYS = ("open", "open_pattern", "close", "close_pattern")
+"""Keys of a field's marks in response templates."""
+
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 """Marks of reasoning at the start of an answer: of Qwen3, DeepSeek-R1, SmolLM3 and more; of Magistral; of Seed-OSS."""
 
@@ -102,11 +105,7 @@ class ReasoningReader:
 
     def finish(self) -> AnswerPiece:
         """Return what was held back, once the answer is finished."""
-        try:
-            _, events = self._parser.finalize()
-        except ValueError:  # the answer lacks a field that the response template requires
-            return AnswerPiece()
-        return self._piece(events)
+        return self._piece(self._parser.finalize()[1])
 
     def _piece(self, events: Iterable[Mapping[str, Any]]) -> AnswerPiece:
         text = reasoning = ""
@@ -124,15 +123,19 @@ class ReasoningReader:
 
 
 def _reasoning_part(response_template: Any) -> dict[str, Any] | None:
-    """Return a response template's fields of reasoning and content; None if it has no field of reasoning.
+    """Return the marks of reasoning and content in a response template; None if it has none of reasoning.
 
     Tool calls stay part of the content, which `generation.tool_parsers` parse.
     """
-    fields = response_template.get("fields") if isinstance(response_template, dict) else None
-    if not isinstance(fields, dict) or not fields.keys() & set(REASONING_FIELDS):
+    try:
+        fields = {
+            name: {key: value for key, value in field.items() if key in MARK_KEYS}
+            for name, field in response_template["fields"].items()
+            if name in (*REASONING_FIELDS, "content")
+        }
+        return {**response_template, "fields": fields} if fields.keys() - {"content"} else None
+    except (TypeError, KeyError, AttributeError):  # there is no response template, or it is none
         return None
-    kept = {name: field for name, field in fields.items() if name in (*REASONING_FIELDS, "content")}
-    return {**response_template, "fields": kept}
 
 
 def _is_valid(tokenizer: PreTrainedTokenizerBase, response_template: dict[str, Any]) -> bool:

@@ -240,7 +240,7 @@ class ResponseReader:
         self._parser, self._tools = syntax.tool_calls, response_format.visible_tools
         self._requires_call = bool(response_format.required_tools)
         prompt_end = "" if prompt is None else prompt.segments[-1].text
-        self._reasoning = syntax.reasoning and syntax.reasoning.reader(tokenizer, prompt_end)
+        self._reasoning = None if syntax.reasoning is None else syntax.reasoning.reader(tokenizer, prompt_end)
         self._hidden = re.compile("|".join(map(re.escape, syntax.hidden or ())) or "(?!)")
         self._pushed = self._shown = 0
         self._finished = False

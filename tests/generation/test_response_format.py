@@ -113,15 +113,16 @@ class TestReading:
         reply = TOOL_CALL_PARSERS[0].parse('So: <tool_call>{"name": "moor", "arguments": {}}</tool_call> Done.', TOOLS)
         assert (reply.content, len(reply.calls)) == ("So: Done.", 1)
 
-    def test_where_a_special_token_opens_calls_nothing_is_shown_before_it_is_known_to_be_none(self) -> None:
+    def test_a_special_token_may_open_calls(self) -> None:
         tokenizer = teach(build_tokenizer(lambda: PASSAGES), "mistral")
         tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+        assert ResponseFormat(TOOLS).sampling(SamplingParams(), tokenizer).special_tokens
         call = '[{"name": "moor", "arguments": {}}]'
-        ids = tuple(tokenizer.encode(f"Sure. [TOOL_CALLS]{call}", add_special_tokens=False))
         reader = ResponseReader(tokenizer, ResponseFormat(TOOLS))
-        shown = reader.push("Sure. ") + reader.push(call)
-        rest, reply = reader.finish(Generation(f"Sure. {call}", ids, "length", None, 0.0))  # type: ignore[arg-type]
-        assert (shown + rest, len(reply.calls)) == ("Sure.", 1)
+        shown = [reader.push(piece).text for piece in ("Sure.", "[TOOL_CALLS]", call)]
+        text = f"Sure.[TOOL_CALLS]{call}"
+        rest, reply = reader.finish(Generation(text, (), "length", None, 0.0))  # type: ignore[arg-type]
+        assert (shown, rest.text, len(reply.calls)) == (["Sure.", "", ""], "", 1)
 
     def test_arguments_that_are_no_object_are_broken(self) -> None:
         reply = TOOL_CALL_PARSERS[0].parse('<tool_call>{"name": "moor", "arguments": [1]}</tool_call>', TOOLS)
@@ -134,10 +135,10 @@ class TestReading:
         text = f"I shall see to it. {call}"
         reader = ResponseReader(tokenizer, ResponseFormat(TOOLS))
         edges = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-        shown = "".join(reader.push(text[a:b]) for a, b in itertools.pairwise(edges))
+        shown = "".join(reader.push(text[a:b]).text for a, b in itertools.pairwise(edges))
         ids = tuple(tokenizer.encode(text, add_special_tokens=False))
         rest, reply = reader.finish(Generation(text, ids, "length", None, 0.0))  # type: ignore[arg-type]
-        assert (shown + rest).rstrip() == reply.content.rstrip() == ("I shall see to it." if called else text)
+        assert (shown + rest.text).rstrip() == reply.content.rstrip() == ("I shall see to it." if called else text)
         assert len(reply.calls) == called
 
 

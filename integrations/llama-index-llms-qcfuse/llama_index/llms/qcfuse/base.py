@@ -127,7 +127,8 @@ class QCFuseLLM(EngineSettings, CustomLLM):
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """Answer a conversation piece by piece."""
-        return map(chat_response, self._completions(self._conversation(messages, kwargs), kwargs))
+        pieces = self._completions(self._conversation(messages, kwargs), kwargs)
+        return (chat_response(piece) for piece in pieces)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:

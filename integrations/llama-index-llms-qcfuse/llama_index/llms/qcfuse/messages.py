@@ -14,7 +14,7 @@ REASONING_KEY = "reasoning_content"
 """Key of `additional_kwargs` for reasoning, where a response has no blocks or llama-index-core has none for it."""
 
 THINKING_BLOCK: Any = getattr(types, "ThinkingBlock", None)
-"""None before llama-index-core 0.14."""
+"""None where llama-index-core has none, such as in 0.13.0."""
 
 
 def turn_of(message: ChatMessage) -> dict[str, Any]:

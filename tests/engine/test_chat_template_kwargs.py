@@ -1,0 +1,66 @@
+"""Variables of the chat template in an engine: what is warmed with them, and what is reused under others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcfuse_rag import FusionEngine, MemoryStore, PromptTemplate, make_method
+from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.store.prefill_base import FRAMED
+from tests.support.engines import make_engine
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.references import plain_forward
+from tests.support.thinking import thinking_model
+
+METHOD = make_method("qcfuse", ratio=1.0, base=FRAMED)
+
+
+@pytest.fixture(scope="module")
+def engine() -> FusionEngine:
+    template = PromptTemplate(chat_template_kwargs={"reasoning_effort": "low"})
+    engine = make_engine(thinking_model(), MemoryStore(), template=template)
+    engine.warm(PASSAGES)
+    return engine
+
+
+def hits(engine: FusionEngine, prompt: Prompt) -> int:
+    prefilled = engine.prefill(prompt, method=METHOD)
+    assert torch.allclose(prefilled.logits, plain_forward(engine.lm, prompt.ids)[0][-1], atol=1e-4)
+    return sum(lookup.hit for lookup in prefilled.report.lookups)
+
+
+def test_passages_are_warmed_behind_the_engines_variables(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES)
+    assert prompt.segments[0].text.startswith("<s>Effort: low.")
+    assert hits(engine, prompt) == 1 + len(PASSAGES)
+
+
+def test_a_request_that_changes_the_end_of_the_prompt_reuses_all(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs={"enable_thinking": False})
+    assert prompt.segments[-1].text.endswith("</think>\n\n")
+    assert hits(engine, prompt) == 1 + len(PASSAGES)
+
+
+def test_a_request_that_changes_the_head_reuses_nothing_that_stands_behind_it(engine: FusionEngine) -> None:
+    prompt = engine.prompt(QUESTION, PASSAGES, chat_template_kwargs={"reasoning_effort": "high"})
+    assert hits(engine, prompt) == 0
+
+
+def test_passages_in_messages_are_found_under_any_variables(engine: FusionEngine) -> None:
+    conversation = [("user", f"{PASSAGES[0]}\n\n{QUESTION}")]
+    prompt = engine.prompt_from_text(conversation, chat_template_kwargs={"enable_thinking": False})
+    assert prompt.segments[-1].text.endswith("</think>\n\n")
+    assert prompt.chunks
+    assert prompt.prefix_ids == engine.prompts.prefix_ids
+
+
+def test_finished_text_has_no_variables(engine: FusionEngine) -> None:
+    with pytest.raises(InvalidTemplate, match="finished text has no chat template"):
+        engine.prompt_from_text("Once.", chat_template_kwargs={"enable_thinking": False})
+
+
+def test_an_engine_whose_template_reads_no_such_variable_is_not_made(engine: FusionEngine) -> None:
+    with pytest.raises(InvalidTemplate, match="cannot set mood"):
+        make_engine(engine.lm, MemoryStore(), template=PromptTemplate(chat_template_kwargs={"mood": "calm"}))
