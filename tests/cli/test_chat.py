@@ -61,7 +61,7 @@ def test_earlier_questions_and_answers_are_in_the_prompt(say, monkeypatch: pytes
         "qcfuse_rag.cli.chat.print_answer", lambda answer: answers.append(printed(answer)) or answers[-1]
     )
     say("Who keeps the paint?", "And when?")
-    assert histories == [[], [("user", "Who keeps the paint?"), ("assistant", answers[0].text)]]
+    assert histories == [[], [("user", "Who keeps the paint?"), ("assistant", answers[0])]]
 
 
 def test_explain_writes_the_page_of_the_last_answer_and_names_it(say, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

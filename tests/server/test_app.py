@@ -20,6 +20,7 @@ import uvicorn
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, SamplingParams, SchedulerSettings, make_method
 from qcfuse_rag.engine.engine import CHEAP_CHARACTERS
 from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseReader
 from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.builder import CHEAP_TOKENS, PromptBuilder
@@ -178,7 +179,10 @@ def called(arguments: str) -> dict[str, Any]:
         ({"best_of": 2}, 400, "best_of is not supported"),
         ({"functions": [LOOK_UP["function"]]}, 400, "functions is not supported"),
         ({"function_call": {"name": "look_up"}}, 400, "function_call is not supported"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs is not supported"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs cannot set enable_thinking"),
+        ({"chat_template_kwargs": {"tools": []}}, 400, "chat_template_kwargs cannot set tools"),
+        ({"chat_template_kwargs": []}, 400, "chat_template_kwargs: Input should be a valid dictionary"),
+        ({"reasoning_effort": "high"}, 400, "reads no reasoning_effort"),
         ({"truncate_prompt_tokens": 9}, 400, "truncate_prompt_tokens is not supported"),
         ({"add_generation_prompt": False}, 400, "add_generation_prompt is not supported"),
         ({"modalities": ["text", "audio"]}, 400, "modalities is not supported"),
@@ -250,6 +254,7 @@ async def test_unknown_and_neutral_fields_are_passed_over(http: httpx.AsyncClien
     absent = {"stream": None, "stream_options": None, "model": None, "tools": None}
     neutral = {**absent, "n": 1, "frequency_penalty": 0.0, "user": "me", "parallel_tool_calls": True, "logit_bias": {}}
     neutral |= {"repetition_penalty": 1.0, "modalities": ["text"], "guided_json": None, "chat_template_kwargs": {}}
+    neutral |= {"reasoning_effort": "medium"}
     neutral |= {"min_tokens": 0, "echo": False, "function_call": "auto", "truncate_prompt_tokens": -1}
     neutral |= {"priority": nested(["\ud800"], 500), "prediction": {"type": "content", "content": "No."}}
     assert (await ask(http, **neutral)).json()["choices"] == (await ask(http)).json()["choices"]
@@ -288,7 +293,7 @@ async def test_penalties_and_biases_change_answers(http: httpx.AsyncClient, engi
 async def test_one_call_alone_if_that_is_asked_for(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that may call tools as it likes may call several."""
     two = ParsedResponse("", tuple(ToolCall("look_up", {"boat": boat}) for boat in ("tug", "ferry")))
-    monkeypatch.setattr(ResponseReader, "finish", lambda *_: ("", two))
+    monkeypatch.setattr(ResponseReader, "finish", lambda *_: (AnswerPiece(), two))
     for parallel, count in ((None, 2), (True, 2), (False, 1)):
         choice = (await ask(http, tools=[LOOK_UP], parallel_tool_calls=parallel)).json()["choices"][0]
         assert len(choice["message"]["tool_calls"]) == count
@@ -491,9 +496,13 @@ async def test_who_goes_before_being_queued_is_not_answered(
 
     handle, queued = EngineHandle.wrap(engine), []
     monkeypatch.setattr(engine, "prompt", slow)
-    monkeypatch.setattr(
-        handle, "submit", lambda request, submit=handle.submit: queued.append(submit(request)) or queued[-1]
-    )
+    submit = handle.submit
+
+    def submitted(*request: Any, **options: Any) -> Any:
+        queued.append(submit(*request, **options))
+        return queued[-1]
+
+    monkeypatch.setattr(handle, "submit", submitted)
     backend = EngineBackend(handle, "tiny", max_requests=MAX_PREPARING + 1)
 
     async def outcome(tokens: int = 1) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
@@ -29,6 +29,7 @@ from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.prompts.template_variables import template_variables
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.verification.checks import UNLIMITED
@@ -37,7 +38,7 @@ from qcfuse_rag.verification.samples import Example
 METHODS = "reuse[base=blind],auto"
 """Position-only reuse, the arena's reference, and the default method."""
 
-NO_THINKING = "{%- set enable_thinking = false -%}"
+NO_THINKING = {"enable_thinking": False}
 COLUMNS = (
     "method", "base", "ratio", "F1", "PGR", "95 %", "F1 - reference", "recomputed", "work", "time of full", "in full",
 )  # fmt: skip
@@ -112,10 +113,9 @@ def load_arena_engine(model: str | None, wording: Wording) -> FusionEngine:
     """
     lm = LanguageModel.load(model or default_model())
     check_exact(lm)
-    tokenizer = lm.tokenizer
-    if isinstance(tokenizer.chat_template, str) and "enable_thinking" in tokenizer.chat_template:
-        tokenizer.chat_template = NO_THINKING + tokenizer.chat_template
-    return FusionEngine(lm, MemoryStore(UNLIMITED), template=wording.template)
+    switches = NO_THINKING if NO_THINKING.keys() <= template_variables(lm.tokenizer) else {}
+    template = replace(wording.template, chat_template_kwargs=switches)
+    return FusionEngine(lm, MemoryStore(UNLIMITED), template=template)
 
 
 def _fitting(
