@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 
 from qcfuse_rag.fusion.method import Method
@@ -17,6 +17,7 @@ from qcfuse_rag.fusion.recompute import Parts
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation, finished_answer
 from qcfuse_rag.generation.decoder import AnswerDecoder
+from qcfuse_rag.generation.logprobs import TokenLogprob
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.attention.scores import Scores
@@ -67,6 +68,12 @@ class RequestHandle(Iterator[str]):
         if generation is not None:
             return generation.verified_upto
         return None if decoder is None else decoder.verified_upto
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]:
+        """Of the answer's tokens so far, those of a draft not; empty if the request asks for none."""
+        source = self.generation or self._decoder
+        return () if source is None else source.logprobs or ()
 
     def cancel(self) -> None:
         """End the answer before its next token, from any thread; the text so far stays."""

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decoder import AnswerDecoder, HealingReport
+from qcfuse_rag.generation.logprobs import TokenLogprob, content_logprobs
 from qcfuse_rag.generation.sampling import Sampler, SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason
 from qcfuse_rag.runtime.runner import ModelRunner
@@ -27,6 +30,7 @@ class Generation:
         report: of the prefill.
         decode_s: seconds from the first token's logits to the last token.
         healing: what healing did; None for answers that are not healed.
+        logprobs: of the tokens, one for each id; None if the request asked for none.
     """
 
     text: str
@@ -35,6 +39,7 @@ class Generation:
     report: FusionReport
     decode_s: float
     healing: HealingReport | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def verified_upto(self) -> int | None:
@@ -51,8 +56,18 @@ class Generation:
             "usage": asdict(self.usage),
             "verified_upto": self.verified_upto,
             "healing": None if self.healing is None else asdict(self.healing),
+            "logprobs": None if self.logprobs is None else [asdict(token) for token in self.logprobs],
             "report": self.report.to_dict(),
         }
+
+    def content_logprobs(self, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]] | None:
+        """Return the logarithmic probabilities in OpenAI's format, without that of the end token, which is no content.
+
+        See `logprobs.content_logprobs`; None if the request asked for none.
+        """
+        if self.logprobs is None:
+            return None
+        return content_logprobs(self.logprobs[: -1 if self.finish_reason == "end" else None], tokenizer)
 
     @property
     def usage(self) -> Usage:
@@ -145,4 +160,6 @@ def finished_answer(decoder: AnswerDecoder, report: FusionReport, decode_s: floa
     answer, reason = decoder.answer, decoder.finish_reason
     assert reason is not None
     decoder.retain()
-    return Generation(answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report())
+    return Generation(
+        answer.text, tuple(answer.ids), reason, report, decode_s, decoder.report(), logprobs=decoder.logprobs
+    )

@@ -12,6 +12,7 @@ from torch import Tensor
 from qcfuse_rag.fusion.healing import Healing, Mask
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.generation.grammar import Constraint
+from qcfuse_rag.generation.logprobs import TokenLogprob, token_logprob
 from qcfuse_rag.generation.sampling import Fidelity, Sampler, SamplingParams
 from qcfuse_rag.generation.stop_criteria import FinishReason, PartialAnswer
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -80,6 +81,7 @@ class AnswerDecoder:
         self._runner, self._prefilled, self._params, self._sampler = runner, prefilled, params, sampler
         self._logits: Tensor | None = prefilled.logits
         self._verified_text = ""
+        self._logprobs: list[TokenLogprob] = []
         self._drafted = self._accepted = self._rows = 0
         self._interval = 1
         self._reason: str | None = None
@@ -131,6 +133,11 @@ class AnswerDecoder:
             return None
         return self._healing.verified(self.answer.ids)
 
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Of the answer's tokens so far, those of a draft not; None if the request asks for none."""
+        return None if self._params.logprobs is None else tuple(self._logprobs)
+
     def report(self) -> HealingReport | None:
         """Return what healing did so far; None for `fast`."""
         if self._healing is None:
@@ -173,6 +180,8 @@ class AnswerDecoder:
         if self._logits is None or self.answer.finish_reason is not None:
             return text
         token = self._sampler(self._logits, self._prefilled.prompt.ids, self.answer.ids)
+        if not self.holds_back:
+            self._note_logprob(self._logits, token)
         self._logits = None
         piece = self.answer.push(token)
         return text if self.holds_back else text + piece
@@ -257,7 +266,13 @@ class AnswerDecoder:
         healing.shorten(draft[:accepted])
         self._drop_draft()
         self._accepted, self._logits = accepted, logits[accepted]
+        for row, token in zip(logits, draft[:accepted], strict=False):  # there is a row behind the last token, too
+            self._note_logprob(row, token)
         self._verified_text = "".join(self.answer.push(token) for token in draft[:accepted])
+
+    def _note_logprob(self, logits: Tensor, token: int) -> None:
+        if self._params.logprobs is not None:
+            self._logprobs.append(token_logprob(logits, token, self._params.logprobs))
 
     def _take_verified_text(self) -> str:
         text, self._verified_text = self._verified_text, ""

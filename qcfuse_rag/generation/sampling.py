@@ -53,6 +53,8 @@ class SamplingParams:
         grammar: that the answer has to follow, see `generation.grammar`; None for any text.
         fidelity: see `Fidelity`. An answer that is sampled or has penalties or biases cannot be verified: `exact`
             then recomputes the prompt before the first token.
+        logprobs: how many of the likeliest tokens to report for every token of the answer, beside the token itself, see
+            `generation.logprobs`; None reports nothing.
         slowdown: most that `heal` may slow an answer's tokens on average, as a share of their time; 0.1 is 10 %.
     """
 
@@ -71,6 +73,7 @@ class SamplingParams:
     grammar: str | None = None
     fidelity: Fidelity = "fast"
     slowdown: float = 0.1
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -94,6 +97,8 @@ class SamplingParams:
             raise ValueError(f"fidelity must be fast, heal or exact, got {self.fidelity!r}")
         if self.slowdown < 0:
             raise ValueError(f"slowdown must not be negative, got {self.slowdown}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs must not be negative, got {self.logprobs}")
         if isinstance(self.stop, str) or not all(self.stop):
             raise ValueError(f"stop must be a sequence of non-empty strings, got {self.stop!r}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, Field
@@ -55,6 +56,10 @@ class EngineSettings(BaseModel):
         default="fast",
         description="fast: decode over reused caches; heal: recompute the rest meanwhile; exact: as full prefill.",
     )
+    logprobs: bool | None = Field(
+        default=None, description="Whether answers come with the log probabilities of their tokens."
+    )
+    top_logprobs: int | None = Field(default=None, description="And with those of so many likeliest tokens.", ge=0)
     device: str | None = Field(default=None, description="Such as cpu or cuda:0; a GPU if there is one.")
     dtype: str | None = Field(default=None, description="Such as bfloat16; float32 on a CPU.")
     weights: WeightFormat = Field(
@@ -109,6 +114,20 @@ class EngineSettings(BaseModel):
         handle: EngineHandle | None = getattr(self, self.HANDLE)
         if handle is not None:
             handle.close()
+
+    def top_count(self, call: Mapping[str, Any]) -> int | None:
+        """Return `SamplingParams.logprobs` for a call, whose settings go before the fields of the same names.
+
+        Raises:
+            ValueError: if there is a number of likeliest tokens, and log probabilities are not asked for.
+        """
+        wanted, count = call.get("logprobs"), call.get("top_logprobs")
+        count = self.top_logprobs if count is None else count
+        if self.logprobs if wanted is None else wanted:
+            return count or 0
+        if count:
+            raise ValueError("top_logprobs needs logprobs=True")
+        return None
 
     def _load_settings(self) -> dict[str, Any]:
         return {"model": getattr(self, self.MODEL), **{name: getattr(self, name) for name in LOAD_SETTINGS}}

@@ -32,3 +32,8 @@ class Embedder:
         """Return `[N, D]` float32 vectors of length 1."""
         vectors = self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(vectors, dtype=np.float32)
+
+    def count_tokens(self, texts: Sequence[str]) -> int:
+        """Return the number of tokens that the model reads of texts; it leaves out what is behind its limit."""
+        read = self._model.tokenizer(list(texts), truncation=True, max_length=self._model.max_seq_length)
+        return sum(map(len, read["input_ids"]))

@@ -1,14 +1,13 @@
-"""Answer chat requests with an engine and return the answers as events."""
+"""Answer requests with an engine and return the answers as events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import json
 import logging
-import uuid
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,15 +17,15 @@ from qcfuse_rag.engine.engine_handle import AnswerRequest, EngineHandle, cancel_
 from qcfuse_rag.engine.request import RequestHandle
 from qcfuse_rag.errors import Busy, QCFuseError
 from qcfuse_rag.fusion.method import Method
-from qcfuse_rag.fusion.report import UNSOUGHT, FusionReport, Lookup, describe_misses
+from qcfuse_rag.fusion.report import FusionReport
 from qcfuse_rag.generation.decode import Generation
-from qcfuse_rag.generation.reasoning import AnswerPiece
 from qcfuse_rag.generation.response_format import ResponseFormat, ResponseReader
 from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
-from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.monitoring.explain import PassageOrigin, explain_prefill
 from qcfuse_rag.prompts.segments import Prompt
+from qcfuse_rag.server.events import AnswerTokens, Event, PlainReader, last_event, redact_report, total_usage
+from qcfuse_rag.server.generation_request import GenerationRequest
 from qcfuse_rag.server.idle_warming import IdleWarming
 from qcfuse_rag.server.request import ChatRequest
 
@@ -38,36 +37,8 @@ LOG = logging.getLogger(__name__)
 MAX_PREPARING = 2
 """Requests that are tokenised at a time, because tokenising takes memory and processors; other requests wait."""
 
-FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "cancelled": "stop"}
-"""OpenAI's finish reasons for the library's."""
-
 CLIENTS = "clients"
 """The source of passages that clients sent, by which they are forgotten."""
-
-SAFE_REASONS = ("absent:", "anchors disagree:", "fix overhead")
-"""Beginnings of reasons that contain only this library's words, also after a colon."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A piece of an answer, as plain data that can be sent between processes.
-
-    Reasoning is apart from the text. Tool calls, finish reason and usage are in OpenAI's format; these and the
-    prefill's report come only with the last event, as does an explanation of the prefill to requests that ask for one.
-    An HTTP status other than 200 makes an event the last one. The first event names the retrieved documents, if the
-    server retrieved them.
-    """
-
-    text: str = ""
-    reasoning: str = ""
-    documents: list[dict[str, Any]] | None = None
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] | None = None
-    report: dict[str, Any] | None = None
-    explanation: dict[str, Any] | None = None
-    status: int = 200
-    error: str | None = None
 
 
 class Backend(Protocol):
@@ -80,7 +51,7 @@ class Backend(Protocol):
     def ready(self) -> str | None:
         """Return None if the backend can answer, else the reason why not."""
 
-    def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+    def answer(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Answer a request; closing the generator cancels the request."""
 
 
@@ -137,35 +108,18 @@ class EngineBackend:
         """Return why no request can be answered, or None. Store errors do not count: see `qcfuse store`."""
         return None if self._handle.scheduler.alive else "the scheduler has ended"
 
-    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Answer a request that `refuse_unsupported` accepted; further errors in it are events too."""
-        if self._max_requests is not None and self._running >= self._max_requests:
+        count = request.prompt_count * request.answer_count
+        if self._max_requests is not None and self._running + count > self._max_requests:
             yield Event(status=429, error=f"{self._running} requests are answered or waiting already; ask again later")
             return
-        self._running += 1
+        self._running += count
+        started: list[RequestHandle] = []
         try:
-            passages = Passages()
-            response_format, answer = await self._submit(request, passages)
-            documents = passages.retrieved
-            try:
-                reader = ResponseReader(self._handle.engine.lm.tokenizer, response_format, answer.prompt)
-                async for piece in answer:
-                    if any(read := reader.push(piece)):
-                        yield Event(read.text, read.reasoning, documents)
-                        documents = None
-            finally:
-                answer.cancel()
-            assert answer.generation is not None
-            if self._keep is not None and passages.texts and answer.generation.report.fallback is not None:
-                self._keep.add(zip(passages.texts, passages.sources, strict=True))
-            rest, response = reader.finish(answer.generation)
-            if request.parallel_tool_calls is False:
-                response = replace(response, calls=response.calls[:1])
-            generation = replace(answer.generation, report=redact_report(answer.generation.report))
-            last = replace(last_event(rest, response, generation), documents=documents)
-            if request.explain:
-                last = replace(last, explanation=await self._explain(answer, generation.report, passages))
-            yield last
+            async with aclosing(self._events(request, started)) as events:
+                async for event in events:
+                    yield event
         except Busy as error:
             yield Event(status=429, error=str(error))
         except (QCFuseError, ValueError) as error:
@@ -174,24 +128,109 @@ class EngineBackend:
             LOG.exception("a request failed")
             yield Event(status=500, error=f"the server failed: {type(error).__name__}")
         finally:
-            self._running -= 1
+            for answer in started:
+                answer.cancel()
+            self._running -= count
 
-    async def _submit(self, request: ChatRequest, passages: Passages) -> tuple[ResponseFormat, RequestHandle]:
-        """Prepare and queue a request; return its response format and its coming answer, and fill in its passages."""
+    async def _events(self, request: GenerationRequest, started: list[RequestHandle]) -> AsyncGenerator[Event, None]:
+        """Yield the events of all answers, one answer after another; put into `started` what has to be cancelled."""
+        passages, response_format = Passages(), None
+        for number in range(request.prompt_count):
+            response_format, first = await self._submit(request, passages, number)
+            started.append(first)
+        documents = passages.retrieved
+        generations: list[Generation] = []
+        lm = self._handle.engine.lm
+        async with aclosing(self._answers(request, started)) as answers:
+            async for answer in answers:
+                tokens = AnswerTokens(answer, lm)
+                reader: ResponseReader | PlainReader = PlainReader()
+                if response_format is not None:
+                    reader = ResponseReader(lm.tokenizer, response_format, answer.prompt)
+                async for piece in answer:
+                    if any(read := reader.push(piece)):
+                        yield Event(
+                            read.text, read.reasoning, documents, index=len(generations), logprobs=tokens.take()
+                        )
+                        documents = None
+                assert answer.generation is not None
+                rest, response = reader.finish(answer.generation)
+                last = last_event(rest, request.allowed(response), answer.generation.finish_reason)
+                last = replace(last, documents=documents, index=len(generations), logprobs=tokens.take())
+                documents = None
+                generations.append(answer.generation)
+                if len(generations) == request.prompt_count * request.answer_count:
+                    last = await self._with_totals(last, request, started[0], generations, passages)
+                yield last
+
+    async def _answers(
+        self, request: GenerationRequest, started: list[RequestHandle]
+    ) -> AsyncGenerator[RequestHandle, None]:
+        """Yield the answers in order, those to the same prompt behind one another.
+
+        The further answers to a prompt begin when the first has been read to its end: the engine then has the prompt's
+        keys and values in its cache of prefixes, and decodes these answers together.
+        """
+        for first in tuple(started):
+            yield first
+            others: list[RequestHandle] = []
+            for number in range(1, request.answer_count):
+                params = replace(first.params, seed=next_seed(first.params.seed, number))
+                others.append(await self._queue(partial(_same_prompt, first.prompt, params), first.method))
+                started.append(others[-1])
+            for other in others:
+                yield other
+
+    async def _with_totals(
+        self,
+        last: Event,
+        request: GenerationRequest,
+        first: RequestHandle,
+        generations: list[Generation],
+        passages: Passages,
+    ) -> Event:
+        """Return the last event of a request with the usage of all answers, and the report of the first one."""
+        report = redact_report(generations[0].report)
+        if self._keep is not None and passages.texts and report.fallback is not None:
+            self._keep.add(zip(passages.texts, passages.sources, strict=True))
+        return replace(
+            last,
+            usage=total_usage(generations, request.answer_count),
+            report={**report.to_dict(), "verified_upto": generations[0].verified_upto},
+            explanation=await self._explain(first, report, passages) if request.explain else None,
+        )
+
+    async def _submit(
+        self, request: GenerationRequest, passages: Passages, number: int
+    ) -> tuple[ResponseFormat | None, RequestHandle]:
+        """Prepare and queue a prompt of a request.
+
+        Args:
+            request: the request.
+            passages: filled in.
+            number: which of the prompts.
+
+        Returns:
+            The response format and the coming answer.
+        """
         try:
             sampling = request.sampling(self._most_tokens, self._fidelity)
-            response_format = ResponseFormat()
+            response_format: ResponseFormat | None = None
 
             def prepare(engine: FusionEngine) -> tuple[Prompt, SamplingParams]:
                 nonlocal response_format
                 response_format = request.to_response_format()
-                self._find_passages(request, passages)
-                prompt = request.prompt(engine, passages.texts)
+                if isinstance(request, ChatRequest):
+                    self._find_passages(request, passages)
+                prompt = request.make_prompt(engine, passages.texts, number)
                 remaining = max(1, engine.lm.window.tokens - len(prompt))
                 limit = sampling.max_new_tokens
-                if not request.has_token_limit:
+                if request.token_limit is None:
                     limit = min(remaining, limit)
-                return prompt, response_format.sampling(replace(sampling, max_new_tokens=limit), engine.lm.tokenizer)
+                params = replace(sampling, max_new_tokens=limit)
+                if response_format is not None:
+                    params = response_format.sampling(params, engine.lm.tokenizer)
+                return prompt, params
 
             answer = await self._queue(prepare, None if request.method is None else make_method(request.method))
             return response_format, answer
@@ -259,55 +298,10 @@ class EngineBackend:
         self._handle.close()
 
 
-def last_event(rest: AnswerPiece, response: ParsedResponse, generation: Generation) -> Event:
-    """Return the last event of an answer with a redacted report, and with what was not sent yet."""
-    usage = generation.usage
-    calls = [
-        {
-            "id": f"call_{uuid.uuid4().hex}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for call in response.calls
-    ]
-    # OpenAI's format has no field for broken calls, so they are sent as text.
-    broken = "".join(call.text for call in response.broken)
-    return Event(
-        text=rest.text + broken,
-        reasoning=rest.reasoning,
-        calls=calls,
-        finish_reason="tool_calls" if calls else FINISH_REASONS[generation.finish_reason],
-        usage={
-            "prompt_tokens": usage.input_tokens,
-            "completion_tokens": usage.output_tokens,
-            "total_tokens": usage.input_tokens + usage.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
-        },
-        report={**generation.report.to_dict(), "verified_upto": generation.verified_upto},
-    )
+def next_seed(seed: int | None, number: int) -> int | None:
+    """Return the seed so many places behind one, in 64 bits with a sign; None if there is none."""
+    return None if seed is None else (seed + number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def redact_report(report: FusionReport) -> FusionReport:
-    """Return a report without third-party error text in its reasons; log that text instead.
-
-    Third-party text follows a colon. It may name folders of a file system or hosts of a remote store, which clients
-    must not see.
-    """
-    lookups = [redact_lookup(lookup) for lookup in report.lookups]
-    fallback = report.fallback
-    if fallback == describe_misses(list(report.lookups)):
-        fallback = describe_misses(lookups)
-    elif fallback is not None and fallback.startswith(UNSOUGHT):
-        fallback = UNSOUGHT
-    withheld = {lookup.reason for lookup in report.lookups} - {lookup.reason for lookup in lookups}
-    withheld |= {report.fallback} - {fallback} if fallback == UNSOUGHT else set()
-    if withheld:
-        LOG.error("passages were not read: %s", "; ".join(sorted(map(str, withheld))))
-    return replace(report, lookups=tuple(lookups), fallback=fallback)
-
-
-def redact_lookup(lookup: Lookup) -> Lookup:
-    """Return a lookup without third-party error text in its reason."""
-    if lookup.reason is None or lookup.reason.startswith(SAFE_REASONS):
-        return lookup
-    return replace(lookup, reason=lookup.reason.partition(":")[0])
+def _same_prompt(prompt: Prompt, params: SamplingParams, _: FusionEngine) -> tuple[Prompt, SamplingParams]:
+    return prompt, params

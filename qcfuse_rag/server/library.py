@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path, PurePath
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.readers import TextSplitting
 from qcfuse_rag.ingestion.warm_job import Progress
 from qcfuse_rag.retrieval.index import PassageIndex
-from qcfuse_rag.retrieval.retriever import RetrievedPassage, Retriever
+from qcfuse_rag.retrieval.retriever import QUERY_CHARACTERS, RetrievedPassage, Retriever
 
 PASSAGE_TOKENS = 384
+EMBEDDED_AT_ONCE = 8
+"""Texts of a client to embed before a question of another client may be retrieved for."""
+
 BATCH_TOKENS = 512
 """Tokens to warm between two looks whether requests wait."""
 
@@ -57,6 +64,28 @@ class ServedLibrary(Retriever):
         """Return the passages nearest to a question after an earlier one, if there is one; best first."""
         with self._retrieving:
             return self.retrieve(question, self._count, after=after)
+
+    def embed(self, texts: Sequence[str], stopped: Callable[[], bool]) -> tuple[NDArray[np.float32], int]:
+        """Embed texts for a client; questions of others are retrieved for in between.
+
+        Args:
+            texts: the texts; of each, the model reads as many tokens as it can.
+            stopped: whether to stop, asked every few texts.
+
+        Returns:
+            `[N, D]` vectors of length 1, of the first `N` texts if it was stopped, and the number of tokens read.
+        """
+        vectors, tokens = np.zeros((0, 0), np.float32), 0
+        for start in range(0, len(texts), EMBEDDED_AT_ONCE):
+            if stopped():
+                break
+            batch = [text[:QUERY_CHARACTERS] for text in texts[start : start + EMBEDDED_AT_ONCE]]
+            with self._retrieving:
+                embedded = self._embed(batch)
+                tokens += self._embed.count_tokens(batch)
+            vectors = np.concatenate([vectors, embedded]) if start else embedded
+            time.sleep(0.001)  # or this thread would have the lock again before another one wakes up
+        return vectors, tokens
 
     def documents(self) -> list[dict[str, Any]]:
         """Return each document's source, its short name for people, and its number of passages, by name."""

@@ -37,7 +37,10 @@ from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
 from qcfuse_rag.server.auth_middleware import RequestLimits
-from qcfuse_rag.server.backend import EngineBackend, Event
+from qcfuse_rag.server.backend import EngineBackend
+from qcfuse_rag.server.completion_request import CompletionRequest
+from qcfuse_rag.server.events import Event
+from qcfuse_rag.server.generation_request import MAX_ANSWERS, GenerationRequest
 from qcfuse_rag.server.playground import add_playground
 from qcfuse_rag.server.request import ChatRequest
 from qcfuse_rag.server.routing import CacheAffinity
@@ -138,7 +141,7 @@ class EngineReplica:
             compiled=False,
         )
         engine.compile()
-        self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing + 1))
+        self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))
         if deployment.fidelity == "heal":
             engine.runner.step_costs()
         self._backend = EngineBackend(
@@ -147,7 +150,8 @@ class EngineReplica:
 
     async def answer(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer the request with this body; yield events as plain data."""
-        async for event in self._backend.answer(ChatRequest(**body)):
+        request = CompletionRequest(**body) if "prompt" in body else ChatRequest(**body)
+        async for event in self._backend.answer(request):
             yield asdict(event)
 
     async def memory(self) -> dict[str, int]:
@@ -216,7 +220,7 @@ class DeploymentBackend:
         """Return None: Ray Serve checks the replicas' health."""
         return None
 
-    async def answer(self, request: ChatRequest) -> AsyncGenerator[Event, None]:
+    async def answer(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Answer a request; if its replica is lost before anything was sent, another replica answers."""
         body = request.model_dump(exclude_none=True)
         for _ in range(MAX_ATTEMPTS):

@@ -1,62 +1,23 @@
 """The body of a chat request: OpenAI's chat completions, with an extra field for documents.
 
 https://platform.openai.com/docs/api-reference/chat
-https://docs.vllm.ai/en/latest/serving/openai_compatible_server
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.generation.response_format import ResponseFormat
-from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
 from qcfuse_rag.prompts.segments import Prompt
-
-T = TypeVar("T")
-FailFastList = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which only the first error is reported: a report on each of its elements takes longer than parsing."""
-
-DEFAULT_TOKENS = 1024
-"""Length limit of an answer whose request sets none; the context window may limit it further."""
-
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MAX_BIASES = 1000
-MAX_DEPTH = 100
-TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
-"""Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
-
-MIN_TEMPERATURE = 0.01
-"""Lower temperatures, except 0, overflow."""
-
-OFF: tuple[Any, ...] = (None, 0, "", [], {})
-"""Values that disable most fields; False equals 0."""
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    # OpenAI's fields, retired ones included
-    **dict.fromkeys(("logprobs", "top_logprobs"), OFF),
-    **dict.fromkeys(("functions", "audio"), OFF),
-    "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
-    "modalities": (*OFF, ["text"]),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-    # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
-    **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
-    **dict.fromkeys(("echo", "prompt_logprobs", "chat_template"), OFF),
-    **dict.fromkeys(("continue_final_message", "add_special_tokens"), OFF),
-    "length_penalty": (None, 1),
-    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (None, True)),
-    "truncate_prompt_tokens": (None, -1),
-    "best_of": (*OFF, 1),
-}
-"""Unsupported fields that would change the answer, each with the values that would not."""
+from qcfuse_rag.server.generation_request import MAX_TOP_LOGPROBS, FailFastList, GenerationRequest
 
 
 class TextPart(BaseModel):
@@ -144,84 +105,40 @@ class ChatMessage(BaseModel):
         return turn
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    include_usage: bool = False
-
-
-class ChatRequest(BaseModel):
-    """The body of a request.
-
-    Unknown fields are ignored, as by other servers; unsupported fields that would change the answer are refused.
+class ChatRequest(GenerationRequest):
+    """A chat request; its settings are in `GenerationRequest`.
 
     Attributes:
+        messages: the conversation.
         documents: retrieved passages in order, exactly as they were warmed. The RAG prompt puts them before the last
             user message. `library` lets the server retrieve them. Without the field, the server retrieves if it does so
             by default; else warmed passages are found in the messages.
         parallel_tool_calls: False allows one call at most.
         chat_template_kwargs: variables of the model's chat template, such as `{"enable_thinking": false}`.
         reasoning_effort: the variable of that name of the model's chat template.
-        fidelity: how closely the answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
-            the server.
-        method: `full` for full prefill, which takes no passage from the store; None for the server's method.
-        explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
+        logprobs: whether to report the probabilities of the answer's tokens.
+        top_logprobs: and of so many likeliest tokens.
     """
 
-    model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
+    DEFAULT_TOKENS: ClassVar[int] = 1024
 
-    model: str | None = None
     messages: FailFastList[ChatMessage] = Field(min_length=1)
     documents: FailFastList[str] | Literal["library"] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1, strict=True)
     max_completion_tokens: int | None = Field(default=None, ge=1, strict=True)
-    temperature: float | None = Field(default=None, ge=0, le=100)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1, strict=True)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | FailFastList[str] | None = None
     tools: FailFastList[ToolSpec] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    n: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    fidelity: Fidelity | None = None
-    method: Literal["full"] | None = None
-    explain: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS, strict=True)
 
     def refuse_unsupported(self) -> None:
         """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
-        extra = self.model_extra or {}
-        for name, value in extra.items():
-            if value not in NEUTRAL_VALUES.get(name, (value,)):
-                raise QCFuseError(f"{name} is not supported; omit it")
-        extra.clear()
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
-            raise QCFuseError(f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
-        try:
-            plain = self.model_dump()
-            json.dumps(plain, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise QCFuseError(f"the body has text that is not valid Unicode: {error.reason}") from error
-        except (RecursionError, ValueError) as error:
-            raise QCFuseError(TOO_DEEP) from error
-        level: list[Any] = [plain]
-        for _ in range(MAX_DEPTH):
-            level = [child for value in level for child in _children(value)]
-        if level:
-            raise QCFuseError(TOO_DEEP)
-        if self.n not in (None, 1):
-            raise QCFuseError(f"n is {self.n}, but only one answer is given; send the request again for another answer")
+        super().refuse_unsupported()
+        if self.top_logprobs and not self.logprobs:
+            raise QCFuseError("top_logprobs needs logprobs to be true")
 
     def to_response_format(self) -> ResponseFormat:
         """Return the response format."""
@@ -229,35 +146,24 @@ class ChatRequest(BaseModel):
         choice = self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return ResponseFormat(tools, choice, self.response_format)
 
+    def allowed(self, response: ParsedResponse) -> ParsedResponse:
+        """Return a parsed answer with one call alone, if the request allows no more."""
+        return replace(response, calls=response.calls[:1]) if self.parallel_tool_calls is False else response
+
     @property
-    def has_token_limit(self) -> bool:
-        """Whether the request limits the tokens of its answer."""
-        return (self.max_completion_tokens or self.max_tokens) is not None
+    def token_limit(self) -> int | None:
+        """Length limit of an answer; None if the request sets none."""
+        return self.max_completion_tokens or self.max_tokens
 
-    def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
-        """Return the sampling settings; refuse more tokens than the server's limit.
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+        return 1
 
-        Args:
-            most_tokens: the server's limit.
-            fidelity: of requests that name none.
-        """
-        max_tokens = self.max_completion_tokens or self.max_tokens or min(DEFAULT_TOKENS, most_tokens)
-        if max_tokens > most_tokens:
-            raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
-        return SamplingParams(
-            max_new_tokens=max_tokens,
-            temperature=max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all, too
-            min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((self.logit_bias or {}).items()),
-            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            seed=self.seed,
-            fidelity=self.fidelity or fidelity,
-        )
+    @property
+    def top_count(self) -> int | None:
+        """How many of the likeliest tokens to report for each token."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def given_documents(self) -> list[str] | None:
@@ -276,18 +182,8 @@ class ChatRequest(BaseModel):
             raise QCFuseError("documents need a user's message that asks about them")
         return texts[-1], texts[-2] if len(texts) > 1 else None
 
-    def prompt(self, engine: FusionEngine, passages: Sequence[str] | None) -> Prompt:
-        """Return the prompt.
-
-        Args:
-            engine: makes the prompt.
-            passages: to put before the last user message; None finds warmed passages in the messages.
-
-        Raises:
-            QCFuseError: if there are passages and no user message.
-            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
-                one of the variables.
-        """
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
+        """Return the prompt; passages come before the last user message."""
         if passages is not None:
             assert self.questions
         turns = [message.turn() for message in self.messages]
@@ -308,7 +204,3 @@ class ChatRequest(BaseModel):
         if self.reasoning_effort != "medium":
             raise QCFuseError("this model's chat template reads no reasoning_effort; omit it")
         return kwargs
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

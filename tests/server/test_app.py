@@ -26,7 +26,8 @@ from qcfuse_rag.generation.tool_parsers import ParsedResponse, ToolCall
 from qcfuse_rag.prompts.builder import CHEAP_TOKENS, PromptBuilder
 from qcfuse_rag.prompts.special_tokens import RenderedText
 from qcfuse_rag.server.app import make_app
-from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend, Event
+from qcfuse_rag.server.backend import MAX_PREPARING, EngineBackend
+from qcfuse_rag.server.events import Event
 from qcfuse_rag.server.request import ChatRequest
 from tests.support.cli import Run
 from tests.support.engines import make_engine
@@ -165,9 +166,11 @@ def called(arguments: str) -> dict[str, Any]:
         ({"messages": "x"}, 400, "messages: Input should be a valid list"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ({"model": "gpt-4"}, 404, "no model 'gpt-4' here; there is 'tiny'"),
-        ({"n": 2}, 400, "only one answer is given"),
-        ({"logprobs": True}, 400, "logprobs is not supported"),
-        ({"top_logprobs": 5}, 400, "top_logprobs is not supported"),
+        ({"n": 2}, 400, "answers without a temperature are equal"),
+        ({"logprobs": "many"}, 400, "logprobs: Input should be a valid boolean"),
+        ({"top_logprobs": 5}, 400, "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs: Input should be less"),
+        ({"suffix": "x"}, 400, "suffix is not supported"),
         ({"top_k": -2}, 400, "top_k"),
         ({"min_p": 1.1}, 400, "min_p"),
         ({"logit_bias": {"\ud800": 1}}, 400, "logit_bias"),

@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from qcfuse_rag import RayWorkers
-from qcfuse_rag.server.backend import Event
+from qcfuse_rag.server.events import Event
 from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, Ingress
 from qcfuse_rag.server.request import ChatRequest
 from tests.support.serving import ask, client, error

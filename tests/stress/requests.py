@@ -49,7 +49,12 @@ VALID: dict[str, Any] = {
     "n": 1,
     "fidelity": "fast",
 }
-OPTIONAL = [name for name in VALID if name != "messages"]
+VALID_BODIES: dict[str, dict[str, Any]] = {
+    PATH: VALID,
+    "/v1/completions": {"prompt": [QUESTION, PASSAGES[0]], "max_tokens": 2, "logprobs": 2, "stream": False},
+    "/v1/embeddings": {"input": [QUESTION, PASSAGES[0]], "encoding_format": "float"},
+}
+REQUIRED = ("messages", "prompt", "input")
 TEXTS = (
     "",
     " ",
@@ -82,6 +87,9 @@ VALUES: tuple[Any, ...] = (
 )
 FIELDS = (
     "logprobs",
+    "top_logprobs",
+    "n",
+    "prompt",
     "top_k",
     "functions",
     "audio",
@@ -96,12 +104,12 @@ FIELDS = (
 
 def request(rng: random.Random) -> bytes:
     """Return the bytes of a request: its body is changed in one of many ways, and sometimes its head."""
-    return _head(rng, _changed_body(rng))
+    path = rng.choices(list(VALID_BODIES), (8, 1, 1))[0]
+    return _head(rng, _changed_body(rng, VALID_BODIES[path]), path)
 
 
-def _changed_body(rng: random.Random) -> bytes:
-    fields = dict.fromkeys(("messages", *(name for name in OPTIONAL if rng.random() < 0.5)))
-    body = _copied({name: VALID[name] for name in fields})
+def _changed_body(rng: random.Random, valid: dict[str, Any]) -> bytes:
+    body = _copied({name: value for name, value in valid.items() if name in REQUIRED or rng.random() < 0.5})
     body.setdefault("max_tokens", 2)
     changes = rng.choices(list(CHANGES), list(CHANGES.values()), k=rng.choice((1, 1, 2)))
     for change in changes:
@@ -229,9 +237,9 @@ def _damaged(rng: random.Random, text: bytes) -> bytes:
     )
 
 
-def _head(rng: random.Random, body: bytes) -> bytes:
+def _head(rng: random.Random, body: bytes, path: str) -> bytes:
     """Return a request with this body; one in ten has a head that is not as it should be."""
-    lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", "Connection: close"]
     length = f"Content-Length: {len(body)}"
     if rng.random() < 0.1:
         odd = rng.randrange(9)

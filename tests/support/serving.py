@@ -24,6 +24,11 @@ async def ask(http: httpx.AsyncClient, **changes: Any) -> httpx.Response:
     return await http.post("/v1/chat/completions", content=json.dumps({**ASKED, **changes}), headers=JSON)
 
 
+async def post(http: httpx.AsyncClient, path: str, **body: Any) -> httpx.Response:
+    """Post a body of JSON to a path behind `/v1/`."""
+    return await http.post(f"/v1/{path}", content=json.dumps(body), headers=JSON)
+
+
 def error(response: httpx.Response) -> str:
     """Return the message of an error in OpenAI's words."""
     body = response.json()["error"]

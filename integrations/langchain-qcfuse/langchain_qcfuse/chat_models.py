@@ -44,6 +44,8 @@ CALL_SETTINGS = (
     "stop",
     "fidelity",
     "chat_template_kwargs",
+    "logprobs",
+    "top_logprobs",
     "documents",
     "tools",
     "tool_choice",
@@ -59,6 +61,8 @@ ANSWER_SETTINGS = (
     "seed",
     "stop",
     "fidelity",
+    "logprobs",
+    "top_logprobs",
 )
 
 
@@ -302,6 +306,7 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
             stop=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
             seed=_or_default(kwargs.get("seed"), self.seed),
             fidelity=_or_default(kwargs.get("fidelity"), self.fidelity),
+            logprobs=self.top_count(kwargs),
         )
         if not messages:
             raise ValueError("there is nothing to answer: give at least one message")
@@ -334,7 +339,9 @@ class ChatQCFuse(EngineSettings, BaseChatModel):
         return ChatGenerationChunk(message=message)
 
     def _metadata(self, generation: Generation) -> dict[str, Any]:
+        content = generation.content_logprobs(self.engine.lm.tokenizer)
         return {
+            **({} if content is None else {"logprobs": {"content": content, "refusal": None}}),
             "model_name": self.model_name,
             "finish_reason": generation.finish_reason,
             "fusion": generation.report.to_dict(),

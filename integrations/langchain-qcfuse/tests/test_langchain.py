@@ -88,6 +88,23 @@ def test_an_exact_answer_is_full_prefills(chat: ChatQCFuse) -> None:
     assert chat.invoke(QUESTION, documents=DOCUMENTS).response_metadata["verified_upto"] is None
 
 
+def test_log_probabilities_are_where_chat_openai_has_them(chat: ChatQCFuse) -> None:
+    bound = chat.bind(logprobs=True, top_logprobs=2)
+    message = bound.invoke(QUESTION)
+    content = message.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == message.content
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 12
+    assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] for entry in content)
+    total = None
+    for chunk in bound.stream(QUESTION):
+        total = chunk if total is None else total + chunk
+    assert isinstance(total, AIMessageChunk)
+    assert total.response_metadata["logprobs"] == message.response_metadata["logprobs"]
+    assert "logprobs" not in chat.invoke(QUESTION).response_metadata
+    with pytest.raises(ValueError, match="needs logprobs=True"):
+        chat.bind(top_logprobs=2).invoke(QUESTION)
+
+
 def test_a_chain_takes_what_the_stuff_chain_takes(chat: ChatQCFuse) -> None:
     chat.warm(DOCUMENTS)
     chain = create_qcfuse_chain(chat)

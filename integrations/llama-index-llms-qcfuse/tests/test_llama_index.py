@@ -64,6 +64,20 @@ def test_streaming_yields_the_same_answer_in_pieces(llm: QCFuseLLM) -> None:
     assert "".join(pieces) == str(query_engine(llm, index).query(QUESTION))
 
 
+def test_log_probabilities_are_where_llama_index_has_them(llm: QCFuseLLM) -> None:
+    response = llm.complete(QUESTION, logprobs=True, top_logprobs=2)
+    assert response.logprobs is not None
+    assert [len(place) for place in response.logprobs] == [2] * llm.max_new_tokens
+    assert "".join(place[0].token for place in response.logprobs) == response.text, "a greedy answer is the likeliest"
+    alone = llm.chat([ChatMessage(QUESTION)], logprobs=True)
+    assert alone.logprobs == [[place[0]] for place in response.logprobs]
+    *pieces, last = llm.stream_complete(QUESTION, logprobs=True)
+    assert last.logprobs == alone.logprobs
+    assert {piece.logprobs for piece in [*pieces, llm.complete(QUESTION)]} == {None}
+    with pytest.raises(ValueError, match="needs logprobs=True"):
+        llm.complete(QUESTION, top_logprobs=2)
+
+
 async def test_asynchronous_queries_answer_alike_and_let_the_loop_run(llm: QCFuseLLM) -> None:
     index, ticks = warmed_index(llm), 0
 

@@ -25,7 +25,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 
 from llama_index.llms.qcfuse.events import finish
-from llama_index.llms.qcfuse.messages import chat_response, reasoning_kwargs, turn_of
+from llama_index.llms.qcfuse.messages import chat_response, logprobs_of, reasoning_kwargs, turn_of
 from llama_index.llms.qcfuse.settings import without_class_name
 from qcfuse_rag import FusionEngine, Prompt, SamplingParams
 from qcfuse_rag.integrations import (
@@ -41,7 +41,7 @@ from qcfuse_rag.integrations import (
 )
 
 SCALAR_SETTINGS = ("max_new_tokens", "temperature", "seed", "fidelity", *SAMPLING_SETTINGS)
-CALL_SETTINGS = (*SCALAR_SETTINGS, "stop", "response_format", "chat_template_kwargs")
+CALL_SETTINGS = (*SCALAR_SETTINGS, "logprobs", "top_logprobs", "stop", "response_format", "chat_template_kwargs")
 
 PromptFactory = Callable[[FusionEngine], Prompt]
 """Builds a prompt once the engine is loaded."""
@@ -102,6 +102,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
             **{name: getattr(self, name) for name in SAMPLING_SETTINGS},
             "seed": self.seed,
             "fidelity": self.fidelity,
+            "logprobs": self.top_count(kwargs),
             "stop": tuple(self.stop),
             **{name: kwargs[name] for name in SCALAR_SETTINGS if kwargs.get(name) is not None},
         }
@@ -304,6 +305,7 @@ class QCFuseLLM(EngineSettings, CustomLLM):
         return CompletionResponse(
             text=response.content,
             raw=answer.generation.to_dict(),
+            logprobs=logprobs_of(answer.generation, self.engine.lm.tokenizer),
             additional_kwargs={**counts, **reasoning_kwargs(response.reasoning)},
         )
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from llama_index.core.base.llms import types
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole, TextBlock
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    LogProb,
+    MessageRole,
+    TextBlock,
+)
+
+from qcfuse_rag import Generation
 
 MEDIA = {"image", "audio", "video", "document"}
 """Types of message blocks that a text model cannot read."""
@@ -50,5 +59,20 @@ def chat_response(completion: CompletionResponse) -> ChatResponse:
         message=message,
         delta=completion.delta,
         raw=completion.raw,
+        logprobs=completion.logprobs,
         additional_kwargs=completion.additional_kwargs,
     )
+
+
+def logprobs_of(generation: Generation, tokenizer: Any) -> list[list[LogProb]] | None:
+    """Return the likeliest tokens in the place of each token of an answer, or that token; None if it has none."""
+    content = generation.content_logprobs(tokenizer)
+    if content is None:
+        return None
+    return [
+        [
+            LogProb(token=token["token"], logprob=token["logprob"], bytes=token["bytes"])
+            for token in entry["top_logprobs"] or [entry]
+        ]
+        for entry in content
+    ]

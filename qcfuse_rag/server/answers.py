@@ -1,0 +1,153 @@
+"""`POST /v1/chat/completions` and `POST /v1/completions`: the routes that answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.server.answer_formats import AnswerFormat, ChatFormat, CompletionFormat
+from qcfuse_rag.server.backend import Backend
+from qcfuse_rag.server.completion_request import CompletionRequest
+from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
+from qcfuse_rag.server.error_responses import error_body, error_response
+from qcfuse_rag.server.events import Event
+from qcfuse_rag.server.generation_request import GenerationRequest
+from qcfuse_rag.server.json_body import JsonBodies
+from qcfuse_rag.server.request import ChatRequest
+
+LOG = logging.getLogger(__name__)
+
+
+def add_answer_routes(app: FastAPI, backend: Backend, *, bodies: JsonBodies, most: int) -> None:
+    """Add the two routes to an application.
+
+    Args:
+        app: the application.
+        backend: answers.
+        bodies: reads and checks bodies.
+        most: documents of one request.
+    """
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        asked = await bodies.read(request, ChatRequest)
+        count = len(asked.given_documents or ())
+        if count > most:
+            return error_response(400, f"{count} documents, and at most {most} are allowed")
+        return await respond(request, asked, ChatFormat())
+
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        return await respond(request, await bodies.read(request, CompletionRequest), CompletionFormat())
+
+    async def respond(request: Request, asked: GenerationRequest, form: AnswerFormat) -> Response:
+        if asked.model and asked.model != backend.name:
+            return error_response(404, f"no model {asked.model!r} here; there is {backend.name!r}")
+        try:
+            await to_thread.run_sync(asked.refuse_unsupported, limiter=bodies.threads)
+        except QCFuseError as error:
+            return error_response(400, str(error))
+        events = backend.answer(asked)
+        first = await first_event(events, request)
+        if first is None:
+            return Response(status_code=CLIENT_CLOSED)
+        if first.error is not None:
+            await events.aclose()
+            return error_response(first.status, first.error)
+        header = {"id": f"{form.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": backend.name}
+        if asked.stream:
+            usage = asked.stream_options is not None and asked.stream_options.include_usage
+            stream = event_stream(first, events, form, header, usage=usage)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        return await json_response(first, events, form, header, request)
+
+
+async def first_event(events: AsyncGenerator[Event, None], request: Request) -> Event | None:
+    """Wait for the first event; if the client disconnects before it, cancel the request and return None."""
+    waiting = asyncio.ensure_future(anext(events))
+    try:
+        return waiting.result() if await wait_while_connected(waiting, request) else None
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.wait({waiting})
+
+
+async def json_response(
+    first: Event, events: AsyncGenerator[Event, None], form: AnswerFormat, header: dict[str, Any], request: Request
+) -> Response:
+    """Collect all events and return the answers as one JSON body; cancel them if the client disconnects."""
+    answers, event = [[first]], first
+    try:
+        async for event in events:
+            if event.error is not None:
+                return error_response(event.status, event.error)
+            if event.index == len(answers):
+                answers.append([])
+            answers[event.index].append(event)
+            if await request.is_disconnected():
+                return Response(status_code=CLIENT_CLOSED)
+    finally:
+        await events.aclose()
+    choices = [form.whole(answer) for answer in answers]
+    body = {"object": form.kind, **header, "choices": choices, "usage": event.usage, "fusion": event.report}
+    extra = {"documents": first.documents, "explanation": event.explanation}
+    body |= {name: value for name, value in extra.items() if value is not None}
+    return JSONResponse(body) if event.logprobs is None else await long_json_response(body)
+
+
+async def event_stream(
+    first: Event,
+    events: AsyncGenerator[Event, None],
+    form: AnswerFormat,
+    header: dict[str, Any],
+    *,
+    usage: bool,
+) -> AsyncIterator[str]:
+    """Yield server-sent events; a failure midway is an event too, and then no `[DONE]` follows.
+
+    Args:
+        first: the first event.
+        events: the next ones.
+        form: what pieces look like.
+        header: fields of every piece.
+        usage: end with the usage of the request and the report; the field is null before that.
+    """
+    no_usage = {"usage": None} if usage else {}
+
+    def chunk(choices: list[dict[str, Any]], **fields: Any) -> str:
+        body = {"object": form.chunk_kind, **header, "choices": choices, **no_usage, **fields}
+        return f"data: {json.dumps(body)}\n\n"
+
+    try:
+        retrieved: dict[str, Any] = {} if first.documents is None else {"documents": first.documents}
+        for choice in form.pieces(first):
+            yield chunk([choice], **retrieved)
+            retrieved = {}
+        event = first
+        async for event in events:
+            if event.error is not None:
+                yield f"data: {json.dumps(error_body(event.status, event.error))}\n\n"
+                return
+            for choice in form.pieces(event):
+                yield chunk([choice])
+        if usage:
+            yield chunk([], usage=event.usage, fusion=event.report)
+        if event.explanation is not None:
+            yield chunk([], explanation=event.explanation)
+        yield "data: [DONE]\n\n"
+    except Exception as error:
+        LOG.exception("an answer failed midway")
+        yield f"data: {json.dumps(error_body(500, f'the server failed: {type(error).__name__}'))}\n\n"
+    finally:
+        await events.aclose()

@@ -1,0 +1,132 @@
+"""`POST /v1/embeddings`: OpenAI's embeddings, by the embedding model of the served library.
+
+https://platform.openai.com/docs/api-reference/embeddings
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.server.connections import CLIENT_CLOSED, long_json_response, wait_while_connected
+from qcfuse_rag.server.error_responses import error_response
+from qcfuse_rag.server.generation_request import FailFastList
+from qcfuse_rag.server.json_body import JsonBodies
+
+if TYPE_CHECKING:  # needs the extra `cli`
+    from qcfuse_rag.server.library import ServedLibrary
+
+MAX_TEXTS = 2048
+"""Most texts of a request, as in OpenAI's API."""
+
+NO_MODEL = "there is no embedding model here: serve a library of `qcfuse warm run`, without --ray"
+
+
+class EmbeddingsRequest(BaseModel):
+    """The body of a request for embeddings.
+
+    Attributes:
+        input: a text, or several.
+        model: the embedding model's name; None for that of the library.
+        encoding_format: numbers, or float32 in little-endian order as base64.
+        dimensions: not supported.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    input: str | FailFastList[str | int | FailFastList[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, strict=True)
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts.
+
+        Raises:
+            QCFuseError: if there are none, too many or other things, or a field is not supported.
+        """
+        texts = [self.input] if isinstance(self.input, str) else self.input
+        if self.dimensions is not None:
+            raise QCFuseError("dimensions is not supported; omit it")
+        if not texts or "" in texts:
+            raise QCFuseError("input has no text, or an empty one")
+        if len(texts) > MAX_TEXTS:
+            raise QCFuseError(f"{len(texts)} texts, and at most {MAX_TEXTS} are allowed")
+        if not all(isinstance(text, str) for text in texts):
+            raise QCFuseError(
+                "input has to be text; token ids are not supported (LangChain's OpenAIEmbeddings sends text with "
+                "check_embedding_ctx_length=False)"
+            )
+        try:
+            "".join(map(str, texts)).encode()
+        except UnicodeEncodeError as error:
+            raise QCFuseError(f"input has text that is not valid Unicode: {error.reason}") from error
+        return [str(text) for text in texts]
+
+
+def add_embedding_route(app: FastAPI, library: ServedLibrary | None, *, bodies: JsonBodies) -> None:
+    """Add the route to an application.
+
+    Args:
+        app: the application.
+        library: whose embedding model is used; None refuses all.
+        bodies: reads and checks bodies.
+    """
+    jobs = CapacityLimiter(1)
+
+    @app.post("/v1/embeddings")
+    async def embed(request: Request) -> Response:
+        asked = await bodies.read(request, EmbeddingsRequest)
+        if library is None:
+            return error_response(404, NO_MODEL)
+        if asked.model and asked.model != library.index.embedder:
+            return error_response(404, f"no embedding model {asked.model!r} here; there is {library.index.embedder!r}")
+        try:
+            texts = asked.texts
+        except QCFuseError as error:
+            return error_response(400, str(error))
+        gone = threading.Event()
+        work = partial(embedded, library, texts, asked.encoding_format, gone.is_set)
+        job = asyncio.ensure_future(to_thread.run_sync(work, limiter=jobs))
+        try:
+            if not await wait_while_connected(job, request):
+                return Response(status_code=CLIENT_CLOSED)
+        finally:
+            gone.set()
+        return await long_json_response(job.result())
+
+
+def embedded(
+    library: ServedLibrary, texts: list[str], encoding_format: str | None, stopped: Callable[[], bool]
+) -> dict[str, Any]:
+    """Return the body of a response.
+
+    Args:
+        library: whose model embeds.
+        texts: the texts.
+        encoding_format: `base64`, or numbers.
+        stopped: whether nobody waits for the response any more; asked every few texts.
+    """
+    vectors, tokens = library.embed(texts, stopped)
+    written: list[Any] = vectors.tolist()
+    if encoding_format == "base64":
+        written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    return {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": embedding} for index, embedding in enumerate(written)
+        ],
+        "model": library.index.embedder,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }

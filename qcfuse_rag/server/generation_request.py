@@ -1,0 +1,211 @@
+"""The fields that requests for chat and text completions share: OpenAI's and vLLM's settings of an answer.
+
+https://platform.openai.com/docs/api-reference/chat
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qcfuse_rag.engine.engine import FusionEngine
+from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.generation.response_format import ResponseFormat
+from qcfuse_rag.generation.sampling import Fidelity, SamplingParams
+from qcfuse_rag.generation.tool_parsers import ParsedResponse
+from qcfuse_rag.prompts.segments import Prompt
+
+T = TypeVar("T")
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which only the first error is reported: a report on each of its elements takes longer than parsing."""
+
+MAX_ANSWERS = 8
+"""Most answers of a request."""
+
+MAX_TOP_LOGPROBS = 20
+
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+MAX_BIASES = 1000
+MAX_DEPTH = 100
+TOO_DEEP = f"the body is nested too deeply: at most {MAX_DEPTH} levels are allowed"
+"""Copying, rendering and pickling a body all have depth limits of their own, with unclear errors."""
+
+MIN_TEMPERATURE = 0.01
+"""Lower temperatures, except 0, overflow."""
+
+OFF: tuple[Any, ...] = (None, 0, "", [], {})
+"""Values that disable most fields; False equals 0."""
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    # OpenAI's fields, retired ones included
+    **dict.fromkeys(("functions", "audio", "suffix"), OFF),
+    "function_call": (*OFF, "none", "auto"),  # without functions, auto calls none
+    "modalities": (*OFF, ["text"]),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    # vLLM's fields: constraints on the answer, sampling, the end of the answer and its text, the prompt
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), OFF),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors", "use_beam_search"), OFF),
+    **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output"), OFF),
+    **dict.fromkeys(("echo", "prompt_logprobs", "chat_template"), OFF),
+    **dict.fromkeys(("continue_final_message", "add_special_tokens"), OFF),
+    "length_penalty": (None, 1),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (None, True)),
+    "truncate_prompt_tokens": (None, -1),
+    "best_of": (*OFF, 1),
+}
+"""Unsupported fields that would change the answer, each with the values that would not."""
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """A request for answers.
+
+    Unknown fields are ignored, as by other servers; unsupported fields that would change the answer are refused.
+
+    Attributes:
+        model: the model's name; None for the served model.
+        stream: whether to send the answers in pieces.
+        stream_options: whether a stream ends with the usage.
+        max_tokens: length limit of an answer; a default if None.
+        temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, stop:
+            see `SamplingParams`. A temperature that is not given is 0.
+        seed: of the first answer; the next ones have the next seeds.
+        n: number of answers to a prompt; several need a temperature, because greedy ones are equal.
+        fidelity: how closely an answer follows full prefill's, see `generation.sampling.Fidelity`; None leaves it to
+            the server.
+        method: `full` for full prefill, which takes no passage from the store; None for the server's method.
+        explain: whether the answer comes with an explanation of how its prompt was computed, texts included.
+    """
+
+    model_config = ConfigDict(extra="allow")  # so that `refuse_unsupported` sees the extra fields
+
+    DEFAULT_TOKENS: ClassVar[int]
+    """Length limit of an answer whose request sets none; the context window may limit it further."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1, strict=True)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, strict=True)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MAX_BIASES)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | FailFastList[str] | None = None
+    n: int | None = Field(default=None, ge=1, le=MAX_ANSWERS, strict=True)
+    fidelity: Fidelity | None = None
+    method: Literal["full"] | None = None
+    explain: bool | None = None
+
+    @property
+    @abstractmethod
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+
+    @property
+    @abstractmethod
+    def top_count(self) -> int | None:
+        """How many of the likeliest tokens to report for each token, see `SamplingParams.logprobs`."""
+
+    @abstractmethod
+    def make_prompt(self, engine: FusionEngine, passages: Sequence[str] | None, number: int = 0) -> Prompt:
+        """Return a prompt.
+
+        Args:
+            engine: makes it.
+            passages: to put into it; None finds warmed passages in its text.
+            number: which of the prompts, counted from 0.
+
+        Raises:
+            QCFuseError: if there are passages and no place for them.
+            InvalidTemplate: if the model's chat template rejects the messages, does not show tools or does not read
+                one of the request's variables.
+        """
+
+    def to_response_format(self) -> ResponseFormat | None:
+        """Return the response format; None if the answer is text as it was decoded."""
+        return None
+
+    def allowed(self, response: ParsedResponse) -> ParsedResponse:
+        """Return a parsed answer without what the request does not allow."""
+        return response
+
+    @property
+    def answer_count(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def token_limit(self) -> int | None:
+        """Length limit of an answer; None if the request sets none."""
+        return self.max_tokens
+
+    def refuse_unsupported(self) -> None:
+        """Refuse unsupported fields and oversized values by the field's name, and drop the ignored fields."""
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if value not in NEUTRAL_VALUES.get(name, (value,)):
+                raise QCFuseError(f"{name} is not supported; omit it")
+        extra.clear()
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+            raise QCFuseError(f"stop allows at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters")
+        try:
+            plain = self.model_dump()
+            json.dumps(plain, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise QCFuseError(f"the body has text that is not valid Unicode: {error.reason}") from error
+        except (RecursionError, ValueError) as error:
+            raise QCFuseError(TOO_DEEP) from error
+        level: list[Any] = [plain]
+        for _ in range(MAX_DEPTH):
+            level = [child for value in level for child in _children(value)]
+        if level:
+            raise QCFuseError(TOO_DEEP)
+        if self.answer_count > 1 and not self.temperature:
+            raise QCFuseError(f"n is {self.n}, and answers without a temperature are equal; set temperature above 0")
+
+    def sampling(self, most_tokens: int, fidelity: Fidelity = "fast") -> SamplingParams:
+        """Return the sampling settings; refuse more tokens than the server's limit.
+
+        Args:
+            most_tokens: the server's limit.
+            fidelity: of requests that name none.
+        """
+        max_tokens = self.token_limit or min(self.DEFAULT_TOKENS, most_tokens)
+        if max_tokens > most_tokens:
+            raise QCFuseError(f"max_tokens is {max_tokens}, and this server gives at most {most_tokens}")
+        return SamplingParams(
+            max_new_tokens=max_tokens,
+            temperature=max(self.temperature, MIN_TEMPERATURE) if self.temperature else 0.0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all, too
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            seed=self.seed,
+            fidelity=self.fidelity or fidelity,
+            logprobs=self.top_count,
+        )
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

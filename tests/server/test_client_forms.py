@@ -1,0 +1,70 @@
+"""Requests in the form that Open WebUI's and LibreChat's backends send them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
+from qcfuse_rag.engine.engine_handle import EngineHandle
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.backend import EngineBackend
+from tests.support.engines import make_engine
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES, QUESTION
+from tests.support.serving import client, post
+
+CONTEXT = (
+    "### Task:\nAnswer with the context, and cite sources as [id].\n\n<context>\n"
+    '<source id="1" name="harbour.md">{text}</source>\n</context>\n\n{question}'
+)
+"""A file that a user has attached, as Open WebUI puts it into the user's message."""
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    tokenizer = build_tokenizer(lambda: [*PASSAGES, QUESTION, CONTEXT])
+    lm = LanguageModel.wrap(build_model("llama", max_position_embeddings=2048), tokenizer)
+    engine: FusionEngine = make_engine(lm, MemoryStore(), prefix_bytes=10**8)
+    engine.warm(PASSAGES)
+    backend = EngineBackend(EngineHandle.wrap(engine), "tiny")
+    async with client(make_app(backend)) as http:
+        yield http
+    backend.close()
+
+
+def read_stream(response: httpx.Response) -> tuple[str, dict[str, Any]]:
+    """Return the text of a stream and its usage, as clients read both."""
+    assert response.status_code == 200, response.text
+    pieces = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    text = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
+    (usage,) = [piece["usage"] for piece in pieces if piece.get("usage")]
+    return text, usage
+
+
+async def test_open_webui_sends_a_file_whole_and_then_the_conversation(http: httpx.AsyncClient) -> None:
+    """Every passage of the file is reused, and the next turn reuses the turn before it."""
+    listed = (await http.get("/v1/models")).json()["data"]
+    asked = CONTEXT.format(text="\n\n".join(PASSAGES), question=QUESTION)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
+    body = {"model": listed[0]["id"], "stream": True, "max_tokens": 8, "stream_options": {"include_usage": True}}
+    text, usage = read_stream(await post(http, "chat/completions", **body, messages=messages))
+    reused = usage["prompt_tokens_details"]["cached_tokens"]
+    assert usage["prompt_tokens"] / 2 < reused < usage["prompt_tokens"]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And when?"}]
+    _, later = read_stream(await post(http, "chat/completions", **body, messages=messages))
+    assert later["prompt_tokens_details"]["cached_tokens"] > reused
+
+
+async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None:
+    body = {"model": "tiny", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+    body |= {"user": "65f0", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
+    text, usage = read_stream(
+        await post(http, "chat/completions", **body, messages=[{"role": "user", "content": "Hi"}])
+    )
+    assert usage["completion_tokens"] > 0
+    assert isinstance(text, str)
