@@ -37,13 +37,13 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
     backend.close()
 
 
-def read_stream(response: httpx.Response) -> tuple[str, dict[str, Any]]:
-    """Return the text of a stream and its usage, as clients read both."""
+def read_stream(response: httpx.Response) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the text of a stream, its usage, and the report."""
     assert response.status_code == 200, response.text
     pieces = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     text = "".join(choice["delta"].get("content") or "" for piece in pieces for choice in piece["choices"])
-    (usage,) = [piece["usage"] for piece in pieces if piece.get("usage")]
-    return text, usage
+    (last,) = [piece for piece in pieces if piece.get("usage")]
+    return text, last["usage"], last["fusion"]
 
 
 async def test_open_webui_sends_a_file_whole_and_then_the_conversation(http: httpx.AsyncClient) -> None:
@@ -52,18 +52,19 @@ async def test_open_webui_sends_a_file_whole_and_then_the_conversation(http: htt
     asked = CONTEXT.format(text="\n\n".join(PASSAGES), question=QUESTION)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}]
     body = {"model": listed[0]["id"], "stream": True, "max_tokens": 8, "stream_options": {"include_usage": True}}
-    text, usage = read_stream(await post(http, "chat/completions", **body, messages=messages))
+    text, usage, report = read_stream(await post(http, "chat/completions", **body, messages=messages))
+    assert [lookup["hit"] for lookup in report["lookups"] if lookup["role"] == "chunk"] == [True] * len(PASSAGES)
     reused = usage["prompt_tokens_details"]["cached_tokens"]
-    assert usage["prompt_tokens"] / 2 < reused < usage["prompt_tokens"]
+    assert 0 < reused < usage["prompt_tokens"]
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And when?"}]
-    _, later = read_stream(await post(http, "chat/completions", **body, messages=messages))
+    _, later, _ = read_stream(await post(http, "chat/completions", **body, messages=messages))
     assert later["prompt_tokens_details"]["cached_tokens"] > reused
 
 
 async def test_librechat_sends_openais_defaults(http: httpx.AsyncClient) -> None:
     body = {"model": "tiny", "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
     body |= {"user": "65f0", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 8}
-    text, usage = read_stream(
+    text, usage, _ = read_stream(
         await post(http, "chat/completions", **body, messages=[{"role": "user", "content": "Hi"}])
     )
     assert usage["completion_tokens"] > 0
