@@ -136,6 +136,8 @@ def ask_server(qcfuse: Path, arguments: list[str], cwd: Path, request: dict[str,
                     break
                 except OSError:
                     time.sleep(0.1)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/") as response:
+                assert b"playground" in response.read()
             url, body = f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(request).encode()
             post = urllib.request.Request(url, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(post, timeout=120) as response:
@@ -226,6 +228,8 @@ def test_the_wheels_start_on_other_pythons(minor: int, tmp_path: Path) -> None:
     run(*pip, "typer", "rich", "lazy-loader", cwd=tmp_path)
     run(*pip, "--no-deps", "--no-compile", *wheels, cwd=tmp_path)
     packages = environment / "lib" / python / "site-packages"
+    static = Path("qcfuse_rag", "server", "static")
+    assert {file.name for file in (packages / static).iterdir()} == {file.name for file in (ROOT / static).iterdir()}
     for package in ("qcfuse_rag", "llama_index", "langchain_qcfuse"):
         run(environment / "bin" / "python", "-W", "error", "-m", "compileall", "-q", packages / package, cwd=tmp_path)
     assert "demo" in run(environment / "bin" / "qcfuse", "--help", cwd=tmp_path)

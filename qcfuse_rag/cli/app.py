@@ -138,6 +138,7 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer a question over warmed documents and report which tokens were reused."""
+    _require_library(store)
     from qcfuse_rag.cli.ask import ask_library
 
     ask_library(question, store, options, max_new_tokens=max_new_tokens, explain=explain, as_json=as_json)
@@ -153,6 +154,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Answer a question and write one HTML page that shows for every token of the prompt how it was computed."""
+    _require_library(store)
     from qcfuse_rag.cli.ask import ask_library
 
     ask_library(question, store, options, explain=out, as_json=as_json)
@@ -166,6 +168,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 256,
 ) -> None:
     """Talk with a library: the model is loaded once, answers are streamed, and each names its sources."""
+    _require_library(store)
     from qcfuse_rag.cli.chat import chat_with_library
 
     chat_with_library(store, options, max_new_tokens=max_new_tokens)
@@ -209,6 +212,14 @@ def models_check(
         print_model_check(report)
     if not report["supported"]:
         raise typer.Exit(1)
+
+
+def _require_library(folder: Path) -> None:
+    """Refuse a library that does not exist, before the imports, which take seconds."""
+    if not folder.is_dir():
+        from qcfuse_rag.retrieval.index import PassageIndex
+
+        PassageIndex.load(folder / "passages")
 
 
 def main() -> None:

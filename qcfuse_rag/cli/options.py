@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from qcfuse_rag.errors import QCFuseError
+from qcfuse_rag.models.source import model_source
 from qcfuse_rag.prompts.template import PromptTemplate
 
 if TYPE_CHECKING:
@@ -319,7 +320,10 @@ class ProfileOptions(ModelOptions):
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one parameter per field of its `options` dataclass, for Typer to read."""
+    """Give a command one parameter per field of its `options` dataclass, for Typer to read.
+
+    The command refuses a model's folder or file that does not exist before it does anything else.
+    """
     signature = inspect.signature(command, eval_str=True)
     options_type = signature.parameters["options"].annotation
     fields = inspect.signature(options_type, eval_str=True).parameters
@@ -330,6 +334,8 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def expanded(**values: Any) -> None:
         options = options_type(**{name: values.pop(name) for name in fields})
+        if isinstance(options, ModelOptions) and options.model is not None:
+            model_source(options.model)  # before the command imports torch and transformers, which takes seconds
         command(options=options, **values)
 
     expanded.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

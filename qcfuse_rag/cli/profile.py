@@ -8,7 +8,7 @@ from rich.table import Table
 
 from qcfuse_rag.bundled import default_model
 from qcfuse_rag.cli.console import ERR, OUT, print_json, print_line, progress_bar, status
-from qcfuse_rag.cli.library import store_folder
+from qcfuse_rag.cli.library import existing_store_folder
 from qcfuse_rag.cli.library_settings import LibrarySettings
 from qcfuse_rag.cli.options import ProfileOptions
 from qcfuse_rag.engine.engine import FusionEngine
@@ -36,9 +36,8 @@ def run_profile(options: ProfileOptions, *, as_json: bool) -> None:
     figure = (
         None if options.plot is None else new_figure(7, 3)
     )  # before the work, so that a missing library fails early
-    written = [
-        path for path in (options.out, options.store and store_folder(options.store) / PROFILE_FILE) if path is not None
-    ]
+    in_store = None if options.store is None else existing_store_folder(options.store) / PROFILE_FILE
+    written = [path for path in (options.out, in_store) if path is not None]
     with status("loading the model"):
         engine = FusionEngine.load(
             options.model or default_model(), device=options.device, dtype=options.dtype, weights=options.weight_format

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from qcfuse_rag.cluster.pool import Columns, connect, map_with_workers
-from qcfuse_rag.engine.exactness_check import check_exact
+from qcfuse_rag.engine.kept_check import check_exact_once
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.ingestion.batch_prefill import Batch, BatchPrefiller, BatchResult
 from qcfuse_rag.ingestion.target import Ids, PrefillTarget
@@ -111,7 +111,7 @@ class PrefillWorker:
                 "a worker's model is not this machine's: give both the same weights, and the same dtype "
                 f"(a worker has {lm.fingerprint.number_formats})"
             )
-        check_exact(lm)
+        check_exact_once(lm)
         self._prefiller = BatchPrefiller(PrefillTarget(lm, self._store, prefix_ids, primer))
         self._system_prefix = self._prefiller.system_prefix()
 

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from qcfuse_rag.engine.corpus import Corpus, WarmSettings
-from qcfuse_rag.engine.exactness_check import check_exact
 from qcfuse_rag.engine.first_passes import run_first_passes
+from qcfuse_rag.engine.kept_check import check_exact_once
 from qcfuse_rag.engine.verdict import Verdict, VerdictPolicy, require_verdict
 from qcfuse_rag.errors import InvalidTemplate, PromptTooLong, StoreError, Unverified
 from qcfuse_rag.fusion.estimate import rows_if_stored
@@ -122,7 +122,9 @@ class FusionEngine:
             dtype: such as `bfloat16`; float32 on a CPU, the checkpoint's own on a GPU.
             weights: `model` (in the dtype), `float16` or `int8` (on CPUs), or `auto`; see
                 `models.load.load_pretrained`.
-            check: compare the engine with the model's own code on a few tokens before it is trusted.
+            check: compare the engine with the model's own code on a few tokens before it is trusted. A passed
+                comparison is kept and not repeated for the same model, versions, device and code (`engine.kept_check`);
+                `qcfuse models check` always compares.
             profile: a file from `qcfuse profile` that says which layers are critical. By default the `profile.json` in
                 the store's folder, if there is one and it is of this model; else `profile_ignored` says why not.
             verdict: what to do without a passing verdict of `qcfuse verify` on this model and method in the store's
@@ -145,7 +147,7 @@ class FusionEngine:
         folder = store.folder if isinstance(store, KVStore) else None if store is None else Path(store).expanduser()
         lookup = find_profile(lm, profile, folder)
         if check:
-            check_exact(lm)
+            check_exact_once(lm)
         opened = store if isinstance(store, KVStore) else open_store(store)
         lm, chosen = lookup.applied(lm), method or choose_method()
         try:
@@ -191,7 +193,7 @@ class FusionEngine:
                 read one of these variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(question, *passages, *history, *tools, chat_template_kwargs)
+        self._require_short(question, *passages, *history, *tools, chat_template_kwargs or "")
         return self.prompts.with_kwargs(chat_template_kwargs).build(question, passages, history, tools)
 
     def prompt_from_text(
@@ -217,7 +219,7 @@ class FusionEngine:
                 read one of the variables; or if finished text is given with variables.
             PromptTooLong: if it is far beyond the context window; `prefill` refuses what exceeds it by less.
         """
-        self._require_short(conversation, *tools, chat_template_kwargs)
+        self._require_short(conversation, *tools, chat_template_kwargs or "")
         finished = isinstance(conversation, str)
         if finished and chat_template_kwargs:
             raise InvalidTemplate("finished text has no chat template; give messages, or omit chat_template_kwargs")

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 
 from qcfuse_rag.errors import UnsupportedModel
+from qcfuse_rag.models.packed_linear import PackedLinear
 from qcfuse_rag.models.rope import LayerRope
 from qcfuse_rag.models.weight_formats import weight_format
 
@@ -94,7 +95,7 @@ def fingerprint_model(
 def _hash_weights(model: PreTrainedModel) -> str:
     # xxHash is ten times as fast as a cryptographic hash, and the user's own weights need no protection.
     state = xxhash.xxh3_128()
-    weights = (part for name, tensor in sorted(model.state_dict().items()) for part in _plain_parts(name, tensor))
+    weights = (part for name, tensor in _state(model) for part in _plain_parts(name, tensor))
     for name, tensor in weights:
         state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         try:
@@ -104,6 +105,22 @@ def _hash_weights(model: PreTrainedModel) -> str:
                 f"{name} is a {type(tensor).__name__}, whose numbers cannot be read to tell the model from others"
             ) from error
     return state.hexdigest()
+
+
+def _state(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's state by name in ascending order; packed weights are unpacked one at a time."""
+    if weight_format(model) == "model":
+        yield from sorted(model.state_dict().items())
+        return
+    owners = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        plain = {**module._parameters, **module._buffers}
+        names = [name for name, x in plain.items() if x is not None and name not in module._non_persistent_buffers_set]
+        for name in (*names, *(("weight",) if isinstance(module, PackedLinear) else ())):
+            owners[f"{path}.{name}" if path else name] = (module, name)
+    for name in sorted(owners):
+        module, attribute = owners[name]
+        yield name, getattr(module, attribute)
 
 
 def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

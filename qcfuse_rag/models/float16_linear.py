@@ -29,8 +29,8 @@ class Float16Linear(PackedLinear):
         if not linear.weight.is_meta:
             self.pack(linear.weight.detach())
 
-    def pack(self, weight: Tensor) -> None:
-        """Take `[out, in]` weights, which are rounded to float16."""
+    def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Take `[out, in]` weights, which are rounded to float16; there are no scales."""
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), self.bias)
 
     def _unpack(self) -> Tensor:

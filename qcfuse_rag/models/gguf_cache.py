@@ -29,7 +29,7 @@ from huggingface_hub import cached_assets_path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE, save_packed
+from qcfuse_rag.models.packed_checkpoint import TENSORS_FILE, packed_bytes, save_packed
 from qcfuse_rag.models.weight_formats import weight_format
 
 LOG = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class GgufConversion:
         Whatever prevents that is logged and ignored.
         """
         part = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(8)}.part")
-        size = sum(tensor.nbytes for tensor in model.state_dict().values())
+        size = packed_bytes(model)
         try:
             if shutil.disk_usage(self.folder.parent).free < size + FREE_BYTES:
                 LOG.info("no conversion of %s is kept: %d MB would fill the disk", self.gguf.name, size >> 20)

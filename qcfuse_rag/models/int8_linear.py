@@ -35,6 +35,8 @@ SMALLEST = 1e-12
 """Keeps a channel or a token of zeros from dividing by zero."""
 BLOCK_ROWS = 128
 """Rows that are rounded and multiplied at a time, so that intermediate results stay in the processor's cache."""
+ROUNDED_ROWS = 8192
+"""Rows of weights that are rounded at a time: embeddings of a large vocabulary fill most of a model's memory."""
 
 
 class Int8Linear(PackedLinear):
@@ -59,8 +61,9 @@ class Int8Linear(PackedLinear):
         if not weight.is_meta:
             self.pack(weight)
 
-    def pack(self, weight: Tensor) -> None:
-        """Take `[out, in]` int8 weights, with the scales that the layer has."""
+    def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Take `[out, in]` int8 weights, and `[out]` float32 scales unless the layer has them."""
+        self.scale = self.scale if scale is None else scale
         zeros = torch.zeros(self.out_features, dtype=torch.long)
         with warnings.catch_warnings():  # torch says that a later version will have no tensors of this kind
             warnings.simplefilter("ignore", UserWarning)
@@ -102,6 +105,10 @@ class Int8Linear(PackedLinear):
 
 def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the `[R, C]` int8 numbers and the `[R]` float32 scales of a matrix."""
-    weight = weight.detach().float()
+    blocks = [_round_rows(rows.float()) for rows in torch.split(weight.detach(), ROUNDED_ROWS)]
+    return torch.cat([numbers for numbers, _ in blocks]), torch.cat([scale for _, scale in blocks])
+
+
+def _round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().amax(-1, keepdim=True).clamp_min_(SMALLEST).div_(LARGEST_WEIGHT)
-    return (weight / scale).round_().to(torch.int8), scale[:, 0].contiguous()
+    return (weight / scale).round_().to(torch.int8), scale[:, 0]

@@ -6,18 +6,28 @@ import ctypes
 import logging
 import threading
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
+from qcfuse_rag.models.gguf_tensors import read_one_at_a_time
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
 from qcfuse_rag.models.packed_checkpoint import load_packed
-from qcfuse_rag.models.weight_formats import HeldFormat, choose_weight_format, round_weights, weight_format
+from qcfuse_rag.models.rounded_load import rounding_while_loading
+from qcfuse_rag.models.source import model_source
+from qcfuse_rag.models.weight_formats import HeldFormat, choose_weight_format, refuse_other_weights, round_weights
 
 LOG = logging.getLogger(__name__)
 
@@ -51,19 +61,11 @@ def load_pretrained(
     torch_dtype: Any = _parse_dtype(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     _check_device(device)
     format_here = choose_weight_format(weights, device)
-    source, options = _source(name)
+    source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
     loaded = _load_conversion(conversion, torch_dtype, format_here) if conversion and conversion.exists else None
-    model, tokenizer = loaded or _load_source(name, torch_dtype)
-    if format_here != weight_format(model):
-        try:
-            round_weights(model, format_here)
-            _return_freed_memory()
-        except UnsupportedModel as error:
-            if weights != "auto":
-                raise
-            LOG.info("weights stay as they are: %s", error)
+    model, tokenizer = loaded or _load_in_format(name, torch_dtype, format_here, optional=weights == "auto")
     if conversion and not loaded:
         conversion.save(model, tokenizer)
     try:
@@ -72,16 +74,50 @@ def load_pretrained(
         raise UnsupportedModel(f"{name!r} cannot be moved to {device}: {_first_line(error)}") from error
 
 
-def _load_source(
-    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer
+def _load_in_format(
+    name: str, dtype: Any, weights: HeldFormat, *, optional: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model as transformers does, and refuse what is not complete."""
-    source, options = _source(name)
+    """Load a model and round its weights; if that is optional, a model that cannot be rounded stays as it is."""
+    if weights == "model":
+        return _load_source(name, dtype)
+    try:
+        try:
+            model, tokenizer = _load_source(name, dtype, weights=weights)
+        except UnsupportedModel:
+            raise
+        except Exception as error:  # other versions of transformers may load otherwise
+            if not Path(name).expanduser().exists():
+                raise
+            LOG.info("%s is loaded as a whole before its weights are rounded: %s", name, error)
+            model, tokenizer = _load_source(name, dtype)
+            round_weights(model, weights)
+    except UnsupportedModel as error:
+        if not optional:
+            raise
+        LOG.info("weights stay as they are: %s", error)
+        return _load_source(name, dtype)
+    _return_freed_memory()
+    return model, tokenizer
+
+
+def _load_source(
+    name: str, dtype: Any, tokenizer_class: Any = AutoTokenizer, *, weights: HeldFormat = "model"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model as transformers does, rounding each weight as it is read, and refuse what is not complete."""
+    source, options = model_source(name)
     fetch = fetch_options(source)
     try:
-        with _LOAD_LOCK, cached_gguf_header() if options else nullcontext():
+        with _LOAD_LOCK, ExitStack() as contexts:
+            if options:
+                contexts.enter_context(cached_gguf_header())
             _refuse_endless(name, PreTrainedConfig.get_config_dict(source, **options, **fetch)[0])
             tokenizer = tokenizer_class.from_pretrained(source, trust_remote_code=False, **options, **fetch)
+            if weights != "model":
+                config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options, **fetch)
+                refuse_other_weights(_without_memory(config))
+                if options:
+                    contexts.enter_context(read_one_at_a_time())
+            rounded = contexts.enter_context(rounding_while_loading(weights))
             # Every model has an eager attention, which this library replaces. Without a name GGUF chooses one itself.
             model, info = AutoModelForCausalLM.from_pretrained(
                 source,
@@ -103,7 +139,15 @@ def _load_source(
         )
     if not tokenizer.is_fast:
         raise UnsupportedModel(f"the tokenizer of {name!r} has no fast version (a tokenizer.json)")
+    if weights != "model":
+        round_weights(model, weights, rounded)
     return model, tokenizer
+
+
+def _without_memory(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
 def _refuse_endless(name: str, config: Mapping[str, Any]) -> None:
@@ -156,7 +200,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelNotFound: if the tokenizer cannot be read or fetched.
     """
-    source, options = _source(name)
+    source, options = model_source(name)
     fetch = fetch_options(source)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options, **fetch)
@@ -174,35 +218,6 @@ def _parse_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {name!r}")
     return dtype
-
-
-def _source(name: str) -> tuple[str, dict[str, Any]]:
-    """Return the name or path that transformers loads from, and the options for it."""
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelNotFound(f"there is no GGUF file at {path}")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        if (path / "adapter_config.json").is_file():
-            raise UnsupportedModel(f"{path} has an adapter: merge it into its model's weights and save those first")
-        return str(path), _gguf_option(path)
-    if name.startswith((".", "/", "~")):
-        raise ModelNotFound(f"there is no model folder at {path}")
-    return name, {}
-
-
-def _gguf_option(folder: Path) -> dict[str, Any]:
-    """Return the option that names the only GGUF file of a folder; none for a folder with a saved model."""
-    files = sorted(folder.glob("*.gguf"))
-    if not files and not any(folder.glob("*.json")):
-        raise ModelNotFound(f"there is no model in {folder}: it has neither a config.json nor a GGUF file")
-    if not files or (folder / "config.json").is_file():
-        return {}
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ModelNotFound(f"{folder} holds {len(files)} GGUF files; name one of them: {names}")
-    return {"gguf_file": files[0].name}
 
 
 def _load_error(name: str, error: BaseException, *, unreachable: bool) -> QCFuseError:

@@ -39,8 +39,12 @@ class PackedLinear(nn.Module):
         return self._unpack()
 
     @abstractmethod
-    def pack(self, weight: Tensor) -> None:
-        """Take `[out, in]` weights of the stored dtype."""
+    def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
+        """Take `[out, in]` weights of the stored dtype, and scales of output channels unless the layer has them."""
+
+    def share(self, other: PackedLinear) -> None:
+        """Take the packed weights of a layer with the same weights, scales and bias, instead of a copy."""
+        self._packed = other._packed
 
     @abstractmethod
     def _unpack(self) -> Tensor: ...

@@ -72,30 +72,97 @@ def choose_weight_format(weights: str, device: str) -> HeldFormat:
     return "int8" if weights == "int8" else "float16"
 
 
-def round_weights(model: PreTrainedModel, weights: HeldFormat) -> None:
+def round_weights(
+    model: PreTrainedModel, weights: HeldFormat, rounded: dict[nn.Module, nn.Module] | None = None
+) -> None:
     """Replace linear layers and embeddings of a model, one at a time, in place.
 
     Norms stay as they are, and so do embeddings whose class does more than look up.
 
+    Args:
+        model: the model.
+        weights: format to round to.
+        rounded: layers whose weights were rounded while the model was loaded, with what replaces them; emptied.
+
     Raises:
         UnsupportedModel: if layers have weights outside of linear layers, such as experts, or weights too large for
             float16; the model is unchanged then.
+        ValueError: if layers were rounded that are none of those.
     """
+    rounded = {} if rounded is None else rounded
+    refuse_other_weights(model)
     layers = model.get_decoder().get_submodule("layers")
     linears = {name: module for name, module in layers.named_modules() if type(module) is nn.Linear}
-    _refuse_other_weights(model, layers, {f"{name}.weight" for name in linears})
-    if weights == "float16":
-        _refuse_large_weights(model)
+    for name, parameter in model.named_parameters():
+        refuse_large_weight(name, parameter, weights)
+    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(output, "weight", None) is embeddings.weight
     for name in list(linears):
         parent, _, child = name.rpartition(".")
-        setattr(layers.get_submodule(parent), child, LINEARS[weights](linears.pop(name)))
-    output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        linear = linears.pop(name)
+        setattr(layers.get_submodule(parent), child, rounded.pop(linear, None) or round_module(linear, weights))
+    table = rounded.pop(embeddings, None) or round_module(embeddings, weights)
     if type(output) is nn.Linear:
-        model.set_output_embeddings(LINEARS[weights](output))
-    if type(embeddings) is nn.Embedding:  # a subclass does more, such as scaling
-        table = embeddings.weight.detach()
+        packed = rounded.pop(output, None)
+        if packed is None and tied and isinstance(table, RoundedEmbedding) and not table.weight.is_meta:
+            packed = _pack_numbers(output, table, weights)
+        model.set_output_embeddings(packed or round_module(output, weights))
+    if table is not None:
+        model.set_input_embeddings(table)
+    if rounded:
+        raise ValueError(f"{len(rounded)} layers were rounded that are no part of the decoder")
+
+
+def _pack_numbers(output: nn.Linear, table: RoundedEmbedding, weights: HeldFormat) -> PackedLinear:
+    """Return the output layer that has the weights of the embeddings, given the rounded embeddings."""
+    packed = LINEARS[weights](nn.Linear(output.in_features, output.out_features, bias=False, device="meta"))
+    packed.bias = None if output.bias is None else output.bias.detach().float().clone()
+    packed.pack(table.weight, table.scale)
+    return packed
+
+
+def round_module(module: nn.Module, weights: HeldFormat) -> nn.Module | None:
+    """Return what replaces a linear layer or embeddings in a format; None for other modules and for subclasses.
+
+    A subclass does more, such as scaling.
+    """
+    if type(module) is nn.Linear:
+        return LINEARS[weights](module)
+    if type(module) is nn.Embedding:
+        table = module.weight.detach()
         numbers, scale = round_to_int8(table) if weights == "int8" else (table.half(), None)
-        model.set_input_embeddings(RoundedEmbedding(numbers, scale, table.dtype))
+        return RoundedEmbedding(numbers, scale, table.dtype)
+    return None
+
+
+def refuse_other_weights(model: PreTrainedModel) -> None:
+    """Refuse a model that cannot be rounded; it may be without weights, on the meta device.
+
+    Raises:
+        UnsupportedModel: if layers have weights outside of linear layers, such as experts.
+    """
+    layers = model.get_decoder().get_submodule("layers")
+    covered = {f"{name}.weight" for name, module in layers.named_modules() if type(module) is nn.Linear}
+    for name, parameter in layers.named_parameters():
+        if parameter.dim() > 1 and name not in covered:
+            raise UnsupportedModel(
+                f"weights in float16 and int8 are those of plain linear layers, and {type(model).__name__} has others, "
+                f"such as layers.{name}; load it with weights='model'"
+            )
+
+
+def refuse_large_weight(name: str, weight: Tensor, weights: HeldFormat) -> None:
+    """Refuse a weight that a format cannot hold.
+
+    Raises:
+        UnsupportedModel: if the format is float16 and a number is too large for it.
+    """
+    if weights != "float16" or weight.is_meta:
+        return
+    largest = torch.finfo(torch.float16).max
+    low, high = weight.detach().aminmax()
+    if max(-float(low), float(high)) > largest:
+        raise UnsupportedModel(f"{name} has weights above {largest:,.0f}; load the model with weights='model'")
 
 
 def weight_format(model: nn.Module) -> HeldFormat:
@@ -105,22 +172,6 @@ def weight_format(model: nn.Module) -> HeldFormat:
             if isinstance(module, linear):
                 return weights
     return "model"
-
-
-def _refuse_other_weights(model: PreTrainedModel, layers: nn.Module, covered: set[str]) -> None:
-    for name, parameter in layers.named_parameters():
-        if parameter.dim() > 1 and name not in covered:
-            raise UnsupportedModel(
-                f"weights in float16 and int8 are those of plain linear layers, and {type(model).__name__} has others, "
-                f"such as layers.{name}; load it with weights='model'"
-            )
-
-
-def _refuse_large_weights(model: PreTrainedModel) -> None:
-    largest = torch.finfo(torch.float16).max
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.abs().amax() > largest:
-            raise UnsupportedModel(f"{name} has weights above {largest:,.0f}; load the model with weights='model'")
 
 
 def _has_fbgemm() -> bool:

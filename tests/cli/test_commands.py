@@ -147,6 +147,7 @@ def test_errors_are_one_line_and_exit_code_1(
     run: Run, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "s").mkdir()
     code, out, err = run(*arguments)
     assert code == 1
     assert out == ""

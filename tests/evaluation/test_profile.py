@@ -415,6 +415,11 @@ def test_profile_writes_beside_the_store_and_ask_uses_it(
     questions, library, plot = tmp_path / "q.jsonl", tmp_path / "library", tmp_path / "layers.png"
     questions.write_text(json.dumps({"question": QUESTION, "answers": ["harbour school"], "passages": PASSAGES}))
     options = ("--model", model_folder, "--device", "cpu", "--data", questions, "--layers", 1)
+    code, _, err = run("profile", *options, "--store", library)
+    assert (code, library.exists()) == (1, False)
+    assert "there is no store" in err
+    warming = ("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
+    run.text(*warming)
     text = run.text("profile", *options, "--store", library, "--plot", plot, "--out", tmp_path / "p.json")
     assert "Recall@10 % of the answers, 1 questions" in text
     assert "* chosen: " in text
@@ -422,7 +427,7 @@ def test_profile_writes_beside_the_store_and_ask_uses_it(
     assert plot.stat().st_size > 1000
     profile = Profile.load(library / "kv" / PROFILE_FILE)
     assert Profile.load(tmp_path / "p.json") == profile
-    run.text("warm", "run", corpus_file, "--store", library, "--model", model_folder, "--device", "cpu")
+    run.text(*warming)
     assert Profile.load(library / "kv" / PROFILE_FILE) == profile
     asking = ("ask", QUESTION, "--store", library, "--model", model_folder, "--device", "cpu", "--max-new-tokens", 2)
     code, _, err = run(*asking)

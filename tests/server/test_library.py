@@ -168,7 +168,48 @@ async def test_a_server_without_a_library_says_so(engine: FusionEngine) -> None:
         assert (response.status_code, "does not retrieve" in error(response)) == (400, True)
         for refused in (await add(http, {"a.md": "x"}), await http.delete("/v1/documents/a.md")):
             assert (refused.status_code, "--editable" in error(refused)) == (403, True)
+        listed = await http.get("/v1/documents")
+        assert (listed.status_code, "serve a library" in error(listed)) == (404, True)
     backend.close()
+
+
+async def test_documents_are_listed_by_short_names_with_their_passages(http: httpx.AsyncClient) -> None:
+    listed = [{"source": name, "name": name, "passages": 1} for name in NAMES]
+    assert (await http.get("/v1/documents")).json() == {"object": "list", "data": listed, "editable": True}
+    await add(http, {"/docs/b.md": f"{HARBOUR}\n\n" * 40, "/docs/a/c.md": HARBOUR})
+    await http.delete("/v1/documents/mill.md")
+    documents = (await http.get("/v1/documents")).json()["data"]
+    assert [(document["source"], document["name"]) for document in documents] == [
+        ("/docs/a/c.md", "a/c.md"),
+        ("/docs/b.md", "b.md"),
+        ("ferry.md", "ferry.md"),
+        ("hull.md", "hull.md"),
+    ]
+    assert documents[1]["passages"] > 1
+
+
+async def test_a_library_that_is_not_editable_is_listed_and_left_as_it_is(
+    engine: FusionEngine, backend: EngineBackend, folder: Path
+) -> None:
+    library = ServedLibrary(folder, engine, editable=False)
+    async with client(make_app(backend, library=library)) as http:
+        listed = (await http.get("/v1/documents")).json()
+        assert (len(listed["data"]), listed["editable"]) == (3, False)
+        for refused in (await add(http, {"a.md": "x"}), await http.delete("/v1/documents/mill.md")):
+            assert (refused.status_code, "--editable" in error(refused)) == (403, True)
+    assert len(PassageIndex.load(folder).passages) == 3
+
+
+async def test_an_explanation_names_the_documents_that_were_retrieved(
+    http: httpx.AsyncClient, library: ServedLibrary
+) -> None:
+    body = (await ask(http, documents="library", explain=True)).json()
+    sections = [section for section in body["explanation"]["sections"] if section["role"] == "chunk"]
+    names = [document["source"] for document in body["documents"]]
+    assert [section["heading"] for section in sections] == [f"Passage {n}: {name}" for n, name in enumerate(names, 1)]
+    texts = ["".join(text for _, text in section["pieces"]).strip() for section in sections]
+    by_source = library.index.by_source()
+    assert texts == [by_source[name][0] for name in names]
 
 
 async def test_an_added_document_is_warm_and_retrieved(http: httpx.AsyncClient, engine: FusionEngine) -> None:
@@ -240,6 +281,7 @@ async def test_changes_need_the_token(backend: EngineBackend, library: ServedLib
     async with client(app) as http:
         assert (await add(http, {"a.md": "x"})).status_code == 401
         assert (await http.delete("/v1/documents/mill.md")).status_code == 401
+        assert (await http.get("/v1/documents")).status_code == 401
     async with client(app, authorization="Bearer right") as http:
         assert (await http.delete("/v1/documents/mill.md")).status_code == 200
 

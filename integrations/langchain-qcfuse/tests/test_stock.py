@@ -182,10 +182,10 @@ async def test_a_task_that_is_cancelled_before_it_is_queued_leaves_nothing_behin
     started, resume = threading.Event(), threading.Event()
     prompt_from_text = chat.engine.prompt_from_text
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **options: Any) -> Any:
         started.set()
         resume.wait(10)
-        return prompt_from_text(*args)
+        return prompt_from_text(*args, **options)
 
     monkeypatch.setattr(chat.engine, "prompt_from_text", slow)
     prefilled: list[Any] = []

@@ -33,16 +33,16 @@ class Answer {
     const ticking = setInterval(tick, CLOCK_MS);
     try {
       for await (const event of events(await send("POST", "v1/chat/completions", body, signal))) {
-        const piece = event.choices[0]?.delta.content;
-        if (piece) {
-          if (this.firstToken === null) {
-            this.firstToken = elapsed();
-            clearInterval(ticking);
-            clock.textContent = `First token after ${seconds(this.firstToken)}.`;
-          }
-          this.text += piece;
-          this.part("text").append(piece);
+        const delta = event.choices[0]?.delta ?? {};
+        const [content, reasoning] = [delta.content ?? "", delta.reasoning_content ?? ""];
+        if ((content || reasoning) && this.firstToken === null) {
+          this.firstToken = elapsed();
+          clearInterval(ticking);
+          clock.textContent = `First token after ${seconds(this.firstToken)}.`;
         }
+        if (reasoning) this.showReasoning(reasoning);
+        this.text += content;
+        this.part("text").append(content);
         if (event.choices[0]?.finish_reason === "length") this.part("text").append(" …");
         if (event.fusion) {
           this.report = event.fusion;
@@ -61,6 +61,11 @@ class Answer {
       clearInterval(ticking);
       this.part("text").setAttribute("aria-busy", "false");
     }
+  }
+
+  showReasoning(piece) {
+    this.part("reasoning").hidden = false;
+    this.part("reasoning").querySelector(".text").append(piece);
   }
 
   fail(error) {

@@ -1,0 +1,142 @@
+"""A passed exactness check is kept for the same model, code and machine; a failed or unreadable one never counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import cached_assets_path
+from transformers import PreTrainedTokenizerFast
+
+import qcfuse_rag
+from qcfuse_rag import LanguageModel
+from qcfuse_rag.engine import exactness_check, kept_check
+from qcfuse_rag.engine.kept_check import check_exact_once, check_identity
+from qcfuse_rag.errors import UnsupportedModel
+from tests.support.families import build_model
+
+
+@pytest.fixture(autouse=True)
+def assets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of kept checks, which is this test's own."""
+    monkeypatch.setattr(kept_check, "cached_assets_path", partial(cached_assets_path, assets_dir=tmp_path / "assets"))
+    return tmp_path / "assets" / "qcfuse-rag" / "checks"
+
+
+@pytest.fixture
+def lm(tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    return LanguageModel.wrap(build_model("llama"), tokenizer)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the fingerprints of models that are compared, as they are."""
+    compared: list[str] = []
+    measure = exactness_check.measure_exactness
+
+    def count(lm: LanguageModel) -> exactness_check.ExactnessCheck:
+        compared.append(lm.fingerprint.digest)
+        return measure(lm)
+
+    monkeypatch.setattr(exactness_check, "measure_exactness", count)
+    return compared
+
+
+def test_a_passed_check_is_not_repeated(lm: LanguageModel, measured: list[str], assets: Path) -> None:
+    first = check_exact_once(lm)
+    assert first.passed
+    assert check_exact_once(lm) == first
+    assert len(measured) == 1
+    (file,) = assets.rglob("*.json")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_another_model_version_or_processor_is_checked_itself(
+    lm: LanguageModel, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_exact_once(lm)
+    for field in ("weights", "config", "rope", "dtype"):
+        check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, **{field: "other"})))
+    check_exact_once(replace(lm, fingerprint=replace(lm.fingerprint, weight_format="int8")))
+    assert len(measured) == 6
+    for module, name in ((torch, "__version__"), (kept_check.transformers, "__version__"), (qcfuse_rag, "__version__")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, "0.0.1")
+            check_exact_once(lm)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+        check_exact_once(lm)
+    assert len(measured) == 10
+    check_exact_once(lm)
+    assert len(measured) == 10
+
+
+def test_changed_code_is_another_identity(lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package").mkdir()
+    module = tmp_path / "package" / "__init__.py"
+    module.write_text("")
+    monkeypatch.setattr(qcfuse_rag, "__file__", str(module))
+    before = check_identity(lm)
+    (tmp_path / "package" / "edited.py").write_text("x = 1")
+    assert check_identity(lm) != before
+
+
+def test_a_failed_check_is_not_kept(
+    lm: LanguageModel, measured: list[str], assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(exactness_check.TOLERANCE, torch.float32, -1.0)
+    for _ in range(2):
+        with pytest.raises(UnsupportedModel, match="does not reproduce"):
+            check_exact_once(lm)
+    assert len(measured) == 2
+    assert list(assets.rglob("*.json")) == []
+
+
+BROKEN = {
+    "nothing": b"",
+    "no JSON": b"\xff{",
+    "a list": b"[]",
+    "no identity": b'{"check": {}}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_an_unreadable_file_is_ignored_and_replaced(
+    lm: LanguageModel, measured: list[str], assets: Path, content: bytes
+) -> None:
+    check_exact_once(lm)
+    (file,) = assets.rglob("*.json")
+    file.write_bytes(content)
+    check_exact_once(lm)
+    check_exact_once(lm)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identity": {}},
+        {"check": {"all_rows": 1.0, "question_rows": 0.0, "step": 0.0, "tolerance": 0.001, "passed": True}},
+    ],
+)
+def test_a_file_of_another_model_or_of_a_failed_check_does_not_count(
+    lm: LanguageModel, measured: list[str], assets: Path, change: dict[str, object]
+) -> None:
+    check_exact_once(lm)
+    (file,) = assets.rglob("*.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    check_exact_once(lm)
+    assert len(measured) == 2
+
+
+def test_a_file_in_place_of_the_folder_leaves_the_check(lm: LanguageModel, measured: list[str], assets: Path) -> None:
+    assets.parent.mkdir(parents=True)
+    assets.write_text("not a folder")
+    assert check_exact_once(lm).passed
+    assert check_exact_once(lm).passed
+    assert len(measured) == 2

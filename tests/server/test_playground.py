@@ -1,0 +1,136 @@
+"""The page at `/`: who gets it, and the headers that keep it to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from qcfuse_rag.server import playground
+from qcfuse_rag.server.app import make_app
+from qcfuse_rag.server.auth_middleware import LOOPBACK
+from qcfuse_rag.server.playground import FOLDER, add_playground
+from tests.server.test_refusals import FixedBackend, listening
+from tests.support.serving import client, error
+
+STATIC = Path(playground.__file__).parent / "static"
+NAMES = sorted(path.name for path in STATIC.iterdir())
+PATHS = ["/", *(f"{FOLDER}/{name}" for name in NAMES)]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[httpx.AsyncClient]:
+    app = make_app(FixedBackend())
+    add_playground(app)
+    async with client(app) as http:
+        yield http
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_file_has_the_headers_that_keep_the_page_to_itself(http: httpx.AsyncClient, path: str) -> None:
+    response = await http.get(path)
+    assert response.status_code == 200
+    policy = dict(part.split(" ", 1) for part in response.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in response.headers["content-security-policy"]
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert response.headers["referrer-policy"] == "no-referrer"
+    types = {".js": ("text/javascript", "application/javascript"), ".css": "text/css", ".svg": "image/svg+xml"}
+    assert response.headers["content-type"].startswith(types.get(Path(path).suffix, "text/html"))
+    head = await http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    ours = {"content-length", "content-security-policy", "etag"}
+    assert {name: head.headers[name] for name in ours} == {name: response.headers[name] for name in ours}
+
+
+async def test_a_file_that_has_not_changed_is_not_sent_again(http: httpx.AsyncClient) -> None:
+    first = await http.get(PATHS[-1])
+    again = await http.get(PATHS[-1], headers={"If-None-Match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert first.headers["cache-control"] == "no-cache"
+
+
+async def test_the_page_names_files_that_are_there_and_nothing_elsewhere(http: httpx.AsyncClient) -> None:
+    page = (await http.get("/")).text
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) == {
+        "playground/main.js",
+        "playground/style.css",
+        "playground/icon.svg",
+    }
+    for name in NAMES:
+        text = (STATIC / name).read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"^\s*//.*|; // .*", "", text, flags=re.MULTILINE), name
+        for imported in re.findall(r'from "\./(.+?)"', text):
+            assert imported in NAMES
+    assert not re.findall(r"<style|\bstyle=|\bon\w+=|<script(?! type=\"module\" src)", page)
+
+
+async def test_no_script_writes_html() -> None:
+    scripts = "".join(path.read_text("utf-8") for path in STATIC.glob("*.js"))
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", scripts)
+    assert not re.findall(r"localStorage|document\.cookie|indexedDB", scripts)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{FOLDER}/../app.py",
+        f"{FOLDER}/..%2fapp.py",
+        f"{FOLDER}/%2e%2e/app.py",
+        f"{FOLDER}/%2e%2e%2f%2e%2e%2f%2e%2e%2fpyproject.toml",
+        f"{FOLDER}//etc/passwd",
+        f"{FOLDER}/%2fetc%2fpasswd",
+        f"{FOLDER}/..%5capp.py",
+        f"{FOLDER}/main.js%00.css",
+        f"{FOLDER}/../v1/models",
+        f"{FOLDER}/",
+        f"{FOLDER}/none.js",
+        f"{FOLDER}/{'a' * 5000}",
+    ],
+)
+@pytest.mark.enable_socket
+async def test_no_path_leads_elsewhere(path: str) -> None:
+    """Paths are sent as they are: a client would put `..` right."""
+    from qcfuse_rag.server.http_server import make_server
+
+    app = make_app(FixedBackend(), token="right")
+    add_playground(app)
+    async with listening(make_server(app, max_requests=2)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n".encode())
+        answered = await reader.read()
+        writer.close()
+    assert answered.split(b"\r\n", 1)[0] == b"HTTP/1.1 404 Not Found"
+    assert b"import" not in answered
+    assert b"root:" not in answered
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_page_needs_no_token_but_the_api_does(path: str) -> None:
+    app = make_app(FixedBackend(), token="right")
+    add_playground(app)
+    async with client(app) as http:
+        assert (await http.get(path)).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 401
+        assert (await http.post(path, content=b"{}")).status_code == 405
+
+
+async def test_without_a_token_the_page_answers_only_to_this_machines_names() -> None:
+    app = make_app(FixedBackend(), hosts=LOOPBACK)
+    add_playground(app)
+    async with client(app) as http:
+        for path in PATHS:
+            assert (await http.get(path, headers={"Host": "page.example"})).status_code == 421
+            assert (await http.get(path, headers={"Host": "localhost:8000"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_without_the_playground_there_is_no_page(path: str) -> None:
+    async with client(make_app(FixedBackend())) as http:
+        response = await http.get(path)
+        assert (response.status_code, error(response)) == (404, "Not Found")
