@@ -58,7 +58,5 @@ def test_neither_the_first_nor_a_later_load_holds_a_rounded_copy_beside_the_whol
             check=True, capture_output=True, text=True, env=environment,
         ).stdout  # fmt: skip
         memory = json.loads(out.splitlines()[-1])
-        assert memory["kb"] < 1.2 * memory["whole_kb"], (
-            "the model in float32 and its rounded copy take 1.3 times as much"
-        )
+        assert memory["kb"] < 1.2 * memory["whole_kb"], "float32 and a rounded copy take 1.3 times it"
     assert list(tmp_path.rglob("packed.safetensors"))
