@@ -190,6 +190,60 @@ def test_recomputed_tokens_are_shaded(page: Page) -> None:
     assert "average here" in turn.locator(".part ol").first.inner_text()
 
 
+def test_full_prefill_answers_in_a_column_with_a_clock_of_its_own(page: Page) -> None:
+    page.get_by_label("beside full prefill").check()
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    turn = ask(page)
+    fused, full = turn.locator(".answer").all()
+    assert [each.locator("h4").inner_text() for each in (fused, full)] == ["Over stored caches", "Full prefill"]
+    assert re.search(r"That took \d+\.\d times as long\.", full.locator(".clock").inner_text())
+    assert re.fullmatch(r"([\d,]+) tokens:\s+\1 computed\.", full.locator(".counts").inner_text())
+    assert full.locator("> .text").inner_text().strip()
+    assert [body.get("method") for body in sent] == [None, "full"]
+    assert sent[0]["messages"] == sent[1]["messages"]
+    boxes = [each.bounding_box() for each in (fused, full)]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+
+
+def test_a_comparison_says_what_full_prefill_took_from_earlier_requests(guarded_page: Page) -> None:
+    guarded_page.get_by_label("beside full prefill").check()
+    for _ in range(2):
+        turn = ask(guarded_page)
+        guarded_page.get_by_text("New conversation").click()
+        turn.wait_for(state="detached")
+    full = ask(guarded_page).locator(".answer").last
+    assert "from earlier requests" in full.locator(".counts").inner_text()
+    assert re.search(r"times as long, with \d+ tokens from earlier requests\.", full.locator(".clock").inner_text())
+
+
+def test_keys_do_everything(page: Page) -> None:
+    """Ask by Enter, begin a line by Shift+Enter, stop by Escape, open the passages and read on by Tab."""
+    page.get_by_label("at most").fill("1000")
+    page.locator("#question").focus()
+    page.keyboard.type("One line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("and another")
+    page.keyboard.press("Enter")
+    turn = page.locator(".turn")
+    turn.get_by_text("First token after").wait_for()
+    assert turn.locator("h3").inner_text() == "One line\nand another"
+    page.keyboard.press("Escape")
+    turn.get_by_text("Stopped after").wait_for()
+    assert page.locator("#question").evaluate("element => element === document.activeElement")
+    page.get_by_text("New conversation").click()
+    page.get_by_label("at most").fill("4")
+    turn = ask(page)
+    turn.locator(".explanation > summary").focus()
+    page.keyboard.press("Space")
+    turn.locator(".part").first.wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('.part') !== null")
+    for control in page.locator("button:visible, input:visible, textarea:visible").all():
+        assert control.evaluate("element => element.labels?.length || element.ariaLabel || element.textContent.trim()")
+
+
 def test_a_conversation_goes_on_until_a_new_one(guarded_page: Page) -> None:
     page, sent = guarded_page, list[dict[str, Any]]()
     page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)

@@ -1,20 +1,21 @@
 /** A conversation: questions, their streamed answers with clocks, and what each turn reused. */
 
 import { events, send } from "./api.js";
-import { byId, element, fromTemplate, seconds } from "./elements.js";
+import { byId, count, element, fromTemplate, seconds } from "./elements.js";
 import { showExplanation, showReport } from "./explanation.js";
 
 const CLOCK_MS = 100;
 
 /** One answer on the page: its text while it streams, and its clock. */
 class Answer {
-  constructor(title, container) {
+  constructor(title, turn) {
     this.root = fromTemplate("answer-template");
+    this.turn = turn;
     this.text = "";
     this.firstToken = null;
     this.root.querySelector("h4").textContent = title;
     this.part("clock").textContent = "Waits for the other answer, so that neither slows the other.";
-    container.append(this.root);
+    turn.querySelector(".answers").append(this.root);
   }
 
   part(name) {
@@ -48,7 +49,7 @@ class Answer {
           this.report = event.fusion;
           showReport(this.part("bar"), this.part("counts"), event.fusion);
         }
-        if (event.explanation) showExplanation(this.part("explanation"), event.explanation);
+        if (event.explanation) showExplanation(this.turn.querySelector(".explanation"), event.explanation);
       }
       this.firstToken ??= elapsed();
       clock.textContent = `First token after ${seconds(this.firstToken)}, whole answer after ${seconds(elapsed())}.`;
@@ -79,10 +80,12 @@ class Answer {
     this.part("text").setAttribute("aria-busy", "false");
   }
 
-  /** Say how much later the first token came than that of another answer. */
+  /** Say how much later the first token came than that of another answer, and if not all was computed for it. */
   compareWith(other) {
-    const times = this.firstToken / other.firstToken;
-    this.part("clock").append(" ", element("strong", {}, `That took ${times.toFixed(1)} times as long.`));
+    const earlier = this.report.prefix_tokens;
+    const times = (this.firstToken / other.firstToken).toFixed(1);
+    const saved = earlier ? `, with ${count(earlier, "token")} from earlier requests` : "";
+    this.part("clock").append(" ", element("strong", {}, `That took ${times} times as long${saved}.`));
   }
 }
 
@@ -98,12 +101,11 @@ export class Conversation {
     this.running = new AbortController();
     const { signal } = this.running;
     const turn = fromTemplate("turn-template");
-    const answers = turn.querySelector(".answers");
     turn.querySelector(".question").textContent = question;
     byId("hint").hidden = true;
     byId("turns").append(turn);
-    const fused = new Answer("Over stored caches", answers);
-    const full = compare ? new Answer("Full prefill", answers) : null;
+    const fused = new Answer("Over stored caches", turn);
+    const full = compare ? new Answer("Full prefill", turn) : null;
     turn.scrollIntoView({ block: "start" });
     const earlier = this.messages;
     const messages = [...earlier, { role: "user", content: question }];

@@ -27,11 +27,8 @@ export function showReport(bar, counts, report) {
   bar.hidden = false;
   counts.replaceChildren(`${count(report.prompt_tokens, "token")}: `);
   listed.forEach((part, index) => {
-    counts.append(
-      ...(index ? [", "] : []),
-      element("span", { class: `swatch ${part.fate}`, "aria-hidden": "true" }),
-      ` ${count(part.tokens)} ${part.words}`,
-    );
+    const swatch = element("span", { class: `swatch ${part.fate}`, "aria-hidden": "true" });
+    counts.append(...(index ? [", "] : []), element("span", {}, swatch, ` ${count(part.tokens)} ${part.words}`));
   });
   counts.append(".");
 }
@@ -61,7 +58,7 @@ function legend(explanation) {
   return element(
     "ul",
     { class: "plain legend" },
-    ...entries.map(([fate, name, meaning]) => element("li", {}, element("span", { class: fate }, name), ` ${meaning}`)),
+    ...entries.map(([fate, name, meaning]) => element("li", {}, element("span", { class: fate }, name), `: ${meaning}`)),
   );
 }
 
