@@ -36,7 +36,6 @@ class RequestHandle(Iterator[str]):
         report: the report of the prefill; None before it is done.
         scores: the scores of the prefill's probe; None before it is done, and if there was no probe.
         generation: the finished answer; None before that.
-        submitted: `time.monotonic()` when it was made.
         rows_left: rows of the prompt that are still to be computed; predicted before the prefill begins.
         part_rows: most rows of the next part of its prefill.
         parts: number of parts of its prefill so far; the first one only loads, if there are several.
@@ -48,7 +47,7 @@ class RequestHandle(Iterator[str]):
         self.report: FusionReport | None = None
         self.scores: Scores | None = None
         self.generation: Generation | None = None
-        self.submitted, self.rows_left = time.monotonic(), len(prompt)
+        self.rows_left = len(prompt)
         self.part_rows = self.parts = 0
         self._prefill: Parts[Prefilled] | None = None
         self._sampler = Sampler(params, lm)

@@ -6,10 +6,10 @@ leaves when it ends. Between two prefills, and between two parts of a long one (
 question waits for its first token there is one step: a burst of questions is prefilled soon, and steps of more answers
 together take less time for each.
 
-A part takes some tenths of a second. The next part is that of the request that has waited longest for the time that it
-is predicted to need (highest response ratio next, Brinch Hansen 1971), so a short question overtakes a long prompt.
-Every few parts, one is the oldest request's, so nobody waits for ever. Between two parts, requests whose readers have
-gone end.
+A part takes some tenths of a second. The next part is that of the request with the fewest rows left (shortest remaining
+processing time, Schrage 1968), so a short question overtakes a long prompt; requests that need one part are equal and
+go in the order of submission. Every few parts, one is the oldest request's, so nobody waits for ever. Between two
+parts, requests whose readers have gone end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SchedulerSettings:
             all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
             than `rows` if no answer is running.
-        overtaken: every so many parts, one is the oldest request's; the others are those of the request that has waited
-            longest for each row that it has left.
+        overtaken: every so many parts, one is the oldest request's; the others are those of the request with the
+            fewest rows left.
         kv_bytes: most bytes of keys and values of begun requests together; None for no bound. A request that is
             larger by itself is answered alone.
 
@@ -73,7 +73,7 @@ class SchedulerSettings:
 class Scheduler:
     """Answers requests from any number of threads and event loops.
 
-    Requests of equal length are taken in the order of submission. An error, a cancellation or a reader that stops
+    Requests of equal length, and short ones, are taken in the order of submission. An error, a cancellation or a reader that stops
     reading ends that request alone.
 
     Args:
@@ -192,8 +192,7 @@ class Scheduler:
         if not candidates:
             return None
         if (self._parts + 1) % self._settings.overtaken:
-            now = time.monotonic()
-            chosen = max(candidates, key=lambda request: (now - request.submitted) / max(1, request.rows_left))
+            chosen = min(candidates, key=lambda request: max(self._first_part_rows, request.rows_left))
         elif candidates[0] is self._queue[0]:
             chosen = candidates[0]
         else:
