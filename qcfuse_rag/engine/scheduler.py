@@ -3,8 +3,8 @@
 Continuous batching (Yu et al., Orca, OSDI 2022): a request joins the running batch as soon as it is prefilled and
 leaves when it ends. Between two prefills, and between two parts of a long one (Agrawal et al., Sarathi-Serve, OSDI
 2024), there are some decode steps, so new questions slow the running answers without stopping them. While a short
-question waits for its first token there is one step: a burst of questions is prefilled soon, and steps of more answers
-together take less time for each.
+question waits for its first token there is one step after every other part: a burst of questions is prefilled soon,
+and steps of more answers together take less time for each.
 
 A part takes some tenths of a second. The next part is that of the request with the fewest rows left (shortest remaining
 processing time, Schrage 1968), so a short question overtakes a long prompt; requests that need one part are equal and
@@ -28,8 +28,9 @@ from qcfuse_rag.fusion.pipeline import check_window
 from qcfuse_rag.generation.sampling import SamplingParams
 from qcfuse_rag.prompts.segments import Prompt
 
-MIN_PART_ROWS = 64
-"""Fewest rows of a part; fewer take about as long, because a pass reads all weights."""
+MIN_PART_ROWS, MIN_LONE_PART_ROWS = 32, 64
+"""Fewest rows of a part while answers are running, and while none is: a pass reads all weights, so few rows take about
+as long, and a long prompt is through later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class SchedulerSettings:
     Attributes:
         active: most answers to decode together.
         waiting: most requests in the queue; further ones are refused.
-        steps: decode steps between two prefills, or two parts of one, while answers are running; one while a request
-            that needs one part could begin.
+        steps: decode steps between two prefills, or two parts of one, while answers are running; one after every
+            other part while a request that needs one part could begin.
         rows: most rows of a prefill, or of healing, to compute between decode steps; methods with a layer hook compute
             all rows of a prefill at once.
         part_s: seconds that a part of a prefill should take. Parts have fewer rows where rows take longer, and more
@@ -73,8 +74,8 @@ class SchedulerSettings:
 class Scheduler:
     """Answers requests from any number of threads and event loops.
 
-    Requests of equal length, and short ones, are taken in the order of submission. An error, a cancellation or a reader that stops
-    reading ends that request alone.
+    Requests of equal length, and short ones, are taken in the order of submission. An error, a cancellation or a
+    reader that stops reading ends that request alone.
 
     Args:
         engine: prefills and decodes; the scheduler does not close it.
@@ -176,8 +177,9 @@ class Scheduler:
                 request = self._next()
             if request is not None:
                 self._compute_part(request)
+            steps = self._parts % 2 if request is not None and self._short_waits() else self._settings.steps
             request = None  # keep no reference to a finished request
-            for _ in range(1 if self._short_waits() else self._settings.steps):
+            for _ in range(steps):
                 self._step()
                 if not self._active:
                     break
@@ -227,10 +229,17 @@ class Scheduler:
                 request.prompt,
                 method=request.method,
                 answer_tokens=request.params.max_new_tokens,
-                part_rows=lambda: min(request.part_rows, self._settings.rows) if self._active else request.part_rows,
+                part_rows=lambda: self._part_rows(request),
                 prefixes=self._engine.prefixes,
             )
         )
+
+    def _part_rows(self, request: RequestHandle) -> int:
+        """Return the most rows of a request's next part."""
+        if self._active:
+            return min(request.part_rows, self._settings.rows)
+        is_timed = request.parts > 1
+        return max(request.part_rows, MIN_LONE_PART_ROWS) if is_timed else request.part_rows
 
     def _compute_part(self, request: RequestHandle) -> None:
         """Compute a part of a request's prefill, or all of a short one."""
