@@ -54,21 +54,21 @@ SECRET = bytes(range(32))
 Answer = Callable[[FusionEngine, Prompt], None]
 
 
-@pytest.fixture(params=["llama", pytest.param("smollm2", marks=pytest.mark.real)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("smollm2", marks=pytest.mark.real)])
 def lm(request: pytest.FixtureRequest) -> LanguageModel:
     """Return a tiny model, and the real one."""
     model: LanguageModel = request.getfixturevalue(request.param)
     return model
 
 
-@pytest.fixture
-def store_victim_as_answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+@pytest.fixture(scope="module")
+def store_victim_as_answer() -> Answer:
     """Make a model answer a prompt with the victim's passage, and store this answer."""
 
     def answer(engine: FusionEngine, prompt: Prompt) -> None:
         end = engine.lm.tokenizer.eos_token_id
         tokens = iter([*engine.lm.tokenizer(VICTIM, add_special_tokens=False)["input_ids"], end])
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             seams.sampler(patch, lambda params, lm: lambda *_: next(tokens))
             stream = engine.stream(prompt, SamplingParams(max_new_tokens=200), method=make_method("full"))
             stored = engine.corpus.put_generated(stream)
@@ -185,9 +185,12 @@ def test_a_generated_answer_carries_its_prompt(lm: LanguageModel, store_victim_a
     assert not same(victim_under(clean, GENERATED), victim_under(attacked, GENERATED))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def worlds(lm: LanguageModel, store_victim_as_answer: Answer) -> tuple[FusionEngine, FusionEngine]:
-    """Return two engines with caches of every kind, without and with an attacker's document when they were made."""
+    """Return two engines with caches of every kind, without and with an attacker's document when they were made.
+
+    Nobody changes their stores.
+    """
     clean, attacked = make_engine(lm, MemoryStore()), make_engine(lm, MemoryStore())
     bases = tuple(BASES.values()) + tuple(
         base for name in METHODS for base in make_method(name).bases if base not in BASES.values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from langchain_qcfuse import ChatQCFuse
+from qcfuse_rag import LanguageModel
 from tests.support.families import build_model, build_tokenizer
 
 FULL = os.environ.get("QCFUSE_STRESS") == "full"
@@ -41,8 +43,12 @@ class TestIntegration(ChatModelIntegrationTests):
     folder: str
 
     @pytest.fixture(scope="class", autouse=True)
-    def saved_model(self, request: pytest.FixtureRequest, smollm2_folder: str) -> None:
+    def saved_model(self, request: pytest.FixtureRequest, smollm2_folder: str) -> Iterator[None]:
+        """Name the model's folder; all engines share the weights, which take longer to load than a test."""
         request.cls.folder = smollm2_folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LanguageModel, "load", cache(LanguageModel.load))
+            yield
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
