@@ -24,16 +24,18 @@ from qcfuse_rag.evaluation.speed.measure import (
     measure_speed,
     peak_bytes,
     random_prompt,
-    stock_step,
+    stock_steps,
 )
 from qcfuse_rag.evaluation.speed.shapes import SHAPES, random_model
 from qcfuse_rag.evaluation.speed.tables import terminal_tables
 from qcfuse_rag.evaluation.speed.tiers import ThrottledStore
 from qcfuse_rag.fusion.pipeline import prefill
+from qcfuse_rag.runtime.costs import Costs
 from qcfuse_rag.runtime.decode_step import forward_step
 from qcfuse_rag.runtime.runner import ModelRunner
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.testing import example_chunk, example_key
+from tests.support import seams
 from tests.support.cli import Run
 
 TINY = {
@@ -127,7 +129,7 @@ def test_a_throttled_store_reads_as_slowly_as_it_says() -> None:
 
 
 def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
-    methods = tuple(configurations(["auto", "reuse"], [0.1])[1:])
+    methods = tuple(configurations(["auto[guard=false]", "reuse"], [0.1])[1:])
     found = measure_speed(
         tiny, SpeedOptions((100, 230), methods, ("memory", "disk", "throttled"), chunk=64, repeats=1, requests=(1, 2))
     )
@@ -142,19 +144,41 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
     assert fused["arithmetic_s"] < full["arithmetic_s"]
     assert [row["requests"] for row in found["decode"]] == [1, 2, 1, 2]
     assert [row["transformers_step_s"] is None for row in found["decode"]] == [False, True, False, True]
+    assert found["decode"][0]["transformers_cache"] in ("dynamic", "static")
     with stock_attention(tiny):
         pass  # the model still has ours afterwards
     assert tiny.model.config._attn_implementation == "qcfuse"
 
 
+@pytest.mark.parametrize(("row_s", "fuses"), [(1.0, True), (1e-9, False)])
+def test_methods_run_with_their_guard(
+    row_s: float, fuses: bool, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it refuses, the time is that of full prefill, as it is for users."""
+    seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
+    seams.measured_loading(monkeypatch, lambda *_: 1e-6)
+    methods = tuple(configurations(["auto"], [0.1])[1:])
+    found = measure_speed(tiny, SpeedOptions((230,), methods, chunk=64, repeats=1, requests=()))
+    full, auto = found["prefill"]
+    assert (auto["rows"] < auto["prompt"]) == fuses
+    full_s = 0.5 + auto["prompt"] * row_s
+    assert auto["predicted_s"] == full_s if not fuses else 0 < auto["predicted_s"] < 0.9 * full_s
+    assert (full["predicted_s"], full["fallback"]) == (None, None)
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(terminal_tables(found, 300)[0])
+    assert f"{'fuses' if fuses else 'in full'}, {1000 * auto['predicted_s']:,.1f} ms" in console.export_text()
+
+
 def test_transformers_own_steps_go_on_from_the_same_keys(tiny: LanguageModel) -> None:
     prompt = random_prompt(tiny, 100, 64, torch.Generator().manual_seed(0))
     done = prefill(ModelRunner(tiny, MemoryStore(1)), prompt, make_method("full"), answer_tokens=STEPS)
-    stock = stock_step(tiny, done.buffer, len(prompt), token=7)
+    stock = dict(stock_steps(tiny, done.buffer, len(prompt), token=7))
+    assert set(stock) == {"dynamic", "static"}
     for position in range(len(prompt), len(prompt) + STEPS):
-        with stock_attention(tiny), torch.inference_mode():
-            theirs = stock()[0, -1]
-        assert torch.allclose(theirs, forward_step(tiny, [7], [position], [done.buffer])[0], atol=1e-4)
+        ours = forward_step(tiny, [7], [position], [done.buffer])[0]
+        for step in stock.values():
+            with stock_attention(tiny), torch.inference_mode():
+                assert torch.allclose(step()[0, -1], ours, atol=1e-4)
 
 
 def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: LanguageModel) -> None:
@@ -162,7 +186,7 @@ def test_configurations_of_one_method_are_told_apart_on_a_narrow_terminal(tiny: 
     found = measure_speed(tiny, SpeedOptions((230,), tuple(chosen), chunk=64, repeats=1, requests=(1,)))
     labels = [row["method"] for row in found["prefill"]]
     assert labels == ["full", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]"]
-    for width in (80, 240):
+    for width in (80, 300):
         console = Console(width=width, record=True, file=io.StringIO())
         for table in terminal_tables(found, width):
             console.print(table)
@@ -187,8 +211,8 @@ def test_a_tier_keeps_passages_in_each_format(tiny: LanguageModel) -> None:
     assert len(rows) == 6
     for tier in options.tiers:
         assert 0.25 < rows[tier, "int8"] / rows[tier, "model"] < 0.4, "a byte for a number of four, and scales"
-    console = Console(width=240, record=True, file=io.StringIO())
-    console.print(terminal_tables(found, 240)[0])
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(terminal_tables(found, 300)[0])
     shown = console.export_text()
     cells = {cell.strip() for cell in shown.split("│")}
     assert {f"{tier}{numbers}" for tier in options.tiers for numbers in ("", " int8")} <= cells
@@ -199,13 +223,14 @@ def test_floors_follow_the_best_rates_that_were_found() -> None:
     slow, fast = Ceilings(1e9, 4e9, 2e9), Ceilings(3e9, 5e9, 1e9)
     best = slow.or_better(fast)
     assert best == fast.or_better(slow) == Ceilings(3e9, 5e9, 2e9)
-    row = {"operations": 6e9, "bytes_loaded": 1e9, "ttft_s": 4.0}
+    row = {"operations": 6e9, "full_operations": 2.4e10, "bytes_loaded": 1e9, "ttft_s": 4.0}
     prefill = [{**row, "tier": tier} for tier in ("memory", "device", "throttled")]
     result = {"prefill": prefill, "decode": [{"bytes": 1e9, "step_s": 0.5}]}
     add_floors(result, best, throttle=2.5e8)
     assert [one["arithmetic_s"] for one in prefill] == [2.0] * 3
     assert [one["loading_s"] for one in prefill] == [0.5, 0.4, 4.0]
     assert [one["of_floor"] for one in prefill] == [0.5, 0.5, 1.0]
+    assert [one["speedup_calculated"] for one in prefill] == [2.0] * 3, "8 s of arithmetic in full"
     assert result["decode"][0]["bytes_s"] == 0.2
     assert result["decode"][0]["of_floor"] == 0.4
     assert result["ceilings"] == {"flops": 3e9, "memory_bytes_s": 5e9, "loading_bytes_s": 2e9}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcfuse_rag.models.packed_linear import PackedLinear
+from qcfuse_rag.runtime.device import finish
 from qcfuse_rag.runtime.language_model import LanguageModel
 
 T = TypeVar("T")
@@ -55,12 +56,10 @@ def measure_ceilings(lm: LanguageModel, *, samples: int = 7) -> Ceilings:
 
 def seconds(lm: LanguageModel, run: Callable[[], object]) -> float:
     """Time one call, with the work that it leaves to the device."""
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+    finish(lm.device)
     started = time.perf_counter()
     run()
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+    finish(lm.device)
     return time.perf_counter() - started
 
 
@@ -92,7 +91,9 @@ def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
 def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
     """Add the ceilings to a result, and to each row its lower bound and its share of the time measured.
 
-    The tier `throttled` delivers `throttle` bytes a second.
+    Each prefill also gets its ratio to an engine that does nothing but full prefill's operations at the measured rate,
+    which no engine does: it is a lower bound on what a faster full prefill would leave of `speedup`. The tier
+    `throttled` delivers `throttle` bytes a second.
     """
     result["ceilings"] = {
         "flops": ceilings.flops,
@@ -104,6 +105,8 @@ def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> N
         row["arithmetic_s"] = row["operations"] / ceilings.flops
         row["loading_s"] = row["bytes_loaded"] / rates.get(row["tier"], ceilings.loading)
         row["of_floor"] = max(row["arithmetic_s"], row["loading_s"]) / row["ttft_s"]
+        row["calculated_full_s"] = row["full_operations"] / ceilings.flops
+        row["speedup_calculated"] = row["calculated_full_s"] / row["ttft_s"]
     for row in result["decode"]:
         row["bytes_s"] = row["bytes"] / ceilings.memory
         row["of_floor"] = row["bytes_s"] / row["step_s"]

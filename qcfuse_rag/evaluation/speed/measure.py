@@ -5,8 +5,9 @@ All sides take turns in one process.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
@@ -109,13 +110,15 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Measure and return plain data; `keep` gets the result so far after each context.
 
-    Passages are random tokens: time and bytes depend on their number alone. Methods run without their guard.
+    Passages are random tokens: time and bytes depend on their number alone. Methods run with their guard, as users run
+    them: where it refuses to fuse, the row says so and has the time of full prefill.
     """
     result: dict[str, Any] = {"kv_bytes_per_token": lm.kv_bytes_per_token, "prefill": [], "decode": []}
     generator = torch.Generator().manual_seed(0)
     with ExitStack() as stack:
         tiers = open_tiers(lm, options.tiers, options.numbers, stack, throttle=options.throttle, folder=options.folder)
         ceilings, runner = measure_ceilings(lm), ModelRunner(lm, tiers[0].store)
+        runners = [runner.with_store(tier.store) for tier in tiers]  # each measures its costs once, for the guard
         result["recording_s"] = seconds(lm, runner.prefills.compile)
         result["recording_refusal"] = runner.prefills.refusal
         if options.requests:
@@ -124,7 +127,7 @@ def measure_speed(
         for done, context in enumerate(options.contexts):
             prompt = random_prompt(lm, context, options.chunk, generator)
             fill(lm, [tier.store for tier in tiers], prompt, [chosen.method for chosen in options.methods])
-            result["prefill"] += _prefills(runner, tiers, prompt, options)
+            result["prefill"] += _prefills(runners, tiers, prompt, options)
             method = (options.methods or (FULL,))[0].method
             prefilled = prefill(runner, prompt, method.unguarded, answer_tokens=STEPS)
             result["decode"] += decode_steps(lm, runner.decodes, prefilled, options.requests)
@@ -157,15 +160,16 @@ class _Side:
 
     tier: StoreTier
     configuration: Configuration
+    runner: ModelRunner
     report: FusionReport
     recorded_passes: int
 
 
 def _prefills(
-    runner: ModelRunner, tiers: Sequence[StoreTier], prompt: Prompt, options: SpeedOptions
+    runners: Sequence[ModelRunner], tiers: Sequence[StoreTier], prompt: Prompt, options: SpeedOptions
 ) -> list[dict[str, Any]]:
-    """Time every side in turns, after a warm-up round, and return one row for each side."""
-    lm = runner.lm
+    """Time every side in turns, after a warm-up round, and return one row for each side; tiers have a runner each."""
+    lm = runners[0].lm
     ids = torch.tensor([prompt.ids], device=lm.device)
 
     def stock() -> None:
@@ -180,20 +184,20 @@ def _prefills(
 
     sides: list[_Side] = []
     calls: dict[str, Callable[[], Any]] = {"stock": stock_s}
-    first = StoreTier("-", LOSSLESS, tiers[0].store)
-    for tier, chosen in [(first, FULL), *((tier, chosen) for tier in tiers for chosen in options.methods)]:
-        call = partial(run, runner.with_store(tier.store), chosen.method.unguarded)
+    fused = [(*at, chosen) for at in zip(tiers, runners, strict=True) for chosen in options.methods]
+    for tier, runner, chosen in [(StoreTier("-", LOSSLESS, tiers[0].store), runners[0], FULL), *fused]:
+        call = partial(run, runner, chosen.method)
         replayed = runner.prefills.replayed
-        sides.append(_Side(tier, chosen, call(), runner.prefills.replayed - replayed))
+        sides.append(_Side(tier, chosen, runner, call(), runner.prefills.replayed - replayed))
         calls[str(len(sides))] = call
     stock_times, *reports = take_turns(calls, options.repeats).values()
     full_s = median(report.timings.ttft_s for report in reports[0])
     rows = []
     for side, side_reports in zip(sides, reports, strict=True):
         # Torch counts only the memory that it allocates itself, so this run takes no buffer from the pool.
-        unpooled = runner.with_store(side.tier.store)
+        unpooled = copy.copy(side.runner)
         unpooled.pool = None
-        again = partial(prefill, unpooled, prompt, side.configuration.method.unguarded)
+        again = partial(prefill, unpooled, prompt, side.configuration.method)
         row = _row(side, [report.timings for report in side_reports], lm, prompt, full_s, median(stock_times))
         rows.append({**row, "peak_bytes": peak_bytes(lm.device, again)})
     return rows
@@ -213,6 +217,8 @@ def _row(
         "numbers": side.tier.numbers,
         "rows": side.report.rows,
         "recorded_passes": side.recorded_passes,
+        "fallback": side.report.fallback,
+        "predicted_s": side.report.predicted_s,
         "ttft_s": middle,
         "spread_s": max(ttft_s) - min(ttft_s),
         "full_s": full_s,
@@ -220,6 +226,7 @@ def _row(
         "speedup": full_s / middle,
         "speedup_transformers": stock_s / middle,
         "operations": row_operations(lm, side.report.row_layers / lm.n_layers, len(prompt)),
+        "full_operations": row_operations(lm, len(prompt), len(prompt)),
         "bytes_loaded": side.report.bytes_loaded,
         "stages_s": {
             stage: median(getattr(timing, f"{stage}_s") for timing in timings)
@@ -253,28 +260,30 @@ def decode_steps(
 ) -> list[dict[str, Any]]:
     """Time decode steps of a prefilled prompt for each batch size; the first of `STEPS` steps is a warm-up.
 
-    transformers' steps are timed for a single request only: there is memory for one more copy of the keys and values.
+    transformers' steps are timed for a single request only, as there is memory for two more copies of the keys and
+    values; those of its faster cache count.
     """
     token, start = int(prefilled.logits.argmax()), prefilled.report.prompt_tokens
     rows = []
     for n_requests in requests:
         buffers = [_clone(prefilled.buffer) for _ in range(n_requests)]
-        stock = stock_step(lm, prefilled.buffer, start, token) if n_requests == 1 else None
+        stock = dict(stock_steps(lm, prefilled.buffer, start, token)) if n_requests == 1 else {}
         engine_s: list[float] = []
-        stock_s: list[float] = []
+        stock_s: dict[str, list[float]] = {cache: [] for cache in stock}
         for position in range(start, start + STEPS):
             step = partial(decodes, [token] * n_requests, [position] * n_requests, buffers)
             engine_s.append(seconds(lm, step))
-            if stock is not None:
+            for cache, stock_step in stock.items():
                 with stock_attention(lm):
-                    stock_s.append(seconds(lm, stock))
-        step_s = median(engine_s[1:])
+                    stock_s[cache].append(seconds(lm, stock_step))
+        step_s, medians = median(engine_s[1:]), {cache: median(times[1:]) for cache, times in stock_s.items()}
         row = {
             "context": sum(len(span) for span in prefilled.prompt.chunks),
             "requests": n_requests,
             "recorded": decodes.refusal is None,
             "step_s": step_s,
-            "transformers_step_s": median(stock_s[1:]) if stock_s else None,
+            "transformers_step_s": min(medians.values(), default=None),
+            "transformers_cache": min(medians, key=medians.__getitem__, default=None),
             "tokens_per_s": n_requests / step_s,
             "bytes": step_bytes(lm, start, n_requests),
         }
@@ -282,18 +291,27 @@ def decode_steps(
     return rows
 
 
-def stock_step(lm: LanguageModel, buffer: KVBuffer, length: int, token: int) -> Callable[[], torch.Tensor]:
-    """Return transformers' decode step over the same keys and values, in the default cache of its `generate`."""
-    cache = DynamicCache(config=lm.model.config.get_text_config())
-    for layer, (keys, values) in enumerate(zip(buffer.keys, buffer.values, strict=True)):
-        cache.update(keys[:, :, :length], values[:, :, :length], layer)
-    ids = torch.tensor([[token]], device=lm.device)
+def stock_steps(
+    lm: LanguageModel, buffer: KVBuffer, length: int, token: int
+) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Yield transformers' decode steps over the same keys and values, in its caches.
 
-    def step() -> torch.Tensor:
+    The dynamic cache is the default of its `generate`. It grows with every step, so a backend that plans for each
+    length is slow; the static cache has room for `STEPS` steps and keeps its shape.
+    """
+    config, ids = lm.model.config.get_text_config(), torch.tensor([[token]], device=lm.device)
+
+    def step(cache: Cache) -> torch.Tensor:
         logits: torch.Tensor = lm.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits
 
-    return step
+    for name, cache in (
+        ("dynamic", DynamicCache(config=config)),
+        ("static", StaticCache(config=config, max_cache_len=length + STEPS)),
+    ):
+        for layer, (keys, values) in enumerate(zip(buffer.keys, buffer.values, strict=True)):
+            cache.update(keys[:, :, :length], values[:, :, :length], layer)
+        yield name, partial(step, cache)
 
 
 def _clone(buffer: KVBuffer) -> KVBuffer:

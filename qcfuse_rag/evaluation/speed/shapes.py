@@ -43,7 +43,7 @@ def random_model(shape: str, *, device: str | None = None, dtype: str | None = N
     with target:
         model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
     model.generation_config.eos_token_id = None  # so that answers have the length asked for
-    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=shape)
+    return LanguageModel.wrap(model.eval(), _byte_tokenizer(), name=f"{shape}, random weights")
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

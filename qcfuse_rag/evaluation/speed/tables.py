@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from qcfuse_rag.evaluation.quality.tables import figures, markdown_table, new_figure
+from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFILL = (
@@ -21,6 +22,8 @@ PREFILL = (
     ("spread", lambda r: f"{1000 * r['spread_s']:,.1f}"),
     ("full / it", lambda r: f"{r['speedup']:.1f}x"),
     ("transformers / it", lambda r: f"{r['speedup_transformers']:.1f}x"),
+    ("calculated / it", lambda r: f"{r['speedup_calculated']:.1f}x"),
+    ("guard", lambda r: _guard(r)),
     ("arithmetic", lambda r: f"{1000 * r['arithmetic_s']:,.1f} ms"),
     ("loading", lambda r: f"{1000 * r['loading_s']:,.1f} ms"),
     ("of the floor", lambda r: f"{r['of_floor']:.2f}"),
@@ -32,13 +35,14 @@ DECODE = (
     ("requests", lambda r: f"{r['requests']}"),
     ("step", lambda r: _step(r["step_s"])),
     ("transformers", lambda r: _step(r["transformers_step_s"])),
+    ("its cache", lambda r: f"{r['transformers_cache'] or ''}"),
     ("tokens a second", lambda r: f"{r['tokens_per_s']:,.1f}"),
     ("its bytes", lambda r: f"{1000 * r['bytes_s']:,.1f} ms"),
     ("of the floor", lambda r: f"{r['of_floor']:.2f}"),
 )
 NARROW = {"context", "method", "ratio", "tier", "rows", "TTFT", "full / it"}
 NARROW_DECODE = {"context", "requests", "step", "transformers", "tokens a second"}
-WIDE_COLUMNS = 220  # least width of a terminal that fits all columns
+WIDE_COLUMNS = 270  # least width of a terminal that fits all columns
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -50,7 +54,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         "",
         f"Measured ceilings: {ceilings['flops'] / 1e9:,.0f} GFLOP/s, memory {ceilings['memory_bytes_s'] / 1e9:,.1f} "
         f"GB/s, loading {ceilings['loading_bytes_s'] / 1e9:,.1f} GB/s. Keys and values take "
-        f"{result['kv_bytes_per_token']:,} bytes a token.",
+        f"{result['kv_bytes_per_token']:,} bytes a token. Calculated: full prefill's operations at those GFLOP/s.",
     ]
     for columns, rows in ((PREFILL, result["prefill"]), (DECODE, result["decode"])):
         cells = [[show(row) for _, show in columns] for row in rows]
@@ -91,6 +95,14 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _memory_over_buffer(row: Mapping[str, Any]) -> str:
     return f"{(row['peak_bytes'] - row['buffer_bytes']) / 1e6:+,.0f} MB of {row['buffer_bytes'] / 1e6:,.0f}"
+
+
+def _guard(row: Mapping[str, Any]) -> str:
+    """Return what the method's guard decided, and the time that it predicted."""
+    if row["predicted_s"] is None:
+        return "-"
+    refused = (row["fallback"] or "").startswith(IN_FULL)
+    return f"{'in full' if refused else 'fuses'}, {1000 * row['predicted_s']:,.1f} ms"
 
 
 def _step(step_s: float | None) -> str:
