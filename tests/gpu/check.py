@@ -298,8 +298,11 @@ def _simulated(stack: ExitStack) -> Any:
 
     from tests.simulated.cuda import simulated_cuda
     from tests.support import seams
+    from tests.support.interpreted import quickly
 
+    stack.enter_context(quickly())
     patch = stack.enter_context(pytest.MonkeyPatch.context())
+    seams.large_blocks(patch)
     seams.kernel_check_tokens(patch, 40)
     seams.kernel_check_rows(patch, 8)
     seams.ring_bytes(patch, 1 << 16)

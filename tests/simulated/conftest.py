@@ -25,8 +25,19 @@ def cached_reason() -> Callable[..., str | None]:
     return cache(unavailable_reason.__wrapped__)
 
 
+@pytest.fixture(scope="session")
+def few_to_collect() -> Iterator[None]:
+    """Leave what libraries have made out of garbage collections, of which there are several a test."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None]) -> Iterator[Device]:
+def device(
+    monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None], few_to_collect: None
+) -> Iterator[Device]:
     from qcfuse_rag.runtime.kernels.launch import concurrent_programs, holds_large_tile
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile
     from tests.simulated.cuda import simulated_cuda
@@ -34,6 +45,7 @@ def device(monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | N
     seams.kernel_refusal(monkeypatch, cached_reason)
     seams.kernel_check_tokens(monkeypatch, 40)  # the interpreter is slow
     seams.kernel_check_rows(monkeypatch, 8)
+    seams.large_blocks(monkeypatch)
     seams.recorded_views(monkeypatch, lambda model: [model])  # without fused views
     seams.fused_model(monkeypatch, lambda model: [model])
     seams.ring_bytes(monkeypatch, 1 << 13)  # small, so that the ring wraps around

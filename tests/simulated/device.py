@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tests.simulated.graph import Graph, poison
-from tests.simulated.memory import Lease, Memory, bytes_of
+from tests.simulated.memory import Lease, Memories, Memory, bytes_of
 from tests.simulated.operations import CONVERTING, MOVING, Operation, tensors_in
 from tests.simulated.order import HOST, Host, Stream, agent_of, epoch_of
 from tests.simulated.tensor import GPU, DeviceTensor, Everywhere, inner_of
@@ -37,7 +37,7 @@ class Device:
         self.broken: list[str] = []
         self.launched: Counter[str] = Counter()
         self.strict = False
-        self.memories: dict[int, Memory] = {}
+        self.memories = Memories()
         self.host = Host(seed, lambda: self.strict or self.graph is not None)
         self.lock = self.host.lock
         self._streams: list[Stream] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from tests.simulated.device import Device
-from tests.simulated.memory import Memory
+from tests.simulated.memory import Epochs, Memory
 from tests.simulated.tensor import DeviceTensor, inner_of
 
 
@@ -55,24 +55,31 @@ def _touch(device: Device, pointers: Any, mask: Any, *, write: bool) -> None:
     name, epoch = device.kernel
     size = max(8, pointers.get_element_ty().primitive_bitwidth) // 8
     addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape).astype(bool)].reshape(-1)
-    for memory, offsets in _by_memory(device, addresses.astype(np.int64)):
-        if memory is None or offsets.max() + size > memory.nbytes:
+    for memory, offsets in _by_memory(device, np.unique(addresses.astype(np.int64))):
+        if memory is None or offsets[-1] + size > memory.nbytes:
             beyond = "unallocated memory" if memory is None else f"beyond an allocation of {memory.nbytes} bytes"
             raise IndexError(f"{name} {'writes' if write else 'reads'} {beyond}")
         if device.graph is not None:
             device.graph.note(memory)
             if write:
                 device.graph.keep(memory)
-        device.use(memory, (offsets[:, None] + np.arange(size)).reshape(-1), epoch, write=write, what=name)
+        device.use(memory, _bytes(offsets, size), epoch, write=write, what=name)
+
+
+def _bytes(offsets: NDArray[np.int64], size: int) -> Epochs | slice:
+    """Return the bytes of elements of so many bytes at ascending offsets."""
+    first, last = int(offsets[0]), int(offsets[-1])
+    if last - first == (len(offsets) - 1) * size:  # one beside the other
+        return slice(first, last + size)
+    return (offsets[:, None] + np.arange(size)).reshape(-1)
 
 
 def _by_memory(device: Device, addresses: NDArray[np.int64]) -> Iterator[tuple[Memory | None, NDArray[np.int64]]]:
-    """Yield allocations with the offsets of the addresses inside them."""
-    bases = sorted(device.memories)  # a copy, because any thread may free memory
+    """Yield allocations with the offsets of ascending addresses inside them."""
+    bases = device.memories.bases
     while len(addresses):
-        index = bisect_right(bases, int(addresses.min()))
+        index = bisect_right(bases, int(addresses[0]))
         memory = device.memories.get(bases[index - 1]) if index else None
-        end = np.inf if index == len(bases) else bases[index]
-        inside = addresses < end
-        yield memory, addresses[inside] - (0 if memory is None else memory.base)
-        addresses = addresses[~inside]
+        inside = len(addresses) if index == len(bases) else int(addresses.searchsorted(bases[index]))
+        yield memory, addresses[:inside] - (0 if memory is None else memory.base)
+        addresses = addresses[inside:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class Memory:
 
     def conflict(self, where: object, epoch: int, clock: Clock, *, write: bool) -> str | None:
         """Return the conflict of using some bytes now, given the clock of the user; None if there is none."""
-        for other in np.unique(self.written[where]).tolist():  # type: ignore[index]
+        for other in _distinct(self.written[where]):  # type: ignore[index]
             if not _may_follow(epoch, other, clock):
                 return f"{'overwrites' if write else 'reads'} what stream {agent_of(other)} is perhaps still writing"
         for agent, marks in self.read.items() if write else ():
@@ -71,9 +72,44 @@ class Memory:
 
     def last_uses(self) -> Iterator[int]:
         """Yield epochs that include the last use by each agent."""
-        yield from np.unique(self.written).tolist()
+        yield from _distinct(self.written)
         for marks in self.read.values():
             yield int(marks.max(initial=0))
+
+
+class Memories(dict[int, Memory]):
+    """Allocations by their addresses; any thread may add and free some at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes = itertools.count()
+        self._version = next(self._changes)
+        self._bases: tuple[int, list[int]] = (self._version, [])
+
+    def __setitem__(self, base: int, memory: Memory) -> None:
+        super().__setitem__(base, memory)
+        self._version = next(self._changes)
+
+    def pop(self, base: int, default: Memory | None = None) -> Memory | None:  # type: ignore[override]
+        memory = super().pop(base, default)
+        self._version = next(self._changes)
+        return memory
+
+    @property
+    def bases(self) -> list[int]:
+        """Their addresses, ascending; sorted anew only after a change, as kernels ask for every load and store."""
+        version, bases = self._bases
+        if version != (current := self._version):
+            self._bases = current, (bases := sorted(self))
+        return bases
+
+
+def _distinct(epochs: Epochs) -> list[int]:
+    """Return the epochs that occur; of most memory all bytes have the same."""
+    if epochs.size and (epochs == epochs.flat[0]).all():
+        return [int(epochs.flat[0])]
+    distinct: list[int] = np.unique(epochs).tolist()
+    return distinct
 
 
 def _may_follow(epoch: int, other: int, clock: Clock) -> bool:

@@ -146,9 +146,10 @@ def build_model(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def build_nested_model(seed: int = 0) -> PreTrainedModel:
+def build_nested_model(seed: int = 0, layers: int = 4) -> PreTrainedModel:
     """Draw a tiny model of a family that can see: its decoder is no child of the model itself, but deeper inside."""
-    text = {**SIZES, **FAMILIES["gemma3-two-ropes"][1]}
+    text = {**SIZES, **FAMILIES["gemma3-two-ropes"][1], "num_hidden_layers": layers}
+    text["layer_types"] = text["layer_types"][:layers]
     vision = {
         "hidden_size": 16,
         "intermediate_size": 16,

@@ -96,6 +96,16 @@ demo_corpus = _seam("qcfuse_rag.cli.demo.corpus")
 nearest_passages = _seam("qcfuse_rag.evaluation.quality.offline.embedded_neighbours")
 
 
+def large_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Have programs take as many rows, keys and tokens as tests have: the interpreter is slow by programs."""
+    from qcfuse_rag.runtime.kernels.launch import Tile
+
+    for module in ("sparse_attention", "context_score"):
+        patch.setattr(f"qcfuse_rag.runtime.kernels.{module}.default_tile", lambda *_: Tile(64, 64))
+    patch.setattr("qcfuse_rag.runtime.kernels.table_attention.ROWS_PER_PROGRAM", 64)
+    patch.setattr("qcfuse_rag.runtime.kernels.placement.TOKENS_PER_PROGRAM", 64)
+
+
 def passes_take(patch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
     """Have measured passes take a time that follows from their rows, and compute nothing."""
     rows: list[int] = []

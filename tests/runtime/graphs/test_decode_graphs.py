@@ -37,6 +37,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     seams.steps_have_kernels(monkeypatch, lambda *_: True)
     seams.recorder_has_kernels(monkeypatch, lambda *_: True)
     seams.decode_trial_lengths(monkeypatch, (5, 6, 70))
+    if DEVICE.type == "cpu":
+        seams.large_blocks(monkeypatch)
 
 
 def model_of(family: str, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -> LanguageModel:
