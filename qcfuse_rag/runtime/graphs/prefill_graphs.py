@@ -38,10 +38,10 @@ from qcfuse_rag.runtime.layer_hooks import HookedPass
 from qcfuse_rag.runtime.model_views import ViewCache, model_view
 from qcfuse_rag.runtime.rows import RowsPlan
 
-ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+ROWS = (32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 576, 640, 704, 768, 896, 1024)
 """Numbers of rows to record. Up to some hundred rows a layer takes as long as reading its weights, so extra rows cost
-nothing; above, there are at most a third too many. With more rows than the last number, computing should take longer
-than launching. Neither has been measured."""
+nothing; above, there are at most a third too many, and from 512 on a sixth. With more rows than the last number,
+computing should take longer than launching. None of this has been measured."""
 
 LOG = logging.getLogger(__name__)
 
