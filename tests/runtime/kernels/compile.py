@@ -1,10 +1,10 @@
-"""Compile every kernel through its launcher for a GPU that need not be present; print the resources of each.
+"""Compile every kernel through its launcher for GPUs that need not be present; print the resources of each.
 
-    TRITON_INTERPRET=0 python -m tests.runtime.kernels.compile 90
+    TRITON_INTERPRET=0 python -m tests.runtime.kernels.compile 80 90
 
-Prints a line for each kernel that launchers would run: its name, dtype and channels, the warps and bytes of shared
-memory of a program, the bytes of stack of a thread, to which registers are spilled, and the bits of its widest and
-narrowest load from and store to global memory. Nothing is run.
+Prints a line for each kernel that launchers would run: the architecture, its name, dtype and channels, the warps and
+bytes of shared memory of a program, the bytes of stack of a thread, to which registers are spilled, and the bits of its
+widest and narrowest load from and store to global memory. Nothing is run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,20 @@ from qcfuse_rag.store.quantization import LOSSLESS, quantize
 FP8_SINCE, LARGE_TILE_ARCHITECTURES = 89, (90, 100)
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SIZES = (("bf16", 32, 8, 128), ("fp16", 9, 3, 64), ("bf16", 8, 1, 256), ("fp32", 71, 1, 128), ("fp32", 16, 2, 256))
-"""Dtype, heads, key heads, channels of a head."""
-FEW_SIZES = (89, 100)
-"""Architectures of which the first two sizes are compiled: the others have the same code on 80 and on 90."""
+ARCHITECTURES = (80, 89, 90, 100)
+SIZES = (
+    ("bf16", 32, 8, 128, ARCHITECTURES),
+    ("fp16", 9, 3, 64, (89,)),
+    ("bf16", 8, 1, 256, (80, 90)),
+    ("fp32", 71, 1, 128, (80,)),
+    ("fp32", 16, 2, 256, (80,)),
+)
+"""Dtype, heads, key heads, channels of a head, and the architectures to compile for. The first size is that of most
+models. The others are compiled where they came nearest to a limit when all were compiled for all: 256 channels spill on
+Ampere and need most shared memory on Hopper, and float32, multiplied in registers, has the same code everywhere."""
+DIRECT_ON, SPLIT_ON = 80, 90
+"""The architectures to compile attention without a table for, and splitting the keys: both need about as much as
+attention by a table with sinks, caps and windows, which is compiled for all."""
 
 
 class AbsentGPU:
@@ -53,7 +63,7 @@ class AbsentGPU:
         self._target = GPUTarget("cuda", architecture, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self._target.arch  # Triton keeps what it compiled by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -64,8 +74,10 @@ class AbsentGPU:
 
 def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield dtype, channels of a head, and a launching call, as an engine would run them for models of these sizes."""
-    for name, heads, kv_heads, dim in SIZES[:2] if architecture in FEW_SIZES else SIZES:
-        dtype, length = DTYPES[name], 512
+    for name, heads, kv_heads, dim, architectures in SIZES:
+        if architecture not in architectures:
+            continue
+        dtype, length, is_main = DTYPES[name], 512, architectures == ARCHITECTURES
         query, decode_query = torch.zeros(1, heads, 40, dim, dtype=dtype), torch.zeros(2, heads, 1, dim, dtype=dtype)
         key, fresh = torch.zeros(1, kv_heads, length, dim, dtype=dtype), torch.zeros(2, kv_heads, 1, dim, dtype=dtype)
         rows, known, ends = torch.arange(40), torch.ones(length, dtype=torch.bool), torch.tensor([[3], [9]])
@@ -73,22 +85,22 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         buffer = KVBuffer.allocate(shapes, 64, dtype=dtype, device=CPU)
         table = KVTable.of([buffer, buffer], shapes, 64)
         plain: dict[str, Any] = {"scaling": 0.1}
-        special = {**plain, "softcap": 30.0, "window": 100}
-        settings = ((special, torch.zeros(heads, dtype=dtype), 1), (plain, None, 2))
-        for setting, sinks, splits in (
-            settings if name == "bf16" else settings[:1]
-        ):  # the first needs the most resources
-            attending = partial(sparse_attention, query, key, key, rows, sinks=sinks, **setting)
-            yield name, dim, partial(attending, splits=splits)
-            several = decode_query.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
-            for operands in ((decode_query, table, 0, ends), several):
-                yield name, dim, partial(table_attention, *operands, sinks=sinks, splits=splits, **setting)
-            if architecture in LARGE_TILE_ARCHITECTURES and large_tile_fits(dtype, dim):
-                yield name, dim, partial(attending, tile=LARGE_TILE)
-                yield name, dim, partial(table_attention, *several, sinks=sinks, tile=LARGE_TILE, **setting)
+        scored = {**plain, "softcap": 30.0, "window": 100}
+        several = decode_query.expand(-1, -1, 40, -1), table, 0, rows.expand(2, -1).contiguous()
+        special = {**scored, "sinks": torch.zeros(heads, dtype=dtype), "splits": 1}
+        for operands in (several, (decode_query, table, 0, ends)):
+            yield name, dim, partial(table_attention, *operands, **special)
+        if architecture == DIRECT_ON and dtype != torch.float32:  # which has one tile for any number of rows
+            yield name, dim, partial(sparse_attention, query, key, key, rows, **special)
+        if is_main and architecture == SPLIT_ON:
+            yield name, dim, partial(table_attention, decode_query, table, 0, ends, **plain, splits=2)
+        if architecture in LARGE_TILE_ARCHITECTURES and large_tile_fits(dtype, dim):  # two loops without a window
+            yield name, dim, partial(table_attention, *several, **plain, splits=1, tile=LARGE_TILE)
+        if architecture != architectures[0] and not is_main:
+            continue  # the other kernels need less than attention
         yield name, dim, partial(PartialResults.of(query, MAX_SPLITS).combine, query)
-        for splits in (1, 3):
-            yield name, dim, partial(context_scores, query, key, rows, known, splits=splits, **special)
+        for splits in (1, 3) if is_main and architecture == SPLIT_ON else (3,):
+            yield name, dim, partial(context_scores, query, key, rows, known, **scored, splits=splits)
         for keys, at in ((fresh, ends), (fresh.expand(-1, -1, 40, -1), rows.expand(2, -1).contiguous())):
             yield name, dim, partial(append_rows, keys, keys, table, 0, at)
         for channels in (dim, 8192):
@@ -97,7 +109,8 @@ def launches(architecture: int) -> Iterator[tuple[str, int, Callable[[], object]
         for activation in ACTIVATIONS:
             yield name, dim, partial(gated, query, query, activation)
         rope, stored = LayerRope(torch.ones(dim // 2)), torch.ones(8, kv_heads, dim, dtype=dtype)
-        for numbers in (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8"):
+        formats = (LOSSLESS, "int8", "fp8") if architecture >= FP8_SINCE else (LOSSLESS, "int8")
+        for numbers in formats if is_main else ("int8",):
             for turned, over in ((rope, 0), (None, 2)):
                 block, scale = (stored, None) if numbers == LOSSLESS else quantize(stored, numbers, over=over)
                 yield name, dim, partial(place_blocks, [PlacementBlock(block, scale, buffer.keys[0], 3, turned)])
@@ -122,8 +135,6 @@ def access_bits(ptx: str, access: str) -> list[int]:
 
 def main() -> None:
     """Compile and print."""
-    architecture = int(sys.argv[1])
-    driver.set_active(AbsentGPU(architecture))
     compiled: dict[str, tuple[str, Any]] = {}
 
     def compiling(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
@@ -134,15 +145,18 @@ def main() -> None:
         return launch
 
     JITFunction.__getitem__ = compiling  # type: ignore[method-assign]
-    for name, dim, call in launches(architecture):
-        before = set(compiled)
-        call()
-        for key in compiled.keys() - before:
-            kernel, made = compiled[key]
-            case = {"kernel": kernel, "dtype": name, "dim": dim, "warps": made.metadata.num_warps}
-            resources = {"shared_bytes": made.metadata.shared, "spilled_bytes": spilled_bytes(made.asm["cubin"])}
-            bits = {f"{access}_bits": access_bits(made.asm["ptx"], access) for access in ("ld", "st")}
-            print(json.dumps({**case, **resources, **bits}), flush=True)
+    for architecture in map(int, sys.argv[1:]):
+        driver.set_active(AbsentGPU(architecture))
+        for name, dim, call in launches(architecture):
+            before = set(compiled)
+            call()
+            for key in compiled.keys() - before:
+                kernel, made = compiled[key]
+                case = {"architecture": architecture, "kernel": kernel, "dtype": name, "dim": dim}
+                resources = {"warps": made.metadata.num_warps, "shared_bytes": made.metadata.shared}
+                resources["spilled_bytes"] = spilled_bytes(made.asm["cubin"])
+                bits = {f"{access}_bits": access_bits(made.asm["ptx"], access) for access in ("ld", "st")}
+                print(json.dumps({**case, **resources, **bits}), flush=True)
 
 
 if __name__ == "__main__":
