@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from qcfuse_rag.store.quantization import LOSSLESS, check_numbers, dequantize, q
 
 RANKING = "ranking"
 KINDS = ("key", "value")
+ALIGNMENT = 256
+"""Bytes; kernels and every dtype can read a block at such an offset."""
 
 
 class Blocks(Mapping[str, Tensor]):
@@ -189,6 +192,9 @@ class ChunkKV:
     def copied(self, device: torch.device | str = "cpu", *, pinned: bool = False) -> ChunkKV:
         """Return a copy in memory, with every block read and checked.
 
+        All blocks lie in one allocation, layer after layer: a GPU page-locks them by one call, and copies several
+        layers by one.
+
         Args:
             device: of the copy.
             pinned: page-lock host memory, so that a GPU can copy from it while computing.
@@ -196,9 +202,14 @@ class ChunkKV:
         Raises:
             CorruptEntry: if a stored block fails its check.
         """
-        tensors = {name: self.blocks[name].to(device, copy=True) for name in self.names()}
-        if pinned:
-            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        layers = [name for layer in range(self.n_layers) for name in self.layer_names(layer)]
+        blocks = {name: self.blocks[name] for name in (RANKING, *self.extras, *layers)}
+        stops = list(accumulate(-(-block.nbytes // ALIGNMENT) * ALIGNMENT for block in blocks.values()))
+        memory = torch.empty(stops[-1], dtype=torch.uint8, device=device, pin_memory=pinned)
+        tensors = {}
+        for (name, block), start in zip(blocks.items(), (0, *stops), strict=False):
+            tensors[name] = memory[start : start + block.nbytes].view(block.dtype).view(block.shape)
+            tensors[name].copy_(block)
         return self.with_blocks(tensors, self.numbers)
 
     def with_blocks(self, tensors: dict[str, Tensor], numbers: str) -> ChunkKV:
@@ -272,7 +283,7 @@ def to_format(chunk: ChunkKV, numbers: str) -> ChunkKV:
     tensors = {name: chunk.blocks[name] for name in ("ranking", *chunk.extras)}
     for layer in range(chunk.n_layers):
         for kind, block in zip(("key", "value"), chunk.layer(layer), strict=True):
-            tokens = block.transpose(0, 1)
+            tokens = (block.cpu() if block.device.type == "mps" else block).transpose(0, 1)  # has no fp8 and float64
             if numbers == LOSSLESS:
                 tensors[f"{kind}.{layer}"] = tokens.contiguous()
             elif numbers in RANKS:

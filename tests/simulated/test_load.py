@@ -8,13 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from qcfuse_rag.engine.first_passes import run_first_passes
+from qcfuse_rag.models.rope import KVShape, LayerRope
+from qcfuse_rag.runtime.buffer import KVBuffer
 from qcfuse_rag.runtime.graphs.recorder import CudaRecorder
-from qcfuse_rag.runtime.loading.host_to_device import TransferLink
+from qcfuse_rag.runtime.kernels.placement import PlacementBlock
+from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferLink
+from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk
+from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
+from qcfuse_rag.store.chunk import KINDS, ChunkKV
 from qcfuse_rag.store.prefill_base import FRAMED
+from qcfuse_rag.store.testing import example_key
 from tests.simulated.cuda import moved
 from tests.simulated.device import Device
 from tests.support.engines import make_engine
@@ -119,3 +127,37 @@ def test_recorders_do_not_share_a_stream(device: Device, monkeypatch: pytest.Mon
     del second
     third = CudaRecorder(torch.device("cuda", 0))
     assert {recorder._stream.cuda_stream for recorder in (first, third)} == used
+
+
+@pytest.mark.parametrize("numbers", ["model", "int8"])
+def test_page_locked_chunks_are_sent_by_few_copies(
+    numbers: str, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One allocation for each chunk, and one copy for each chunk and each of four groups of its layers."""
+    pinned, placed, pin = list[Tensor](), list[PlacementBlock](), device.pin
+    monkeypatch.setattr(device, "pin", lambda tensor: pinned.append(tensor) or pin(tensor))
+    monkeypatch.setattr("qcfuse_rag.runtime.kernels.placement.place_blocks", lambda blocks, _: placed.extend(blocks))
+    n_chunks, n_layers, n_tokens, shape = 5, 36, 2, KVShape(1, 16, 16)
+    store, generator = MemoryStore(pinned=True, numbers=numbers), torch.Generator().manual_seed(0)
+    for number in range(n_chunks):
+        tensors = [torch.randn(1, n_tokens, 16, generator=generator) for _ in range(2 * n_layers)]
+        ranking = torch.arange(n_tokens).expand(n_layers, -1)
+        chunk = ChunkKV.of(tensors[::2], tensors[1::2], ranking, probe_layers=(17,))
+        store.put(example_key(number), chunk)
+    assert len(pinned) == n_chunks
+    chunks = [chunk for number in range(n_chunks) if isinstance(chunk := store.get(example_key(number)), ChunkKV)]
+    gpu, before = torch.device("cuda", 0), device.launched["aten::_to_copy"]
+    loader = LayerLoader(
+        KVBuffer.allocate([shape] * n_layers, n_chunks * n_tokens, dtype=torch.float32, device=gpu),
+        [LayerRope(torch.ones(8))] * n_layers,
+        [LoadingChunk(number * n_tokens, chunk) for number, chunk in enumerate(chunks)],
+        transfer=HostToDevice(TransferLink(gpu)),
+        wait_budget=WaitBudget(None),
+    )
+    loader.wait()
+    assert device.launched["aten::_to_copy"] - before == 4 * n_chunks
+    expected = [chunk.blocks[f"{kind}.{at}"] for at in range(n_layers) for chunk in chunks for kind in KINDS]
+    assert all(torch.equal(block.stored.cpu(), own) for block, own in zip(placed, expected, strict=True))
+    if numbers == "int8":
+        scales = [chunk.blocks[f"{kind}.{at}.scale"] for at in range(n_layers) for chunk in chunks for kind in KINDS]
+        assert all(torch.equal(block.scale.cpu(), own) for block, own in zip(placed, scales, strict=True))

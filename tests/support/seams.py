@@ -50,6 +50,7 @@ timer = _seam("qcfuse_rag.runtime.costs.timed")
 reference_least_rows = _seam("qcfuse_rag.runtime.reference_attention.MIN_ROWS")
 hooked_layer = _seam("qcfuse_rag.runtime.model_views.HookedLayer")
 bytes_ahead = _seam("qcfuse_rag.runtime.loading.layer_loader.AHEAD_BYTES")
+growth_of_transfers = _seam("qcfuse_rag.runtime.loading.layer_loader.GROWTH")
 ring_bytes = _seam("qcfuse_rag.runtime.loading.host_to_device.RING_BYTES")
 transfer = _seam("qcfuse_rag.runtime.loading.host_to_device.TransferOpener.open")
 

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,11 +29,17 @@ from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.quantization import side_block
 
 AHEAD_BYTES = 256 << 20
-"""Limit on bytes that are on the device but not placed yet. At most half of it may wait for launched placements."""
+"""Limit on bytes that are on the device but not placed yet, and half of it for what is sent at once. At most half of it
+may wait for launched placements."""
+GROWTH = 3
+"""How many layers are sent at once: of page-locked memory so many times as before."""
 
 
 WaitInterval = tuple[DeviceTimestamp, DeviceTimestamp]
 """Beginning and end of a time in which the computing device was idle, or placed loaded blocks."""
+
+SentLayers = tuple[int, TransferHandle | None]
+"""How many next layers were read, and the transfer of their blocks; None if they are used as they were read."""
 
 
 class LateMissError(Exception):
@@ -66,6 +73,9 @@ class LoadingChunk:
 class LayerLoader:
     """Loads one request's chunks into its buffer while a pass runs over the buffer.
 
+    Chunks in page-locked memory are sent by several layers at once, the first layer alone: one copy for each chunk. To
+    read others takes longer than to start their copies, so each layer is sent as soon as it is read.
+
     The thread that computes calls `wait` and `stop`.
 
     Args:
@@ -94,8 +104,8 @@ class LayerLoader:
         self._ropes, self._chunks = ropes, chunks
         self._transfer, self._wait_budget = transfer, wait_budget
         self._read_chunks = [loading.chunk.with_blocks(loading.read, loading.chunk.numbers) for loading in chunks]
-        self._layers: queue.SimpleQueue[LateMissError | TransferHandle | None] = queue.SimpleQueue()
-        self._peeked: LateMissError | TransferHandle | None = None
+        self._layers: queue.SimpleQueue[LateMissError | SentLayers] = queue.SimpleQueue()
+        self._peeked: LateMissError | SentLayers | None = None
         self._angles: AngleTables = {}
         self._places_several_layers = transfer is not None and all(
             supports_placement(loading.chunk.numbers, transfer.device) and side_block(loading.chunk.numbers) != "basis"
@@ -123,7 +133,7 @@ class LayerLoader:
             began = DeviceTimestamp.on(self._device)
             try:
                 with self._wait_budget.waiting():
-                    self._place([self._next_layer(self._wait_budget.left_s), *self._arrived_layers()])
+                    self._place([self._next_layers(self._wait_budget.left_s), *self._arrived_layers()])
             except LateMissError:
                 self.stop()
                 raise
@@ -137,8 +147,8 @@ class LayerLoader:
         self._buffer, self._peeked = None, None
         self._angles.clear()
 
-    def _next_layer(self, limit_s: float | None) -> TransferHandle | None:
-        """Return the transfer of the next layer's blocks; None if they are used as they were read."""
+    def _next_layers(self, limit_s: float | None) -> SentLayers:
+        """Return the layers that were sent next, once they are sent."""
         item, self._peeked = self._peeked, None
         if item is None:
             try:
@@ -150,36 +160,38 @@ class LayerLoader:
             raise item
         return item
 
-    def _arrived_layers(self) -> list[TransferHandle]:
-        """Return the transfers of later layers that are complete too, to be placed by the same kernel launch.
+    def _arrived_layers(self) -> list[SentLayers]:
+        """Return later layers whose transfers are complete too, to be placed by the same kernel launch.
 
-        At most as many as are placed already: the device stays busy while the host builds a long table.
+        About as many as are placed already: the device stays busy while the host builds a long table.
 
         Without a placement kernel no launch is saved, and keys are best placed just before they are used. Low-rank
         blocks grow to full size when they are placed, and there is memory for one layer of those.
         """
-        arrived: list[TransferHandle] = []
+        arrived: list[SentLayers] = []
         while (
             self._places_several_layers
-            and len(arrived) < self._n_placed - 1
+            and sum(count for count, _ in arrived) < self._n_placed - 1
             and self._peeked is None
             and not self._layers.empty()
         ):
             item = self._layers.get()
-            if isinstance(item, TransferHandle) and item.is_complete:
+            if isinstance(item, tuple) and item[1] is not None and item[1].is_complete:
                 arrived.append(item)
             else:
                 self._peeked = item
         return arrived
 
-    def _place(self, transfers: Sequence[TransferHandle | None]) -> None:
-        """Place the next layers, one for each transfer."""
-        buffer, staged, placed_bytes = self._buffer, [], 0
+    def _place(self, sent: Sequence[SentLayers]) -> None:
+        """Place the next layers."""
+        buffer, staged, placed_bytes, transferred, next_layer = self._buffer, [], 0, 0, self._n_placed
         assert buffer is not None
-        for layer, transfer in enumerate(transfers, start=self._n_placed):
+        for count, transfer in sent:
             if transfer is not None:
                 transfer.receive()
-            for loading, chunk in zip(self._chunks, self._read_chunks, strict=True):
+                transferred += transfer.nbytes
+            layers, next_layer = range(next_layer, next_layer + count), next_layer + count
+            for layer, (loading, chunk) in product(layers, zip(self._chunks, self._read_chunks, strict=True)):
                 try:
                     if self._transfer is not None and supports_placement(chunk.numbers, self._transfer.device):
                         staged += stage_layer(buffer, loading.start, chunk, layer, rope=self._ropes[layer])
@@ -192,11 +204,10 @@ class LayerLoader:
             from qcfuse_rag.runtime.kernels.placement import place_blocks
 
             place_blocks(staged, self._angles)
-        self._n_placed += len(transfers)
+        self._n_placed = next_layer
         if self._n_placed == len(self._ropes):
             self._angles.clear()
         self.nbytes += placed_bytes
-        transferred = sum(transfer.nbytes for transfer in transfers if transfer is not None)
         if transferred:
             self._placing.append((transferred, torch.cuda.current_stream(self._device).record_event()))
 
@@ -222,14 +233,15 @@ class LayerLoader:
         happens in a transfer.
         """
         failing: Sequence[LoadingChunk] = self._chunks
-        ahead = 0
+        ahead, first, count = 0, 0, 1
         try:
             with torch.inference_mode():
-                for layer in range(len(self._ropes)):
+                while first < len(self._ropes):
+                    layers = range(first, min(first + count, len(self._ropes)))
                     read: list[tuple[LoadingChunk, str, Tensor]] = []
                     for loading in self._chunks:
                         failing = [loading]
-                        names = loading.chunk.layer_names(layer)
+                        names = (name for layer in layers for name in loading.chunk.layer_names(layer))
                         read += [(loading, name, loading.chunk.blocks[name]) for name in names]
                         if self._stopped:
                             return
@@ -237,12 +249,21 @@ class LayerLoader:
                     sent = None if self._transfer is None else self._transfer.send(blocks)
                     for (loading, name, _), block in zip(read, blocks if sent is None else sent.tensors, strict=True):
                         loading.read[name] = block
-                    self._layers.put(sent)
+                    self._layers.put((len(layers), sent))
                     ahead += 0 if sent is None else sent.nbytes
                     while ahead > AHEAD_BYTES and not self._stopped:
                         ahead -= self._released.get()
+                    first, count = layers.stop, self._next_count(len(layers), blocks)
         except Exception as error:  # a pass may be waiting, whatever the error is
             corrupt = isinstance(error, CorruptEntry)
             miss = Miss(str(error) if corrupt else f"cannot be read: {error}")
             starts = [loading.start for loading in failing]
             self._layers.put(LateMissError(dict.fromkeys(starts, miss), starts if corrupt else []))
+
+    def _next_count(self, count: int, blocks: Sequence[Tensor]) -> int:
+        """Return how many layers to send at once after so many layers of these blocks."""
+        device = None if self._transfer is None else self._transfer.device
+        if not self._places_several_layers or not all(block.device == device or block.is_pinned() for block in blocks):
+            return 1
+        layer_bytes = sum(block.nbytes for block in blocks) // count
+        return max(1, min(GROWTH * count, AHEAD_BYTES // 2 // max(1, layer_bytes)))

@@ -71,6 +71,7 @@ def test_layers_that_have_arrived_are_placed_by_one_launch(
     launched: list[dict[str, Any]] = []
     monkeypatch.setattr(place, "place", watched(place.place, launched))
     seams.transfer(monkeypatch, lambda transfers: Nearby(at_once=at_once))
+    seams.growth_of_transfers(monkeypatch, 1)  # each layer is sent alone, as from ordinary memory
     lm, prompt = warmed.lm, warmed.prompt(QUESTION, PASSAGES)
     fused = FusedPrompt.empty(warmed.runner, prompt, len(prompt))
     fused.load(FRAMED)
