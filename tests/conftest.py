@@ -35,7 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder."""
+    """Mark tests by their folder, and begin with the longest, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_first_hour.py")
     for item in items:
         folder = item.path.parent
         for marker, folders in MARKED_FOLDERS.items():
