@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore
 from tests.support.cli import Run
 from tests.support.engines import make_engine
-from tests.support.families import build_model, build_tokenizer, chosen_families
+from tests.support.families import MAIN_FAMILIES, build_model, build_tokenizer, chosen_families
 from tests.support.passages import PASSAGES, QUESTION
 
 TESTS = Path(__file__).parent
@@ -29,9 +29,16 @@ torch.set_num_threads(1)  # tiny models: threads would only wait for one another
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests that ask for `family` or `family_name` once for each family that `--families` chooses."""
+    """Run tests that ask for `family` or `family_name` once for each family that `--families` chooses.
+
+    Tests that ask for `main_family` run on the main ones of these alone: their subject hardly depends on the family.
+    """
+    chosen = chosen_families(metafunc.config.getoption("families"))
     if "family_name" in metafunc.fixturenames:
-        metafunc.parametrize("family_name", chosen_families(metafunc.config.getoption("families")), scope="session")
+        metafunc.parametrize("family_name", chosen, scope="session")
+    if "main_family_name" in metafunc.fixturenames:
+        main = [name for name in chosen if name in MAIN_FAMILIES]
+        metafunc.parametrize("main_family_name", main or chosen, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,6 +68,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def family(family_name: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
     """Return a tiny model of each family in turn."""
     return LanguageModel.wrap(build_model(family_name), tokenizer, name=family_name)
+
+
+@pytest.fixture(scope="session")
+def main_family(main_family_name: str, tokenizer: PreTrainedTokenizerFast) -> LanguageModel:
+    """Return a tiny model of each main family in turn."""
+    return LanguageModel.wrap(build_model(main_family_name), tokenizer, name=main_family_name)
 
 
 @pytest.fixture(scope="session")

@@ -33,8 +33,8 @@ GRAMMAR = SamplingParams(max_new_tokens=12, grammar='start: /[a-m ]{4,9}/ "."')
 
 
 @pytest.fixture
-def engine(family: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(family)
+def engine(main_family: LanguageModel) -> FusionEngine:
+    return make_warmed_engine(main_family)
 
 
 @pytest.fixture
@@ -52,7 +52,11 @@ def same(answer: Generation, plain: Generation) -> bool:
     return (answer.ids, answer.text, answer.finish_reason) == (plain.ids, plain.text, plain.finish_reason)
 
 
-class TestExact:
+class TestEveryFamily:
+    @pytest.fixture
+    def engine(self, family: LanguageModel) -> FusionEngine:
+        return make_warmed_engine(family)
+
     def test_the_answer_is_the_models_own_greedy_continuation(self, engine: FusionEngine, prompt: Prompt) -> None:
         ids = references.greedy_continuation(engine.lm, prompt.ids, LENGTH)
         end = engine.lm.tokenizer.eos_token_id
@@ -66,6 +70,33 @@ class TestExact:
             assert (answer.healing.exact_tokens, answer.healing.reason) == (len(prompt), None)
             assert 0 < answer.healing.drafted <= DRAFT_TOKENS
 
+    @pytest.mark.parametrize("rows", [4, 64, 512])
+    def test_it_ends_over_an_exact_cache(
+        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After healing, each token is the likeliest one after the text so far."""
+        healing_rows(engine, monkeypatch, rows)
+        params = replace(HEAL, max_new_tokens=120)
+        stream = engine.stream(prompt, params, method=METHODS[0])
+        answer = stream.result()
+        assert answer.healing is not None
+        if answer.healing.reason is not None:
+            pytest.skip("this model's answer ends early")
+        assert answer.healing.exact_tokens == len(prompt)
+        logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
+        expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
+        attended = -(-int(decoding.ATTENDED * len(prompt)) // rows) + 1
+        steps = -(-len(prompt) // rows) + 1
+        assert all(agrees[attended + steps + len(prompt) // rows :])
+        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
+        buffer = stream.prefilled.buffer
+        for layer, (keys, values) in enumerate(table):
+            for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
+                assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
+
+
+class TestExact:
     def test_the_draft_is_accepted_as_far_as_the_fused_answer_agrees(
         self, engine: FusionEngine, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -168,31 +199,6 @@ class TestExact:
 
 
 class TestHeal:
-    @pytest.mark.parametrize("rows", [4, 64, 512])
-    def test_it_ends_over_an_exact_cache(
-        self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """After healing, each token is the likeliest one after the text so far."""
-        healing_rows(engine, monkeypatch, rows)
-        params = replace(HEAL, max_new_tokens=120)
-        stream = engine.stream(prompt, params, method=METHODS[0])
-        answer = stream.result()
-        assert answer.healing is not None
-        if answer.healing.reason is not None:
-            pytest.skip("this model's answer ends early")
-        assert answer.healing.exact_tokens == len(prompt)
-        logits, table = references.plain_forward(engine.lm, prompt.ids + answer.ids[:-1])
-        expected = logits[len(prompt) - 1 :].argmax(-1).tolist()
-        agrees = [token == greedy for token, greedy in zip(answer.ids, expected, strict=True)]
-        attended = -(-int(decoding.ATTENDED * len(prompt)) // rows) + 1
-        steps = -(-len(prompt) // rows) + 1
-        assert all(agrees[attended + steps + len(prompt) // rows :])
-        assert answer.verified_upto == (agrees.index(False) if False in agrees else len(agrees))
-        buffer = stream.prefilled.buffer
-        for layer, (keys, values) in enumerate(table):
-            for ours, theirs in ((buffer.keys[layer], keys), (buffer.values[layer], values)):
-                assert float((ours[:, :, : theirs.shape[2]] - theirs).abs().max()) < 1e-4
-
     @pytest.mark.parametrize("rows", [16, 512])
     def test_an_answer_of_a_grammar_is_compared_under_the_grammar(
         self, engine: FusionEngine, prompt: Prompt, rows: int, monkeypatch: pytest.MonkeyPatch
