@@ -34,8 +34,8 @@ def fused(name: str, **options: object) -> Method:
     return replace(make_method(name, **options), guard=None)
 
 
-@pytest.fixture(scope="module")
-def warmed(family: LanguageModel) -> FusionEngine:
+def warm_all_kinds(family: LanguageModel) -> FusionEngine:
+    """Return an engine over caches of every kind."""
     engine = make_engine(family, MemoryStore())
     engine.warm(PASSAGES, bases=(BLIND, FRAMED, PRIMED, BEGUN, ENRICHED))
     engine.corpus.capture([PASSAGES, [PASSAGES[2], PASSAGES[0], PASSAGES[1]]], keep=("variant", "difference", "patch"))
@@ -43,8 +43,17 @@ def warmed(family: LanguageModel) -> FusionEngine:
 
 
 @pytest.fixture(scope="module")
-def prompt(warmed: FusionEngine) -> Prompt:
+def warmed(family: LanguageModel) -> FusionEngine:
+    return warm_all_kinds(family)
+
+
+def ask_in_another_order(warmed: FusionEngine) -> Prompt:
     return warmed.prompt(QUESTION, [PASSAGES[1], PASSAGES[2], PASSAGES[0]])
+
+
+@pytest.fixture(scope="module")
+def prompt(warmed: FusionEngine) -> Prompt:
+    return ask_in_another_order(warmed)
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
@@ -71,34 +80,6 @@ def test_ratio_0_is_its_base(warmed: FusionEngine, prompt: Prompt, name: str, op
     assert done.report.selected == ()
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
-def test_the_same_request_has_the_same_answer(
-    warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
-) -> None:
-    """And the one before it, on the same engine, leaves no trace."""
-    method = fused(name, ratio=0.3, **options)
-    first = warmed.prefill(prompt, method=method)
-    warmed.prefill(warmed.prompt("Why?", PASSAGES), method=fused(name, ratio=0.8, **options))
-    again = warmed.prefill(prompt, method=method)
-    assert torch.equal(first.logits, again.logits)
-    assert first.report.selected == again.report.selected
-    assert torch.isfinite(first.logits).all()
-
-
-@pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
-def test_memory_is_free_as_soon_as_a_result_is_dropped(
-    warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
-) -> None:
-    """Not when the garbage collector next runs: a buffer may be gigabytes of a GPU, and the next request wants it."""
-    method = fused(name, ratio=0.3, **options)
-    gc.disable()
-    try:
-        places = [warmed.prefill(prompt, method=method).buffer.keys[0].data_ptr() for _ in range(3)]
-    finally:
-        gc.enable()
-    assert len(set(places)) == 1
-
-
 @pytest.mark.parametrize("base", [BEGUN, ENRICHED], ids=lambda base: base.name)
 def test_nothing_recomputed_over_another_base_is_not_full_prefill(
     warmed: FusionEngine, prompt: Prompt, base: Base
@@ -108,3 +89,41 @@ def test_nothing_recomputed_over_another_base_is_not_full_prefill(
     done = warmed.prefill(prompt, method=Method("reuse", base))
     assert done.report.fallback is None
     assert error(done.logits, logits[-1]) > 100 * TOLERANCE
+
+
+class TestMainFamilies:
+    """What comes before and after a prefill, which no family changes."""
+
+    @pytest.fixture(scope="class")
+    def warmed(self, main_family: LanguageModel) -> FusionEngine:
+        return warm_all_kinds(main_family)
+
+    @pytest.fixture(scope="class")
+    def prompt(self, warmed: FusionEngine) -> Prompt:
+        return ask_in_another_order(warmed)
+
+    @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+    def test_the_same_request_has_the_same_answer(
+        self, warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
+    ) -> None:
+        """And the one before it, on the same engine, leaves no trace."""
+        method = fused(name, ratio=0.3, **options)
+        first = warmed.prefill(prompt, method=method)
+        warmed.prefill(warmed.prompt("Why?", PASSAGES), method=fused(name, ratio=0.8, **options))
+        again = warmed.prefill(prompt, method=method)
+        assert torch.equal(first.logits, again.logits)
+        assert first.report.selected == again.report.selected
+        assert torch.isfinite(first.logits).all()
+
+    @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value) if value else "")
+    def test_memory_is_free_as_soon_as_a_result_is_dropped(
+        self, warmed: FusionEngine, prompt: Prompt, name: str, options: dict[str, str]
+    ) -> None:
+        """Not when the garbage collector next runs: a buffer may be gigabytes, and the next request wants them."""
+        method = fused(name, ratio=0.3, **options)
+        gc.disable()
+        try:
+            places = [warmed.prefill(prompt, method=method).buffer.keys[0].data_ptr() for _ in range(3)]
+        finally:
+            gc.enable()
+        assert len(set(places)) == 1
