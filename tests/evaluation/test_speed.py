@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -110,10 +111,10 @@ def test_a_request_takes_its_buffer_and_a_layers_slack(monkeypatch: pytest.Monke
         rounds = [measure_speed(lm, options)["prefill"][1] for _ in range(3)]
         buffer_bytes = rounds[0]["buffer_bytes"]
         layer_bytes = buffer_bytes / lm.n_layers
-        slack.append(min(fused["peak_bytes"] for fused in rounds) - buffer_bytes)
+        slack.append(statistics.median(fused["peak_bytes"] for fused in rounds) - buffer_bytes)
         assert 0 < slack[-1] < layer_bytes
-    # The loader's thread may be ahead by some of a layer at the peak. Bytes kept for each layer would count six times:
-    # the recomputed 5 % alone would be 0.3 of a layer.
+    # The loader's thread may be ahead by some of a layer at the peak, or behind. Bytes kept for each layer would count
+    # six times: the recomputed 5 % alone would be 0.3 of a layer.
     assert slack[1] - slack[0] < 0.2 * layer_bytes, "the slack grows with the layers"
 
 
