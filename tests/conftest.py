@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ MARKED_FOLDERS = {
 """Folders whose tests all have a marker; see `markers` in pyproject.toml."""
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for one another
+os.environ["QCFUSE_CPU_DTYPE"] = "float32"  # on every processor, in commands that tests start as well
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.pipeline import Prefilled
 from qcfuse_rag.runtime.attention.scores import attention_weights
+from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.forward import forward_logits, forward_rows
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
@@ -202,7 +203,7 @@ class Healing:
         lm, last = self._runner.lm, len(self._prompt) + len(answer) - 1
         positions = self._attended.take(rows)
         ids = [*(self._prompt.ids[position] for position in positions), answer[-1]]
-        tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
+        tokens = to_device(torch.tensor(ids), lm.device)
         plan = RowsPlan.of(torch.tensor([*positions, last]), lm.sliding, device=lm.device)
         plan.observe = self._attended.observe
         return self._runner.prefills.forward_rows(tokens, plan, self.buffer)
@@ -221,7 +222,7 @@ class Healing:
         healed_logits = max(0, stop - (length - 1) - first_index)
         kept = healed_logits + step
         ids = [self._prompt.ids[row] if row < length else answer[row - length] for row in rows]
-        tokens = torch.tensor(ids).to(lm.device, non_blocking=True)
+        tokens = to_device(torch.tensor(ids), lm.device)
         plan = RowsPlan.of(torch.tensor(rows), lm.sliding, device=lm.device)
         bias = self.buffer.reader_bias
         # Rows of the pass see the exact keys that the pass writes.

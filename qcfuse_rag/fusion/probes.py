@@ -12,6 +12,7 @@ from torch import Tensor
 from qcfuse_rag.fusion.selectors import candidate_positions, recomputable_chunks
 from qcfuse_rag.fusion.state import FusedPrompt
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
+from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.rows import AttentionParams, RowsPlan
 
@@ -102,7 +103,7 @@ class QuestionProbe:
         visible_known = fused.known[:length].clone()
         visible_known[asking] = True
         # Copy asynchronously, so that the GPU queue never drains.
-        rows, known = (tensor.to(lm.device, non_blocking=True) for tensor in (asking, visible_known))
+        rows, known = (to_device(tensor, lm.device) for tensor in (asking, visible_known))
         by_layer = torch.zeros(len(wanted), len(fused.prompt), dtype=torch.float32, device=lm.device)
 
         def observe(layer: int, query: Tensor, key: Tensor, params: AttentionParams) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcfuse_rag.fusion.state import FusedPrompt, PlacedChunk
 from qcfuse_rag.runtime.attention.scores import Scores
+from qcfuse_rag.runtime.device import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +33,8 @@ class Selection:
 
     def to(self, device: torch.device) -> Selection:
         """Return the same selection on a device."""
-        ahead = device.type == "cuda"
-        until = None if self.until is None else self.until.to(device, non_blocking=ahead)
-        return Selection(self.positions.to(device, non_blocking=ahead), until)
+        until = None if self.until is None else to_device(self.until, device)
+        return Selection(to_device(self.positions, device), until)
 
 
 class Selector(Protocol):

@@ -13,6 +13,7 @@ from qcfuse_rag.fusion.adapters import AdaptedChunk, Adapter, PlacementContext
 from qcfuse_rag.fusion.report import Lookup
 from qcfuse_rag.prompts.segments import Prompt, Role, Span
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.loading.layer_loader import LayerLoader, LoadingChunk, WaitInterval
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
@@ -88,7 +89,7 @@ class FusedPrompt:
     @classmethod
     def empty(cls, runner: ModelRunner, prompt: Prompt, capacity: int) -> FusedPrompt:
         """Start with nothing known and memory for `capacity` tokens."""
-        ids = torch.tensor(prompt.ids, dtype=torch.int64).to(runner.lm.device, non_blocking=True)
+        ids = to_device(torch.tensor(prompt.ids, dtype=torch.int64), runner.lm.device)
         known = torch.zeros(len(prompt), dtype=torch.bool)
         return cls(runner, prompt, ids, runner.allocate(capacity), known)
 

@@ -17,6 +17,7 @@ from qcfuse_rag.ingestion.chunk_attention import NO_IMPACT, captured_overlap, co
 from qcfuse_rag.prompts.segments import Span
 from qcfuse_rag.runtime.attention.scores import Scores, attention_weights
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.rows import AttentionParams
 from qcfuse_rag.store.backends.base import Miss
 from qcfuse_rag.store.chunk import ChunkKV
@@ -136,7 +137,7 @@ class FocusedChunks:
     ) -> FocusedChunksPass:
         """Return the hook of one pass."""
         last = min(int(self.depth * fused.lm.n_layers), fused.lm.n_layers - 1)
-        question = fused.probe_rows().to(fused.lm.device, non_blocking=True)
+        question = to_device(fused.probe_rows(), fused.lm.device)
         return FocusedChunksPass(fused.prompt.chunks, question, selection.positions, last, self.share)
 
 

@@ -7,7 +7,7 @@ or float16 keep their values, but for those below 6e-8.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,12 @@ class Float16Linear(PackedLinear):
         if not linear.weight.is_meta:
             self.pack(linear.weight.detach())
 
-    def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Take `[out, in]` weights, which are rounded to float16; there are no scales."""
-        self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), self.bias)
+    def _pack(self, weight: Tensor, channels: slice) -> Any:
+        bias = None if self.bias is None else self.bias[channels]
+        return torch.ops.quantized.linear_prepack_fp16(weight.float(), bias)
 
-    def _unpack(self) -> Tensor:
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+    def _unpack(self, packed: Any) -> Tensor:
+        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(packed)[0]
         return weight.half()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,5 +46,5 @@ class Float16Linear(PackedLinear):
         Returns:
             `[.., out]` in the dtype of `x`.
         """
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
-        return out.to(x.dtype)
+        rows = x.float()
+        return self._products(lambda packed: torch.ops.quantized.linear_dynamic_fp16(rows, packed)).to(x.dtype)

@@ -1,20 +1,24 @@
 """Give transformers the tensors of a GGUF file one at a time, not all of them dequantised first.
 
 transformers dequantises the whole file before it looks at the model. Here each tensor is read and dequantised when the
-model takes it, by the same functions of `gguf` and transformers. The file is read, not mapped: mapped pages would stay
-in memory beside the model.
+model takes it, some rows at a time, by the same functions of `gguf` and transformers: `gguf` holds what it dequantises
+twice. The file is read, not mapped: mapped pages would stay in memory beside the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import modeling_gguf_pytorch_utils as gguf_support
+
+DEQUANTISED = 1 << 22
+"""About as many numbers are dequantised at a time; a row consists of whole blocks, so rows are independent."""
 
 
 class GgufTensor:
@@ -43,8 +47,13 @@ class GgufTensor:
         import gguf
 
         stored, mapped = self._stored, self._stored.data
-        numbers = np.fromfile(self._file, mapped.dtype, mapped.size, offset=int(stored.data_offset))
-        weights = gguf.dequantize(numbers.reshape(mapped.shape), stored.tensor_type)
+        weights = np.empty(tuple(reversed(stored.shape.tolist())), np.float32)
+        rows, row_bytes = weights.reshape(-1, weights.shape[-1]), mapped.shape[-1] * mapped.itemsize
+        with Path(self._file).open("rb") as file:
+            file.seek(int(stored.data_offset))
+            for block in np.array_split(rows, max(1, rows.size // DEQUANTISED)):
+                numbers = np.frombuffer(file.read(len(block) * row_bytes), mapped.dtype).reshape(len(block), -1)
+                block[:] = gguf.dequantize(numbers, stored.tensor_type)
         result = self._process(weights=weights, name=stored.name)
         if result.name != stored.name:
             raise NotImplementedError(f"{stored.name} is a part of a weight")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +64,17 @@ class Int8Linear(PackedLinear):
     def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
         """Take `[out, in]` int8 weights, and `[out]` float32 scales unless the layer has them."""
         self.scale = self.scale if scale is None else scale
-        zeros = torch.zeros(self.out_features, dtype=torch.long)
+        super().pack(weight)
+
+    def _pack(self, weight: Tensor, channels: slice) -> Any:
+        zeros = torch.zeros(len(weight), dtype=torch.long)
         with warnings.catch_warnings():  # torch says that a later version will have no tensors of this kind
             warnings.simplefilter("ignore", UserWarning)
-            tensor = torch._make_per_channel_quantized_tensor(weight, self.scale.double(), zeros, 0)
-            self._packed = torch.ops.quantized.linear_prepack(tensor, None)
+            tensor = torch._make_per_channel_quantized_tensor(weight, self.scale[channels].double(), zeros, 0)
+            return torch.ops.quantized.linear_prepack(tensor, None)
 
-    def _unpack(self) -> Tensor:
-        weight: Tensor = torch.ops.quantized.linear_unpack(self._packed)[0]
+    def _unpack(self, packed: Any) -> Tensor:
+        weight: Tensor = torch.ops.quantized.linear_unpack(packed)[0]
         return weight.int_repr()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,9 +99,8 @@ class Int8Linear(PackedLinear):
         scaled = rows / largest
         high = torch.fake_quantize_per_tensor_affine(scaled, STEP, 0, -LARGEST_ACTIVATION, LARGEST_ACTIVATION)
         low = scaled.sub_(high).mul_(LOW_STEPS)  # the product rounds
-        sums: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            torch.cat((high, low)), STEP, ZERO_POINT, self._packed
-        )
+        both, product = torch.cat((high, low)), torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        sums = self._products(lambda packed: product(both, STEP, ZERO_POINT, packed))
         out = sums[:count].add_(sums[count:], alpha=1 / LOW_STEPS).mul_(largest)
         return out if self.bias is None else out.add_(self.bias)
 

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from qcfuse_rag.errors import ModelNotFound, QCFuseError, UnsupportedModel
+from qcfuse_rag.models.cpu_dtype import chosen_cpu_dtype
 from qcfuse_rag.models.gguf_cache import CONVERTED_TOKENIZER, GgufConversion, cached_gguf_header
 from qcfuse_rag.models.gguf_tensors import read_one_at_a_time
 from qcfuse_rag.models.hub import fetch_options, unreachable_reason
@@ -46,7 +47,8 @@ def load_pretrained(
     Args:
         name: a folder with a saved model, a `.gguf` file, or a Hugging Face id.
         device: such as `cpu` or `cuda:0`; None is a GPU if there is one.
-        dtype: such as `bfloat16`; None is float32 on a CPU and the checkpoint's own on a GPU.
+        dtype: such as `bfloat16`; None is the checkpoint's own on a GPU, and float32 on a CPU, or bfloat16 if that is
+            measured to be faster with weights in the dtype; see `models.cpu_dtype`.
         weights: `model` keeps the weights in the dtype; `float16` and `int8` round them, on CPUs; `auto` is float16 on
             a CPU that can, if the model allows.
 
@@ -58,9 +60,9 @@ def load_pretrained(
         ValueError: if there is no such dtype or format of weights.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch_dtype: Any = _parse_dtype(dtype) if dtype else (torch.float32 if device == "cpu" else "auto")
     _check_device(device)
     format_here = choose_weight_format(weights, device)
+    torch_dtype: Any = _parse_dtype(dtype) if dtype else _default_dtype(device, format_here)
     source, options = model_source(name)
     gguf = Path(source) / options["gguf_file"] if options else None
     conversion = gguf and GgufConversion.locate(gguf, torch_dtype, format_here)
@@ -187,7 +189,15 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def _default_dtype(device: str, weights: HeldFormat) -> Any:
+    if torch.device(device).type != "cpu":
+        return "auto"
+    return chosen_cpu_dtype() if weights == "model" else torch.float32  # FBGEMM's products are in float32
+
+
 def _check_device(device: str) -> None:
+    if device.partition(":")[0] == "mps" and not torch.backends.mps.is_available():
+        raise QCFuseError(f"there is no device {device!r} here: this torch or machine has no Apple GPU")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

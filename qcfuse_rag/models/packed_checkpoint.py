@@ -1,12 +1,14 @@
 """Keep a model with float16 or int8 weights in a folder, and load it without its weights in the dtype.
 
-transformers cannot save or load a model whose layers were replaced. Here the weights of each packed layer are a file of
-their own, so that no more than those of one layer are in memory twice; all other tensors are in one file, which stays
-mapped. The model is built without memory around them.
+transformers cannot save or load a model whose layers were replaced. Here the weights of each packed layer are in files
+of their own, so that no more than one part of a layer is in memory twice; all other tensors are in one file, which
+stays mapped. The model is built without memory around them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -20,8 +22,8 @@ from qcfuse_rag.models.weight_formats import HeldFormat, round_weights
 
 TENSORS_FILE = "packed.safetensors"
 """Its metadata name the tensors that share the memory of another tensor, and that tensor."""
-LINEAR_FILE = "linear-{:05}.safetensors"
-"""Name of the file with the weights of a packed layer, by its number among the model's modules."""
+LINEAR_FILE = "linear-{:05}-{:03}.safetensors"
+"""Name of the file with a part of a packed layer's weights, by the numbers of the layer and of the part."""
 CHECKED_IDS = (1, 2, 3)
 """Token ids of the forward that a saved model is compared on."""
 
@@ -43,7 +45,8 @@ def save_packed(model: PreTrainedModel, folder: Path, weights: HeldFormat) -> No
             shared[name] = owner
     save_file(tensors, folder / TENSORS_FILE, metadata=shared)
     for number, (name, module) in enumerate(_packed_linears(model)):
-        save_file({name: module.weight}, folder / LINEAR_FILE.format(number))
+        for part, weight in enumerate(module.parts()):
+            save_file({name: weight}, folder / LINEAR_FILE.format(number, part))
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
@@ -88,16 +91,26 @@ def load_packed(folder: Path, weights: HeldFormat, *, like: PreTrainedModel | No
         _replace(model, name, tensor)
     originals = {} if like is None else dict(_packed_linears(like))
     for number, (name, module) in enumerate(_packed_linears(model)):
-        weight = load_file(folder / LINEAR_FILE.format(number))[name]
-        if name in originals and torch.equal(weight, originals[name].weight):
+        count = ceil(module.out_features / module.part_rows)
+        files = [folder / LINEAR_FILE.format(number, part) for part in range(count)]
+        if name in originals and all(map(torch.equal, _parts(files, name, module), originals[name].parts())):
             module.share(originals[name])
-        elif weight.shape == module.weight.shape and weight.dtype == module.stored_dtype:
-            module.pack(weight)
         else:
-            raise ValueError(f"{name} has other weights than the model")
+            module.pack_parts(_parts(files, name, module))
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _parts(files: list[Path], name: str, module: PackedLinear) -> Iterator[Tensor]:
+    """Yield the weights of a packed layer, read from files part by part."""
+    left = module.out_features
+    for file in files:
+        weight = load_file(file)[name]
+        if weight.shape != (min(left, module.part_rows), module.in_features) or weight.dtype != module.stored_dtype:
+            raise ValueError(f"{file.name} has other weights than {name}")
+        left -= len(weight)
+        yield weight
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

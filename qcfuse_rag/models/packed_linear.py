@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+
+PART_NUMBERS = 1 << 25
+"""Most weights that are packed at a time, since FBGEMM takes and returns them in float32: an output layer over a large
+vocabulary would need a GB beside the model."""
 
 
 class PackedLinear(nn.Module):
@@ -29,25 +34,57 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float().clone())
-        self._packed: torch.ScriptObject | None = None
+        self._packed: list[Any] = []
 
     @property
     def weight(self) -> Tensor:
         """A copy of the `[out, in]` weights as stored; on the meta device until they are packed."""
-        if self._packed is None:
+        if not self._packed:
             return torch.empty(self.out_features, self.in_features, dtype=self.stored_dtype, device="meta")
-        return self._unpack()
+        if len(self._packed) == 1:
+            return self._unpack(self._packed[0])
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.stored_dtype)
+        for first, part in zip(range(0, self.out_features, self.part_rows), self.parts(), strict=True):
+            weight[first : first + len(part)] = part
+        return weight
 
-    @abstractmethod
+    @property
+    def part_rows(self) -> int:
+        """Output channels that are packed together; the last part may have fewer."""
+        return max(1, PART_NUMBERS // self.in_features)
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield copies of the weights as stored, `part_rows` output channels at a time."""
+        return map(self._unpack, self._packed)
+
     def pack(self, weight: Tensor, scale: Tensor | None = None) -> None:
-        """Take `[out, in]` weights of the stored dtype, and scales of output channels unless the layer has them."""
+        """Take `[out, in]` weights of the stored dtype; `scale` is for formats with scales of output channels."""
+        starts = range(0, len(weight), self.part_rows)
+        self.pack_parts(weight[first : first + self.part_rows] for first in starts)
+
+    def pack_parts(self, parts: Iterable[Tensor]) -> None:
+        """Take the weights of the stored dtype, `part_rows` output channels at a time."""
+        self._packed = []
+        for part in parts:
+            first = len(self._packed) * self.part_rows
+            self._packed.append(self._pack(part, slice(first, first + len(part))))
 
     def share(self, other: PackedLinear) -> None:
         """Take the packed weights of a layer with the same weights, scales and bias, instead of a copy."""
         self._packed = other._packed
 
     @abstractmethod
-    def _unpack(self) -> Tensor: ...
+    def _pack(self, weight: Tensor, channels: slice) -> Any:
+        """Return packed `[R, in]` weights of some output channels."""
+
+    @abstractmethod
+    def _unpack(self, packed: Any) -> Tensor: ...
+
+    def _products(self, product: Callable[[Any], Tensor]) -> Tensor:
+        """Return the `[.., out]` results of a product with each part."""
+        if len(self._packed) == 1:
+            return product(self._packed[0])
+        return torch.cat([product(packed) for packed in self._packed], -1)
 
     def extra_repr(self) -> str:
         """Describe the layer's sizes like `nn.Linear`."""

@@ -47,6 +47,8 @@ class AnswerDivergence:
 
 def divergence(oracle: Tensor, other: Tensor) -> float:
     """Return the Kullback-Leibler divergence KL(oracle || other) of two `[vocabulary]` logits, in nats."""
+    if oracle.device.type == "mps":  # has no float64
+        oracle, other = oracle.cpu(), other.cpu()
     log_p, log_q = oracle.double().log_softmax(-1), other.double().log_softmax(-1)
     return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
 

@@ -24,6 +24,7 @@ import torch
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import finish
 from qcfuse_rag.runtime.forward import forward_rows
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.language_model import LanguageModel
@@ -258,8 +259,7 @@ def timed(lm: LanguageModel, work: Callable[[], object]) -> float:
     """Return the seconds that some work takes on the host and the model's device."""
     started = time.perf_counter()
     work()
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
+    finish(lm.device)
     return time.perf_counter() - started
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import to_device
 from qcfuse_rag.runtime.forward import planned_inputs
 from qcfuse_rag.runtime.kernels.support import kernels_available
 from qcfuse_rag.runtime.kv_table import KVTable
@@ -38,12 +39,12 @@ def forward_step(
     Returns:
         `[B, vocabulary]` float32 logits.
     """
-    rows = torch.tensor(positions).to(lm.device, non_blocking=True)[:, None]
+    rows = to_device(torch.tensor(positions), lm.device)[:, None]
     plan: StepPlan | TablePlan = StepPlan(buffers, rows, tuple(positions), lm.sliding)
     unbiased = all(buffer.reader_bias is None for buffer in buffers)
     if unbiased and kernels_available(lm.device, lm.dtype, lm.widest_head):
         plan = TablePlan(rows, KVTable.of(buffers, lm.shapes, max(positions) + 1), lm.sliding)
-    return forward_plan(lm.model, torch.tensor(tokens).to(lm.device, non_blocking=True), plan)
+    return forward_plan(lm.model, to_device(torch.tensor(tokens), lm.device), plan)
 
 
 @torch.inference_mode()

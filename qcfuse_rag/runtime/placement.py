@@ -9,6 +9,7 @@ import torch
 
 from qcfuse_rag.models.rope import AngleTables, LayerRope, angles_from, rotate, rotate_into
 from qcfuse_rag.runtime.buffer import KVBuffer
+from qcfuse_rag.runtime.device import copy_into, to_device
 from qcfuse_rag.store.chunk import ChunkKV
 from qcfuse_rag.store.quantization import side_block
 
@@ -84,11 +85,11 @@ def copy_layer(
     if keys.shape != key_slots.shape[1:] or values.shape != value_slots.shape[1:]:  # torch would broadcast a lone head
         raise ValueError(f"blocks {tuple(keys.shape)} and {tuple(values.shape)} do not fit {tuple(key_slots.shape)}")
     if rope is None or rope.inv_freq is None:
-        key_slots.copy_(keys, non_blocking=True)
+        copy_into(key_slots, keys)
     else:
         cos, sin = angles_from({} if tables is None else tables, rope, start, stop, key_slots.device)
-        rotate_into(key_slots, keys.to(key_slots.device, non_blocking=True), cos, sin, interleaved=rope.interleaved)
-    value_slots.copy_(values, non_blocking=True)
+        rotate_into(key_slots, to_device(keys, key_slots.device), cos, sin, interleaved=rope.interleaved)
+    copy_into(value_slots, values)
     return keys.nbytes + values.nbytes
 
 

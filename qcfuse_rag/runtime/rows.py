@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from qcfuse_rag.runtime.device import to_device
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReaderBias:
@@ -88,7 +90,7 @@ class RowsPlan:
             device: the device of the pass; None for the device of `rows`.
             visible: see the attributes.
         """
-        on_device = rows if device is None else rows.to(device, non_blocking=device.type == "cuda")
+        on_device = rows if device is None else to_device(rows, device)
         host = rows if rows.device.type == "cpu" else None
         return cls(on_device, int(rows[-1]) + 1, visible, None, windows, host)
 
@@ -122,7 +124,7 @@ class RowsPlan:
         if visible is None or visible.device == self.rows.device:
             return visible
         if id(visible) not in self._visible_on_device:
-            self._visible_on_device[id(visible)] = visible.to(self.rows.device, non_blocking=True)
+            self._visible_on_device[id(visible)] = to_device(visible, self.rows.device)
         return self._visible_on_device[id(visible)]
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from qcfuse_rag import FusionEngine, LanguageModel, MemoryStore, make_method
 from qcfuse_rag.engine.exactness_check import INT8_TOLERANCE, measure_exactness
 from qcfuse_rag.errors import QCFuseError, UnsupportedModel
+from qcfuse_rag.models import packed_linear
 from qcfuse_rag.models.float16_linear import Float16Linear
 from qcfuse_rag.models.int8_linear import BLOCK_ROWS, Int8Linear
 from qcfuse_rag.models.load import load_pretrained
@@ -77,6 +79,22 @@ def test_float16_weights_are_multiplied_in_float32(linear: nn.Linear) -> None:
 def test_results_have_the_dtype_of_the_activations(linear: nn.Linear, layer: type[PackedLinear]) -> None:
     x = torch.randn(4, 96)
     assert layer(linear.bfloat16())(x.bfloat16()).dtype == torch.bfloat16
+
+
+@torch.inference_mode()
+@both_formats
+@pytest.mark.parametrize("part_rows", [1, 7, 16, 39])
+def test_large_layers_are_packed_in_parts_and_multiply_alike(
+    linear: nn.Linear, weights: HeldFormat, part_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, layer = torch.randn(5, 96), LINEARS[weights]
+    whole = layer(linear)
+    monkeypatch.setattr(packed_linear, "PART_NUMBERS", part_rows * 96)
+    parts = layer(linear)
+    assert len(parts._packed) == -(-linear.out_features // part_rows)
+    assert torch.equal(parts.weight, whole.weight)
+    assert torch.equal(torch.cat(list(parts.parts())), whole.weight)
+    assert torch.equal(parts(x), whole(x))
 
 
 @both_formats
@@ -185,6 +203,27 @@ def test_each_family_is_loaded_as_it_was_saved(name: str, weights: HeldFormat, t
     loaded, ids = load_packed(tmp_path, weights), torch.arange(40)[None]
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+
+
+@torch.inference_mode()
+@both_formats
+def test_a_model_in_parts_is_loaded_as_it_was_saved(
+    weights: HeldFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, ids = [build_model("qwen2-bias"), build_model("qwen2-bias")], torch.arange(40)[None]
+    for model, part_rows in zip(models, (1000, 50), strict=True):
+        monkeypatch.setattr(packed_linear, "PART_NUMBERS", part_rows * model.config.hidden_size)
+        model.set_attn_implementation("eager")
+        round_weights(model, weights)
+    whole, model = models
+    assert len(model.lm_head._packed) > len(whole.lm_head._packed) == 1
+    save_packed(model, tmp_path, weights)
+    assert torch.equal(load_packed(tmp_path, weights)(input_ids=ids).logits, whole(input_ids=ids).logits)
+    last = max(tmp_path.glob("linear-*.safetensors"), key=lambda file: file.stem.split("-")[2])
+    (name,) = load_file(last)
+    save_file({name: torch.zeros(1, model.config.hidden_size, dtype=model.lm_head.stored_dtype)}, last)
+    with pytest.raises(ValueError, match=f"{last.name} has other weights than"):
+        load_packed(tmp_path, weights)
 
 
 def test_a_model_is_rounded_when_it_is_loaded(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceTimestamp:
-    """The time at which a device finished all work launched so far; on a CPU, the time of creation.
+    """The time at which a device finished all work launched so far; on devices other than CUDA's, the time of creation.
 
     Attributes:
         at: seconds of the host's clock, or the CUDA event that the device records.

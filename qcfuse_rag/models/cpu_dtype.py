@@ -1,0 +1,125 @@
+"""Choose between bfloat16 and float32 on CPUs that multiply bfloat16 numbers, by measuring both for about a second.
+
+bfloat16 halves the bytes of weights and of caches, but rounds activations, so it has to be worth it. Without AMX or
+AVX-512-BF16 torch converts each number, which is slower than float32: nothing is measured there.
+
+The choice is a small file among the assets of huggingface_hub (`HF_ASSETS_CACHE`, by default
+`~/.cache/huggingface/assets/qcfuse-rag/dtypes`): caches of one dtype are misses for the other, so a second measurement
+must not decide otherwise. It may be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from huggingface_hub import cached_assets_path
+from torch import Tensor
+from torch.nn.functional import linear
+
+LOG = logging.getLogger(__name__)
+
+SWITCH = "QCFUSE_CPU_DTYPE"
+"""Environment variable that names the dtype instead of a measurement, for several machines that share a store."""
+CHOICES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CHANNELS, WIDER = 2048, 8192
+"""Channels before and behind the measured products: 64 MB of float32, more than most caches hold."""
+PASS_ROWS, STEPS = 256, 64
+"""Rows of a fused prefill, and decode steps behind it."""
+WORTH = 0.8
+"""bfloat16 is chosen if it takes at most this share of float32's time."""
+SAMPLES = 5
+"""The fastest sample of each product counts, which is disturbed least."""
+INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+"""Functions of `torch.cpu`; older versions have fewer of them."""
+
+
+def chosen_cpu_dtype() -> torch.dtype:
+    """Return the faster of bfloat16 and float32 on this CPU, as measured now or kept from an earlier measurement.
+
+    Raises:
+        ValueError: if the environment names another dtype.
+    """
+    if named := os.environ.get(SWITCH):
+        if named not in CHOICES:
+            raise ValueError(f"{SWITCH} must be {' or '.join(CHOICES)}, got {named!r}")
+        return CHOICES[named]
+    if not multiplies_bfloat16():
+        return torch.float32
+    processor = _processor()
+    if (kept := _read(processor)) is not None:
+        return kept
+    seconds = {name: answer_seconds(dtype) for name, dtype in CHOICES.items()}
+    chosen = "bfloat16" if seconds["bfloat16"] <= WORTH * seconds["float32"] else "float32"
+    LOG.info("%s is the faster dtype here: %s", chosen, seconds)
+    _keep({"processor": processor, "dtype": chosen, "seconds": seconds})
+    return CHOICES[chosen]
+
+
+def multiplies_bfloat16() -> bool:
+    """Return whether this CPU has AMX or AVX-512-BF16, and torch uses oneDNN, which knows them."""
+    functions = (getattr(torch.cpu, name, None) for name in INSTRUCTIONS)
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_onednn and any(function is not None and function() for function in functions)
+
+
+@torch.inference_mode()
+def answer_seconds(dtype: torch.dtype) -> float:
+    """Measure a linear layer over the rows of a prefill and over those of the steps behind it; return the seconds."""
+    weight = torch.randn(WIDER, CHANNELS).to(dtype)
+    prefill, step = (_fastest(torch.randn(rows, CHANNELS).to(dtype), weight) for rows in (PASS_ROWS, 1))
+    return prefill + STEPS * step
+
+
+def _fastest(rows: Tensor, weight: Tensor) -> float:
+    linear(rows, weight)  # pays for one-time setup
+    samples = []
+    for _ in range(SAMPLES):
+        started = time.perf_counter()
+        linear(rows, weight)
+        samples.append(time.perf_counter() - started)
+    return min(samples)
+
+
+def _processor() -> str:
+    """Return the name of the processor.
+
+    A choice is kept for it alone: threads and versions of torch matter too, but a store is read in one dtype.
+    """
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _read(processor: str) -> torch.dtype | None:
+    try:
+        kept = json.loads(_file(processor).read_text("utf-8"))
+        return CHOICES[kept["dtype"]] if kept["processor"] == processor else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _keep(choice: dict[str, Any]) -> None:
+    """Write a choice; where that is not possible, the next process measures again."""
+    try:
+        file = _file(choice["processor"])
+        part = file.with_name(f"{secrets.token_hex(8)}.part")
+        part.write_text(json.dumps(choice), "utf-8")
+        part.replace(file)
+    except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
+        LOG.info("the choice of a dtype is not kept: %s", error)
+
+
+def _file(processor: str) -> Path:
+    return cached_assets_path("qcfuse-rag", "dtypes", xxhash.xxh3_128_hexdigest(processor.encode())) / "dtype.json"

@@ -1,0 +1,35 @@
+"""Copy tensors to the device that computes, and wait for it: CPUs, CUDA, and Apple's GPUs (`mps`).
+
+A copy from ordinary memory to a CUDA device may be left to the device: torch keeps the source until then. On Apple's
+GPUs torch does not: memory that is freed meanwhile, as that of a temporary tensor, is copied as what it holds later
+(pytorch/pytorch#189690). So the host waits there. Nothing else differs: Apple's GPUs run the code of CPUs, without
+kernels, recorded passes and page-locked memory, all of which ask for CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def copies_ahead(device: torch.device) -> bool:
+    """Return whether the host may go on, and free the source, before a copy to a device has ended."""
+    return device.type == "cuda"
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; the host waits for the copy unless `copies_ahead`."""
+    return tensor.to(device, non_blocking=copies_ahead(device))
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor into another one; the host waits unless `copies_ahead` on the target's device."""
+    target.copy_(source, non_blocking=copies_ahead(target.device))
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all work that was launched on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
