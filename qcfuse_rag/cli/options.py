@@ -34,7 +34,10 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object instead of t
 Library = Annotated[Path, Option("--store", help="Folder of the library; its folder kv is the store.")]
 Question = Annotated[str, Argument(help="The question.")]
 Device = Annotated[str | None, Option(help="Device, such as cpu or cuda:0; by default a GPU if there is one.")]
-Dtype = Annotated[str | None, Option(help="Data type, such as bfloat16; on a CPU float32 by default.")]
+Dtype = Annotated[
+    str | None,
+    Option(help="Data type, such as bfloat16; on a CPU by default float32, or bfloat16 if measured to be faster."),
+]
 Weights = Annotated[
     WeightsChoice | None,
     Option(help="Format of weights: model (default), float16 or int8 (on CPUs), or auto: float16 on a CPU that can."),
