@@ -33,7 +33,7 @@ demo: setup
 test: setup
 	$(PYTEST) -m "not slow and not real and not interpreter and not stress" $(ARGS)
 
-# Everything, on every family of models, and the first hour in this environment: some 20 minutes on 2 cores.
+# Everything, on every family of models, and the first hour in this environment: some 27 minutes on 2 cores.
 test-all: setup
 	$(PYTEST) --families=all $(ARGS)
 
@@ -69,8 +69,9 @@ ray: setup
 oldest: setup
 	$(BIN)/pip install -q --upgrade --no-deps --target .oldest llama-index-core==0.13.0 llama-index-workflows==1.3.0 \
 		llama-index-instrumentation==0.4.0 langchain-core==1.6.0 transformers==5.15.0 tokenizers==0.22.2
-	NLTK_DATA=$(CURDIR)/.oldest/llama_index/core PYTHONPATH=.oldest $(PYTEST) -q --families=all -m "not real" -k "not standard" \
-		integrations tests/golden/test_families.py tests/models/test_compatibility.py tests/models/test_gguf_cache.py
+	NLTK_DATA=$(CURDIR)/.oldest/llama_index/core PYTHONPATH=.oldest \
+		$(PYTEST) -q --families=all -m "not real" -k "not standard" integrations \
+		tests/golden/test_families.py tests/models/test_compatibility.py tests/models/test_gguf_cache.py
 
 # The documentation as a site, in site/; a link that leads nowhere is an error.
 site: setup

@@ -11,6 +11,7 @@ from filelock import FileLock
 
 # Before anything imports a kernel: without a device to compile for, Triton interprets them.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+os.environ["QCFUSE_CPU_DTYPE"] = "float32"  # on every processor, in commands that tests start as well
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

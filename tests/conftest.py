@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,13 +26,12 @@ MARKED_FOLDERS = {
 """Folders whose tests all have a marker; see `markers` in pyproject.toml."""
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for one another
-os.environ["QCFUSE_CPU_DTYPE"] = "float32"  # on every processor, in commands that tests start as well
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that ask for `family` or `family_name` once for each family that `--families` chooses.
 
-    Tests that ask for `main_family` run on the main ones of these alone: their subject hardly depends on the family.
+    Tests that ask for `main_family` run on the main ones of these alone: what they test hardly depends on the family.
     """
     chosen = chosen_families(metafunc.config.getoption("families"))
     if "family_name" in metafunc.fixturenames:

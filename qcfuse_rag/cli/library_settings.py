@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.cli.library import SETTINGS_NAME, library_of
 from qcfuse_rag.cli.options import CorpusOptions, MethodOptions, ModelOptions, WeightsChoice
 from qcfuse_rag.errors import QCFuseError
@@ -15,7 +16,6 @@ from qcfuse_rag.fusion.method import Method
 from qcfuse_rag.methods import choose_method, default_method
 from qcfuse_rag.models.fingerprint import Fingerprint
 from qcfuse_rag.prompts.template import PromptTemplate
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.prefill_base import Base
 from qcfuse_rag.store.regular_file import read_text
 

@@ -17,12 +17,12 @@ import transformers
 from huggingface_hub import cached_assets_path
 
 import qcfuse_rag
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.exactness_check import ExactnessCheck, check_exact
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.attention.dense import dense_attention_name
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.atomic_write import write_atomically
 
 LOG = logging.getLogger(__name__)
 

@@ -14,17 +14,18 @@ import json
 import logging
 import os
 import platform
-import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from huggingface_hub import cached_assets_path
 from torch import Tensor
 from torch.nn.functional import linear
+
+from qcfuse_rag.atomic_write import write_atomically
+from qcfuse_rag.models.fingerprint import digest
 
 LOG = logging.getLogger(__name__)
 
@@ -113,13 +114,10 @@ def _read(processor: str) -> torch.dtype | None:
 def _keep(choice: dict[str, Any]) -> None:
     """Write a choice; where that is not possible, the next process measures again."""
     try:
-        file = _file(choice["processor"])
-        part = file.with_name(f"{secrets.token_hex(8)}.part")
-        part.write_text(json.dumps(choice), "utf-8")
-        part.replace(file)
+        write_atomically(_file(choice["processor"]), json.dumps(choice), sync=False)
     except (OSError, ValueError) as error:  # huggingface_hub raises ValueError for a file in the folder's place
         LOG.info("the choice of a dtype is not kept: %s", error)
 
 
 def _file(processor: str) -> Path:
-    return cached_assets_path("qcfuse-rag", "dtypes", xxhash.xxh3_128_hexdigest(processor.encode())) / "dtype.json"
+    return cached_assets_path("qcfuse-rag", "dtypes", digest(processor.encode())) / "dtype.json"

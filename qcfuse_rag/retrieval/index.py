@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import default_embedder
 from qcfuse_rag.errors import QCFuseError
-from qcfuse_rag.store.atomic_write import write_atomically
 
 PASSAGES, EMBEDDINGS, METADATA = "passages.jsonl", "embeddings.npy", "about.json"
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"

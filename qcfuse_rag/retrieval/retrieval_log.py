@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.store.atomic_write import write_atomically
 
 FILE_NAME = "retrievals.jsonl"
 MAX_BYTES = 8 << 20

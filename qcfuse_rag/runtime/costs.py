@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.models.fingerprint import digest
 from qcfuse_rag.runtime.buffer import KVBuffer
@@ -32,7 +33,6 @@ from qcfuse_rag.runtime.loading.host_to_device import HostToDevice, TransferOpen
 from qcfuse_rag.runtime.loading.layer_loader import LateMissError, LayerLoader, LoadingChunk
 from qcfuse_rag.runtime.loading.wait_budget import WaitBudget
 from qcfuse_rag.runtime.rows import RowsPlan
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.base import KVStore
 from qcfuse_rag.store.backends.index_database import INDEX_FAILURES
 from qcfuse_rag.store.chunk import ChunkKV

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import ProfileError
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.atomic_write import write_atomically
 
 FORMAT = "qcfuse-profile-1"
 MAKE_AGAIN = "make it again with `qcfuse profile`"

@@ -155,7 +155,7 @@ def test_sides_are_measured_on_the_same_tokens(tiny: LanguageModel) -> None:
 def test_methods_run_with_their_guard(
     row_s: float, fuses: bool, tiny: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it refuses, the time is that of full prefill, as it is for users."""
+    """A method whose guard refuses takes full prefill's time."""
     seams.measured_passes(monkeypatch, lambda *_: Costs(pass_s=0.5, row_s=row_s))
     seams.measured_loading(monkeypatch, lambda *_: 1e-6)
     methods = tuple(configurations(["auto"], [0.1])[1:])
@@ -231,7 +231,7 @@ def test_floors_follow_the_best_rates_that_were_found() -> None:
     assert [one["arithmetic_s"] for one in prefill] == [2.0] * 3
     assert [one["loading_s"] for one in prefill] == [0.5, 0.4, 4.0]
     assert [one["of_floor"] for one in prefill] == [0.5, 0.5, 1.0]
-    assert [one["speedup_calculated"] for one in prefill] == [2.0] * 3, "8 s of arithmetic in full"
+    assert [row["speedup_calculated"] for row in prefill] == [2.0] * 3, "full prefill's arithmetic takes 8 s"
     assert result["decode"][0]["bytes_s"] == 0.2
     assert result["decode"][0]["of_floor"] == 0.4
     assert result["ceilings"] == {"flops": 3e9, "memory_bytes_s": 5e9, "loading_bytes_s": 2e9}

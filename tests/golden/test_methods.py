@@ -92,7 +92,7 @@ def test_nothing_recomputed_over_another_base_is_not_full_prefill(
 
 
 class TestMainFamilies:
-    """What comes before and after a prefill, which no family changes."""
+    """Repeated requests and freed memory: they hardly depend on the family."""
 
     @pytest.fixture(scope="class")
     def warmed(self, main_family: LanguageModel) -> FusionEngine:

@@ -27,6 +27,7 @@ import transformers
 from torch.nn import functional
 
 from qcfuse_rag import LanguageModel, MemoryStore, make_method
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.errors import ModelNotFound
 from qcfuse_rag.evaluation.speed.measure import SpeedOptions, random_prompt, run_speed
 from qcfuse_rag.evaluation.speed.shapes import random_model
@@ -41,7 +42,6 @@ from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.graphs.prefill_graphs import PrefillRunner
 from qcfuse_rag.runtime.kernels.support import kernel_errors
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.verification.checks import UNLIMITED
 
 METHODS = ("auto[ratio=.05]", "auto[ratio=.1]", "auto[ratio=.1,layers=third_quarter]")

@@ -26,7 +26,7 @@ def cached_reason() -> Callable[..., str | None]:
 
 
 @pytest.fixture(scope="session")
-def few_to_collect() -> Iterator[None]:
+def garbage_frozen() -> Iterator[None]:
     """Leave what libraries have made out of garbage collections, of which there are several a test."""
     gc.collect()
     gc.freeze()
@@ -36,7 +36,7 @@ def few_to_collect() -> Iterator[None]:
 
 @pytest.fixture
 def device(
-    monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None], few_to_collect: None
+    monkeypatch: pytest.MonkeyPatch, cached_reason: Callable[..., str | None], garbage_frozen: None
 ) -> Iterator[Device]:
     from qcfuse_rag.runtime.kernels.launch import concurrent_programs, holds_large_tile
     from qcfuse_rag.runtime.kernels.sparse_attention import supports_large_tile

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.errors import QCFuseError
@@ -25,7 +26,6 @@ from qcfuse_rag.evaluation.questions import BadDataset, first_passages, passage_
 from qcfuse_rag.fusion.guard import IN_FULL
 from qcfuse_rag.ingestion.enrichment import NEIGHBOURS
 from qcfuse_rag.models.fingerprint import digest
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.disk import DiskStore
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.entry.encryption import environment_cipher

@@ -91,9 +91,9 @@ def step_bytes(lm: LanguageModel, tokens: int, requests: int = 1) -> float:
 def add_floors(result: dict[str, Any], ceilings: Ceilings, throttle: float) -> None:
     """Add the ceilings to a result, and to each row its lower bound and its share of the time measured.
 
-    Each prefill also gets its ratio to an engine that does nothing but full prefill's operations at the measured rate,
-    which no engine does: it is a lower bound on what a faster full prefill would leave of `speedup`. The tier
-    `throttled` delivers `throttle` bytes a second.
+    Each prefill also gets its ratio to full prefill's operations alone at the measured rate. No engine computes them in
+    less time, so the ratio is a lower bound on `speedup` over any full prefill. The tier `throttled` delivers
+    `throttle` bytes a second.
     """
     result["ceilings"] = {
         "flops": ceilings.flops,

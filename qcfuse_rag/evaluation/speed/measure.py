@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import Cache, DynamicCache, StaticCache
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.engine.exactness_check import stock_attention
 from qcfuse_rag.errors import PromptTooLong, QCFuseError
 from qcfuse_rag.evaluation.environment import about_run
@@ -43,7 +44,6 @@ from qcfuse_rag.runtime.graphs.decode_graphs import DecodeRunner
 from qcfuse_rag.runtime.kernels.support import unavailable_reason
 from qcfuse_rag.runtime.language_model import LanguageModel
 from qcfuse_rag.runtime.runner import ModelRunner
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.quantization import LOSSLESS
 
 PREFIX_TOKENS, QUESTION_TOKENS = 32, 32

@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 from typer import Option
 
+from qcfuse_rag.atomic_write import write_atomically
 from qcfuse_rag.bundled import corpus, default_embedder, default_model, questions
 from qcfuse_rag.engine.engine import FusionEngine
 from qcfuse_rag.evaluation.environment import about_process
@@ -24,7 +25,6 @@ from qcfuse_rag.evaluation.questions import read_dataset
 from qcfuse_rag.methods import make_method
 from qcfuse_rag.prompts.segments import Prompt
 from qcfuse_rag.runtime.language_model import LanguageModel
-from qcfuse_rag.store.atomic_write import write_atomically
 from qcfuse_rag.store.backends.memory import MemoryStore
 from qcfuse_rag.store.factory import open_store
 from qcfuse_rag.store.prefill_base import Base
