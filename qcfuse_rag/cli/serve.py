@@ -203,6 +203,7 @@ def _serve_on_ray(
         playground=not options.no_playground,
         max_queued=options.waiting,
         autoscaling=autoscaling,
+        prefix_bytes=options.prefix_mb * 1_000_000,
     )
     try:
         run_deployment(deployment, host=options.host, port=options.port)

@@ -33,6 +33,7 @@ from qcfuse_rag.engine.engine_handle import EngineHandle
 from qcfuse_rag.engine.scheduler import SchedulerSettings
 from qcfuse_rag.errors import QCFuseError
 from qcfuse_rag.fusion.method import Method
+from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
 from qcfuse_rag.generation.sampling import Fidelity
 from qcfuse_rag.prompts.template import PromptTemplate
 from qcfuse_rag.server.app import make_app
@@ -78,6 +79,7 @@ class EngineDeployment:
         autoscaling: Ray Serve's autoscaling options, such as `{"min_replicas": 1, "max_replicas": 8}`.
         drain_s: seconds for a stopping replica to finish its answers.
         load_limit_s: see `FusionEngine`.
+        prefix_bytes: of each replica, see `FusionEngine`; 0 keeps no finished requests.
     """
 
     replica: RayWorkers
@@ -95,6 +97,7 @@ class EngineDeployment:
     autoscaling: Mapping[str, Any] | None = None
     drain_s: float = 60.0
     load_limit_s: float | None = 30.0
+    prefix_bytes: int = PREFIX_BYTES
 
     def application(self) -> serve.Application:
         """Return the application for `serve.run`."""
@@ -139,6 +142,7 @@ class EngineReplica:
             verdict="ignore",
             load_limit_s=deployment.load_limit_s,
             compiled=False,
+            prefix_bytes=deployment.prefix_bytes,
         )
         engine.compile()
         self._handle = EngineHandle.wrap(engine, SchedulerSettings(waiting=deployment.max_ongoing * MAX_ANSWERS + 1))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,13 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
 from qcfuse_rag import RayWorkers
+from qcfuse_rag.server import ray_serve
 from qcfuse_rag.server.events import Event
-from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, Ingress
+from qcfuse_rag.server.ray_serve import MAX_ATTEMPTS, DeploymentBackend, EngineDeployment, EngineReplica, Ingress
 from qcfuse_rag.server.request import ChatRequest
-from tests.support.serving import ask, client, error
+from tests.support.cli import Run
+from tests.support.engines import METHOD
+from tests.support.serving import ASKED, ask, client, error
 
 WHOLE = [Event("The "), Event("mill."), Event(finish_reason="stop", usage={}, report={})]
 
@@ -111,3 +116,33 @@ async def test_what_a_replica_raises_is_not_told_to_clients() -> None:
     failed = RayTaskError("answer", "Traceback: /home/somebody/secret", ValueError("secret"))
     (only,) = await events(Answers((0, failed)), stream=False)
     assert (only.status, "secret" in str(only.error)) == (500, False)
+
+
+@pytest.mark.parametrize(("settings", "reuses"), [({}, True), ({"prefix_bytes": 0}, False)])
+async def test_replicas_keep_as_many_bytes_of_requests_as_the_deployment_says(
+    model_folder: str, settings: dict[str, int], reuses: bool
+) -> None:
+    deployment = EngineDeployment(RayWorkers(model_folder, {}, device="cpu"), "tiny", method=METHOD, **settings)
+    replica = EngineReplica(deployment)
+    reports = []
+    for _ in range(2):
+        events = [event async for event in replica.answer(ASKED)]
+        reports.append(events[-1]["report"])
+    replica._backend.close()
+    assert [bool(report["prefix_tokens"]) for report in reports] == [False, reuses]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [((), 10**9), (("--prefix-mb", 0), 0), (("--prefix-mb", 7), 7 * 10**6)]
+)
+def test_serve_passes_the_limit_of_kept_requests_to_replicas(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: tuple[object, ...], expected: int
+) -> None:
+    deployments: list[EngineDeployment] = []
+    monkeypatch.setattr("qcfuse_rag.cluster.pool.connect", lambda address: None)
+    monkeypatch.setattr(ray_serve, "run_deployment", lambda deployment, **address: deployments.append(deployment))
+    monkeypatch.setattr(ray_serve, "stop_deployment", lambda: None)
+    monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGINT)
+    run.text("serve", "--store", tmp_path, "--ray", "local", *option)
+    (deployment,) = deployments
+    assert deployment.prefix_bytes == expected
