@@ -21,7 +21,7 @@ from qcfuse_rag.errors import InvalidTemplate, PromptTooLong
 from qcfuse_rag.prompts.bounded_render import render_bounded
 from qcfuse_rag.prompts.segments import Prompt, Role, Segment
 from qcfuse_rag.prompts.special_tokens import RenderedText, SpecialTokenMarker, special_tokens_of
-from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn
+from qcfuse_rag.prompts.template import PromptTemplate, Tool, Turn, as_mapping
 from qcfuse_rag.prompts.template_variables import template_variables
 
 # Some chat templates print today's date; a system prefix that changes daily would make every framed cache useless.
@@ -183,7 +183,7 @@ class PromptBuilder:
         # The prompt template is the developer's, so special tokens in it count as such; everything else is marked.
         special_tokens = self._mark(history, tools)
         messages = self._messages(markers["question"], markers["context"], special_tokens.turns)
-        rendered = self._render(list(map(_as_mapping, messages)), special_tokens)
+        rendered = self._render(list(map(as_mapping, messages)), special_tokens)
         positions = sorted((rendered.text.find(marker), name) for name, marker in markers.items())
         if any(rendered.text.count(marker) != 1 for marker in markers.values()):
             raise InvalidTemplate("the tokenizer's chat template repeats or drops message text; it cannot be cut apart")
@@ -200,7 +200,7 @@ class PromptBuilder:
         n_system = 1 if messages[0][0] == "system" else 0
         leading = list(takewhile(_is_system_text, history))
         # Chat templates take one system message, at the start; some drop the first one if there are two.
-        texts = [content for _, content in messages[:n_system]] + [_as_mapping(turn)["content"] for turn in leading]
+        texts = [content for _, content in messages[:n_system]] + [as_mapping(turn)["content"] for turn in leading]
         system: list[Turn] = [("system", "\n\n".join(filter(None, texts)))] if texts else []
         return [*system, *history[len(leading) :], *messages[n_system:]]
 
@@ -218,7 +218,7 @@ class PromptBuilder:
 
     def _mark(self, messages: Sequence[Turn], tools: Sequence[Tool]) -> SpecialTokenMarker:
         kwargs = self.template.chat_template_kwargs
-        return SpecialTokenMarker(self._special, map(_as_mapping, messages), tools, kwargs)
+        return SpecialTokenMarker(self._special, map(as_mapping, messages), tools, kwargs)
 
     def _render(self, turns: Sequence[Mapping[str, Any]], special_tokens: SpecialTokenMarker) -> RenderedText:
         """Render turns, with the tools and variables in which special tokens are marked, and unmark these."""
@@ -331,12 +331,8 @@ class PromptBuilder:
         return _private_copy(self.tokenizer, split_special=True)
 
 
-def _as_mapping(turn: Turn) -> Mapping[str, Any]:
-    return turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
-
-
 def _is_system_text(turn: Turn) -> bool:
-    message = _as_mapping(turn)
+    message = as_mapping(turn)
     return message["role"] == "system" and isinstance(message.get("content"), str)
 
 

@@ -62,5 +62,10 @@ class PromptTemplate:
         return self.chunk.format(text=text)
 
 
+def as_mapping(turn: Turn) -> Mapping[str, Any]:
+    """Return a turn as chat templates take it."""
+    return turn if isinstance(turn, Mapping) else {"role": turn[0], "content": turn[1]}
+
+
 def _fields(template: str) -> list[str]:
     return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]

@@ -1,0 +1,67 @@
+"""The stored system prefixes of conversations: warm them, and let prompts begin with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from qcfuse_rag.errors import InvalidTemplate
+from qcfuse_rag.ingestion.summary import WarmSummary
+from qcfuse_rag.ingestion.target import PrefillTarget
+from qcfuse_rag.ingestion.warm_job import Progress, WarmJob
+from qcfuse_rag.prompts.builder import PromptBuilder
+from qcfuse_rag.prompts.segments import Prompt, Role
+from qcfuse_rag.prompts.system_prefix import system_prefix
+from qcfuse_rag.prompts.template import Tool, Turn
+from qcfuse_rag.runtime.language_model import LanguageModel
+from qcfuse_rag.store.backends.base import KVStore
+from qcfuse_rag.store.prefill_base import BLIND
+
+
+class SystemPrefixes:
+    """The system prefixes of conversations that a store keeps for one model.
+
+    Args:
+        lm: the model.
+        store: where keys and values are kept.
+    """
+
+    def __init__(self, lm: LanguageModel, store: KVStore) -> None:
+        self._target = PrefillTarget(lm, store, ())
+
+    def warm(
+        self,
+        builder: PromptBuilder,
+        system: str | None = None,
+        tools: Sequence[Tool] = (),
+        *,
+        progress: Progress | None = None,
+    ) -> WarmSummary:
+        """Prefill the system prefix of a system message and tools, see `FusionEngine.warm_prefix`.
+
+        Args:
+            builder: of the prompts.
+            system: the system message.
+            tools: the tools.
+            progress: called with tokens `(done, total)`.
+        """
+        turns: list[Turn] = [] if system is None else [("system", system)]
+        prefixes = [system_prefix(builder, given, tools).ids for given in (turns, builder.turns("", (), turns))]
+        return WarmJob(self._target, prefixes, bases=(BLIND,)).run(progress)
+
+    def mark(self, builder: PromptBuilder, prompt: Prompt, turns: Sequence[Turn], tools: Sequence[Tool]) -> Prompt:
+        """Return a prompt whose head is its system prefix if that is stored.
+
+        Args:
+            builder: of the prompt.
+            prompt: the prompt.
+            turns: its messages, of which the leading system messages are read.
+            tools: its tools.
+        """
+        if prompt.segments[0].role is Role.HEAD:
+            return prompt
+        with suppress(InvalidTemplate):  # some chat templates take these messages only together with the others
+            prefix = system_prefix(builder, turns, tools)
+            if prefix.ids and self._target.key(BLIND, prefix.ids) in self._target.store:
+                return prefix.mark(prompt)
+        return prompt
