@@ -27,8 +27,8 @@ ANSWER = (40, 41, 42, 43, 44)
 
 
 @pytest.fixture
-def engine(family: LanguageModel) -> FusionEngine:
-    return make_warmed_engine(family)
+def engine(main_family: LanguageModel) -> FusionEngine:
+    return make_warmed_engine(main_family)
 
 
 def calibrated(engine: FusionEngine, method: Method = REUSE, scale: float = 1.0) -> Method:
