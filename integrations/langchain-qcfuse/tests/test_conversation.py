@@ -19,6 +19,7 @@ def test_every_turn_reuses_the_turns_before_of_its_own_session(lm: LanguageModel
     prompt = ChatPromptTemplate.from_messages(
         [("system", " ".join(PASSAGES)), MessagesPlaceholder("history"), ("human", "{input}")]
     )
+    plain = prompt | ChatQCFuse.from_engine(make_engine(lm, engine.store), max_tokens=6)
     histories = {session: InMemoryChatMessageHistory() for session in "ab"}
     chain = RunnableWithMessageHistory(
         prompt | chat, lambda session: histories[session], input_messages_key="input", history_messages_key="history"
@@ -33,4 +34,6 @@ def test_every_turn_reuses_the_turns_before_of_its_own_session(lm: LanguageModel
             assert usage["input_tokens"] > reused >= before[session] - 8
             assert reused == message.response_metadata["fusion"]["prefix_tokens"]
             before[session] = usage["input_tokens"]
+            earlier = histories[session].messages[:-2]
+            assert message.content == plain.invoke({"history": earlier, "input": f"{session} {turn}?"}).content
     engine.close()

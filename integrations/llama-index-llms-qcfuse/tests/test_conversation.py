@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine import SimpleChatEngine
 from llama_index.core.memory import ChatMemoryBuffer
 
@@ -19,10 +20,13 @@ def test_every_turn_reuses_the_turns_before(lm: LanguageModel) -> None:
     llm = QCFuseLLM.from_engine(engine, max_new_tokens=6)
     memory = ChatMemoryBuffer.from_defaults(token_limit=1500)
     chat = SimpleChatEngine.from_defaults(llm=llm, memory=memory, system_prompt=" ".join(PASSAGES))
+    plain = QCFuseLLM.from_engine(make_engine(lm, engine.store), max_new_tokens=6)
     reports = []
     engine.observe(reports.append)
     for turn in range(10):
-        chat.chat(f"And {turn}?")
+        answer = chat.chat(f"And {turn}?")
+        asked = [ChatMessage(" ".join(PASSAGES), role="system"), *chat.chat_history[:-1]]
+        assert answer.response == plain.chat(asked).message.content
     told = [(report.prompt_tokens, report.prefix_tokens) for report in reports]
     assert len(told) == 10
     assert told[0][1] == 0

@@ -1,0 +1,98 @@
+"""A LangGraph agent with two tools over ten turns: each call of the model computes what is new in it, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import ModelRequest, ModelResponse, wrap_model_call
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+
+from langchain_qcfuse import ChatQCFuse
+from qcfuse_rag import LanguageModel, MemoryStore, make_method
+from qcfuse_rag.fusion.prefix_cache import PREFIX_BYTES
+from tests.support.engines import make_engine
+from tests.support.families import build_model, build_tokenizer
+from tests.support.passages import PASSAGES
+from tests.support.tool_templates import teach
+
+TURNS = 10
+CALL_TOKENS, ANSWER_TOKENS = 60, 6
+MERGED = 2
+"""Most tokens at the end of a prompt that are others once an answer follows, as `>` is before a line break."""
+
+
+@tool
+def search(about: Literal["ferry", "paint", "mill"]) -> str:
+    """Search what the harbour has written."""
+    return PASSAGES[["ferry", "paint", "mill"].index(about)]
+
+
+@tool
+def count(pier: Literal["north", "south"]) -> str:
+    """Count the boats at a pier."""
+    return f"{len(pier)} boats."
+
+
+TOOLS = (search, count)
+
+
+def asked_turns(messages: Collection[BaseMessage]) -> int:
+    return sum(isinstance(message, HumanMessage) for message in messages)
+
+
+@wrap_model_call
+def call_then_answer(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
+    """Demand a call of one tool or the other in turn, then an answer: the model is too small to call by itself."""
+    if isinstance(request.messages[-1], ToolMessage):
+        return handler(request.override(model_settings={"max_tokens": ANSWER_TOKENS}))
+    return handler(request.override(tool_choice=TOOLS[asked_turns(request.messages) % 2].name))
+
+
+def converse(lm: LanguageModel, checked: Collection[int]) -> None:
+    """Let an agent answer ten questions, and compare the answers to some of them with those without prefix reuse."""
+    engine = make_engine(lm, MemoryStore(), method=make_method("full"), prefix_bytes=PREFIX_BYTES)
+    chat = ChatQCFuse.from_engine(engine, max_tokens=CALL_TOKENS)
+    agent = create_agent(chat, TOOLS, middleware=[call_then_answer], checkpointer=InMemorySaver())
+    for turn in range(TURNS):
+        question = HumanMessage(f"Who has key {turn}?")
+        messages = agent.invoke({"messages": [question]}, {"configurable": {"thread_id": "harbour"}})["messages"]
+    assert [type(message) for message in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage] * TURNS
+
+    answers = [message for message in messages if isinstance(message, AIMessage)]
+    assert [[call["name"] for call in answer.tool_calls] for answer in answers] == [["count"], [], ["search"], []] * 5
+    usages = [answer.usage_metadata for answer in answers]
+    told = [(usage["input_tokens"], usage["input_token_details"]["cache_read"]) for usage in usages if usage]
+    assert len(told) == 2 * TURNS
+    assert told[0][1] == 0
+    for (before, _), (tokens, reused) in pairwise(told):
+        assert before - MERGED <= reused < tokens
+    assert [reused for _, reused in told] == [a.response_metadata["fusion"]["prefix_tokens"] for a in answers]
+
+    plain = ChatQCFuse.from_engine(make_engine(lm, engine.store, method=make_method("full")))
+    for turn in checked:
+        asked, answered = messages[: 4 * turn + 3], messages[4 * turn + 3]
+        expected = plain.bind_tools(TOOLS).invoke(asked, max_tokens=ANSWER_TOKENS)
+        assert expected.usage_metadata["input_token_details"]["cache_read"] == 0
+        assert (answered.content, answered.tool_calls) == (expected.content, expected.tool_calls)
+        called = plain.bind_tools(TOOLS, tool_choice=asked[-1].name).invoke(asked[:-2], max_tokens=CALL_TOKENS)
+        assert called.tool_calls[0]["args"] == asked[-2].tool_calls[0]["args"]
+    engine.close()
+
+
+def test_every_call_reuses_the_calls_before() -> None:
+    tokenizer = teach(build_tokenizer(lambda: PASSAGES), "hermes")
+    converse(LanguageModel.wrap(build_model("llama", max_position_embeddings=8192), tokenizer), range(TURNS))
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_every_call_of_a_real_model_reuses_the_calls_before(smollm2_folder: str) -> None:
+    lm = LanguageModel.load(smollm2_folder, device="cpu")
+    teach(lm.tokenizer, "hermes")
+    converse(lm, (TURNS - 1,))
